@@ -1,0 +1,48 @@
+"""What the devices owe to the rest of the package: one sum over the world, and a way to the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from variable_batch_size.world import World
+
+
+class Backend(ABC):
+    """The little that differs between one process, `torch.distributed` and PyTorch/XLA.
+
+    `static_graph` says that every update has to issue the same operations, whatever its numbers are: then
+    numbers travel as tensors (`scalar`), and gradients stay allocated.
+    """
+
+    static_graph: ClassVar[bool] = False
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @abstractmethod
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks, in place, with one collective a dtype."""
+
+    def scalar(self, value: float, like: Tensor) -> float | Tensor:
+        """`value` as a factor for `like`: a float where that is free, else a 0-D tensor that is no constant."""
+        return value
+
+    def number(self, value: Any) -> Any:
+        """A hyperparameter as the inner optimizer gets it: where Python numbers can become constants, never one."""
+        return value
+
+    def mark_step(self) -> None:  # noqa: B027 (only lazy devices have something to do)
+        """End the present graph, on devices that have graphs."""
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` in host memory; waits for the device."""
+        return tensor.detach().cpu()
+
+    def print0(self, *values: object) -> None:
+        """Print on rank 0 only."""
+        if self.world.rank == 0:
+            print(*values, flush=True)

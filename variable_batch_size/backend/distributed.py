@@ -1,0 +1,43 @@
+"""Processes joined by `torch.distributed`, whatever carries their messages: gloo, NCCL, XCCL, TorchTPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from variable_batch_size.backend.base import Backend
+from variable_batch_size.world import World
+
+
+@final
+class DistributedBackend(Backend):
+    """The ranks of `group` (default: of the default process group)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
+        self._group = group
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """One flat message a dtype and device."""
+        if self.world.size == 1:
+            return
+
+        def kind(tensor: Tensor) -> str:
+            return f"{tensor.device} {tensor.dtype}"
+
+        for _, alike in groupby(sorted(tensors, key=kind), key=kind):
+            parts = list(alike)
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self._group)
+            torch._foreach_copy_(parts, _like(flat, parts))
+
+
+def _like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor in the shapes of `parts`."""
+    pieces = torch.split(flat, [part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

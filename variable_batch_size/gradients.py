@@ -1,0 +1,132 @@
+"""From the gradients of microbatches to the gradient of a step, in the parameters' own `.grad`.
+
+A rank's share of G = sum_j w_j g_j, with w_j = n_j / B where losses are means over the rows, is built by Horner's
+scheme: after microbatch j what has been accumulated is multiplied by w_j / w_(j+1), and after the last one by its
+weight. So autograd's own accumulation is the only buffer. Under a `GradScaler`, whose scale may change between
+microbatches, each gradient is weighted on its own and then added to a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.backend import Backend
+
+
+@final
+class Gradients:
+    """This rank's gradients of `parameters`, from the first microbatch of a step to its update."""
+
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
+        self.parameters = list(parameters)
+        self._backend = backend
+        self._members: list[Tensor] | None = None  # the parameters that have a gradient, on any rank
+        self._others: list[Tensor] = []
+        self._buffer: dict[Tensor, Tensor] = {}
+        self._witness: tuple[Tensor, Tensor] | None = None  # a parameter and its gradient, which has to stay
+
+    @property
+    def agreed(self) -> bool:
+        """Whether it is fixed which parameters have gradients."""
+        return self._members is not None
+
+    def mask(self) -> list[bool]:
+        """Which parameters have a gradient in this step.
+
+        Raises:
+            TypeError: when a gradient is sparse.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"gradients must be dense, but parameter {number}, of shape {tuple(parameter.shape)}, has one of "
+                    f"layout {parameter.grad.layout}; build the layer with sparse=False"
+                )
+        return [parameter.grad is not None or parameter in self._buffer for parameter in self.parameters]
+
+    def agree(self, mask: Sequence[bool]) -> None:
+        """Fix which parameters have gradients, from this update on."""
+        pairs = list(zip(self.parameters, mask, strict=True))
+        self._members = [parameter for parameter, has_gradient in pairs if has_gradient]
+        self._others = [parameter for parameter, has_gradient in pairs if not has_gradient]
+
+    def keep(self, factor: float) -> None:
+        """Multiply what has been accumulated, because another microbatch of the step follows."""
+        self._check_witness()
+        gradients = self._present()
+        self.multiply(gradients, factor)
+        if gradients:
+            first = next(p for p in self.parameters if p.grad is not None)
+            self._witness = first, gradients[0]
+
+    def put_aside(self, factor: Tensor) -> None:
+        """Add `factor` (0-D) times this microbatch's gradient to the buffer, and clear it."""
+        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+        gradients = self._present()
+        torch._foreach_mul_(gradients, factor)
+        pairs = list(zip(parameters, gradients, strict=True))
+        if known := [(self._buffer[p], gradient) for p, gradient in pairs if p in self._buffer]:
+            torch._foreach_add_([old for old, _ in known], [new for _, new in known])
+        self._buffer.update((p, gradient) for p, gradient in pairs if p not in self._buffer)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def whole(self, factor: float) -> list[Tensor]:
+        """This rank's share of the step's gradient, in `.grad`: what has been accumulated, times the last weight."""
+        self._check_witness()
+        for parameter, gradient in self._buffer.items():
+            parameter.grad = gradient
+        gradients = self._complete()
+        self.multiply(gradients, factor)
+        return gradients
+
+    def multiply(self, gradients: list[Tensor], factor: float) -> None:
+        """Multiply in place; where graphs are static, by a tensor and whatever the factor is."""
+        if not gradients or (factor == 1 and not self._backend.static_graph):
+            return
+        if factor == 0 and not self._backend.static_graph:
+            torch._foreach_zero_(gradients)  # also where a replayed gradient is not finite
+            return
+        torch._foreach_mul_(gradients, self._backend.scalar(factor, gradients[0]))
+
+    def clear(self) -> None:
+        """Forget the step: for the next one, or because it was broken off."""
+        self._witness = None
+        self._buffer.clear()
+        if self._backend.static_graph:
+            if gradients := self._present():
+                torch._foreach_zero_(gradients)
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _present(self) -> list[Tensor]:
+        return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+
+    def _complete(self) -> list[Tensor]:
+        """The gradients of all members; where this rank's samples did not touch one, it is zero."""
+        members = self._members if self._members is not None else self.parameters
+        if any(parameter.grad is not None for parameter in self._others):
+            raise RuntimeError(
+                "which parameters have gradients is agreed at the first update, but now one has a gradient that had "
+                "none then; set requires_grad before training, or tell by optimizer.add_param_group"
+            )
+        for parameter in members:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in members]  # type: ignore[misc]
+
+    def _check_witness(self) -> None:
+        """Refuse gradients that somebody cleared or replaced in the middle of a step."""
+        if self._witness is None:
+            return
+        parameter, gradient = self._witness
+        if parameter.grad is not gradient and (parameter.grad is None or parameter.grad.grad_fn is None):
+            raise RuntimeError(
+                "the gradients of a step are accumulated in .grad until its last microbatch, but they were cleared or "
+                "replaced before it; leave out model.zero_grad(), which optimizer.step() makes unnecessary"
+            )

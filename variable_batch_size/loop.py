@@ -1,0 +1,106 @@
+"""Which microbatch is due, and whether the user's loop brings the one that its sampler dealt."""
+
+from __future__ import annotations
+
+from typing import final
+
+from variable_batch_size.clock import Clock
+from variable_batch_size.plan import Microbatch, Step
+from variable_batch_size.sampler import CustomSampler, Iteration
+from variable_batch_size.world import World
+
+
+@final
+class Loop:
+    """Counts the microbatches that come from a sampler, along the sampler's plan.
+
+    It reads the plan and counts for itself, because what the sampler has yielded may only have been prefetched.
+    """
+
+    def __init__(self, sampler: CustomSampler, world: World) -> None:
+        self.sampler = sampler
+        self.clock: Clock = sampler.attach()
+        self._world = world
+        self._turn = 0  # microbatches of the due step that came
+        self._step: Step | None = None
+        self._iteration: Iteration | None = None
+        self._came = 0  # microbatches of the iteration that came
+
+    @property
+    def inside_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._turn > 0
+
+    @property
+    def step(self) -> Step:
+        """The update that is due."""
+        if self._step is None:
+            self._step = self.clock.plan.step(self.clock.epoch, self.clock.step)
+        return self._step
+
+    def microbatch(self, ahead: int = 0) -> Microbatch:
+        """The microbatch that is due, or a later one of the same step.
+
+        Raises:
+            RuntimeError: when the epoch has had all of its updates.
+        """
+        if self.clock.finished:
+            epoch = self.clock.epoch.number
+            raise RuntimeError(
+                f"a microbatch is due until the epoch's last update, but epoch {epoch} has had all of them; call "
+                f"set_epoch({epoch + 1}) on the sampler and on the optimizer"
+            )
+        return self.step.microbatch(self._turn + ahead, self._world)
+
+    def arrive(self) -> Microbatch:
+        """Count the microbatch that is due as come.
+
+        Raises:
+            RuntimeError: when it cannot be the one that the sampler dealt.
+        """
+        microbatch = self.microbatch()
+        iteration = self.sampler.iteration
+        if iteration is not None and iteration is not self._iteration:
+            self._check_begin(iteration)
+            self._iteration, self._came = iteration, 0
+        if iteration is None or self._came == iteration.yielded:
+            raise RuntimeError(
+                f"each step() takes one microbatch of the optimizer's own sampler, but that sampler has yielded "
+                f"{0 if iteration is None else iteration.yielded} and this is one more; give the same CustomSampler to "
+                f"the optimizer and, as batch_sampler, to the loader, and call step() once a microbatch"
+            )
+        self._came += 1
+        iteration.stepped = max(iteration.stepped, self._came)
+        return microbatch
+
+    def next_turn(self) -> None:
+        """Be due for the next microbatch of the same step."""
+        self._turn += 1
+
+    def commit(self) -> None:
+        """Be due for the next step; the sampler's clock follows."""
+        self.clock.advance()
+        self.sampler.follow(self.clock)
+        self._turn, self._step = 0, None
+
+    def restart(self) -> None:
+        """Be due for the first microbatch of the step where the clock stands, from a new iteration."""
+        self._turn, self._step, self._iteration = 0, None, None
+
+    def _check_begin(self, iteration: Iteration) -> None:
+        here, start = self.clock.position, iteration.start
+        if self.inside_step:
+            raise RuntimeError(
+                f"a step must get all its microbatches from one iteration, but step {here.step} had {self._turn} of "
+                f"{self.step.rounds(self._world)} when the loader was iterated anew; call optimizer.discard_step() "
+                f"before it to begin the step again, or set_epoch on both"
+            )
+        begins_here = start == here and iteration.first_turn == 0
+        # A loader that restores its iterator may still have gone on from an older snapshot, up to where we stand.
+        leads_here = iteration.restored and start.epoch == here.epoch and start.step <= here.step
+        if not (begins_here or leads_here):
+            raise RuntimeError(
+                f"the sampler and the optimizer must stand at the same update, but the sampler's iteration began at "
+                f"{start} and the optimizer stands at {here}; call set_epoch with the same epoch on both, or restore "
+                f"both"
+            )
