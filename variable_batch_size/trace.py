@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import operator
 import os
 import re
 import uuid
@@ -18,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-IntArray = npt.NDArray[np.int64]
+from variable_batch_size.trace_csv import EXAMPLE, IntArray, read_sizes
+from variable_batch_size.validate import LARGEST, integer, refusal, whole
+
 OnEnd = Literal["error", "hold", "cycle"]
 
-_LARGEST = 2**53  # the last int up to which float64, JSON and spreadsheets are exact too
-_EXAMPLE = '"0:128 2000:256 10K:1024"'
 _ENTRY = re.compile(r"([0-9]{1,20})([kKmM]?):([0-9]{1,20})([kKmM]?)")
-_INTEGER = re.compile(r"[+-]?[0-9]{1,25}")
 
 
 class TraceEndError(IndexError, ValueError):
@@ -55,7 +51,7 @@ class BatchTrace:
     def __post_init__(self) -> None:
         """Bring the runs into their one form, in which neighbours differ in size, and count and hash them."""
         if self.on_end not in ("error", "hold", "cycle"):
-            raise _refusal('on_end must be "error", "hold" or "cycle"', repr(self.on_end), "choose one of these")
+            raise refusal('on_end must be "error", "hold" or "cycle"', repr(self.on_end), "choose one of these")
         differs = np.diff(self._size, prepend=0) != 0
         first, size = self._first[differs], self._size[differs]
         length = np.diff(first, append=self.steps or int(first[-1]) + 1)
@@ -64,7 +60,7 @@ class BatchTrace:
         over = (length > (2**63 - 1) // size) | (end < 0)
         if over.any():
             found = f"more in the run from step {first[over.argmax()]} on"
-            raise _refusal(f"{self._name}: all samples together must be <= 2**63 - 1", found, "shorten the trace")
+            raise refusal(f"{self._name}: all samples together must be <= 2**63 - 1", found, "shorten the trace")
         meaning = f"BatchTrace 1 {self.steps} {self.on_end if self.steps else 'hold'} ".encode()
         digest = hashlib.sha256(meaning + np.stack([first, size]).astype("<i8").tobytes()).hexdigest()
         before = np.concatenate([[0], end[:-1]])
@@ -79,25 +75,25 @@ class BatchTrace:
         `renumber=True` ignores what stands in the step column. Raises FileNotFoundError or IsADirectoryError where
         there is no file, and ValueError, with file, line and value, where it is not such a table.
         """
-        sizes = _read(os.fspath(path), renumber)
+        sizes = read_sizes(os.fspath(path), renumber)
         return cls(np.arange(len(sizes)), sizes, len(sizes), on_end, os.fspath(path))
 
     @classmethod
     def from_sizes(cls, sizes: Iterable[int] | npt.NDArray[np.integer], *, on_end: OnEnd = "error") -> BatchTrace:
         """Take the sizes (samples) of steps 0, 1, 2, ... as they come; ValueError names the first that is wrong."""
         array = sizes if isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu" and sizes.ndim == 1 else None
-        if array is None or not ((array >= 1) & (array <= _LARGEST)).all():
+        if array is None or not ((array >= 1) & (array <= LARGEST)).all():
             named = ((size, f"trace step {i} (sizes[{i}]): batchsize") for i, size in enumerate(sizes))
-            array = np.array([_whole(size, name, 1, _LARGEST) for size, name in named])
+            array = np.array([whole(size, name, 1, LARGEST) for size, name in named])
         if len(array) == 0:
-            raise _refusal("a trace must have at least one step", "no sizes", "give at least one")
+            raise refusal("a trace must have at least one step", "no sizes", "give at least one")
         return cls(np.arange(len(array)), array.astype(np.int64), len(array), on_end)
 
     @classmethod
     def constant(cls, size: int, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
         """Give `steps` steps, or without end, the same `size` (samples); ValueError unless both are >= 1."""
-        end = None if steps is None else _whole(steps, "steps", 1, _LARGEST)
-        return cls(np.array([0]), np.array([_whole(size, "batchsize", 1, _LARGEST)]), end, on_end)
+        end = None if steps is None else whole(steps, "steps", 1, LARGEST)
+        return cls(np.array([0]), np.array([whole(size, "batchsize", 1, LARGEST)]), end, on_end)
 
     @classmethod
     def parse(cls, schedule: str, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
@@ -107,10 +103,10 @@ class BatchTrace:
         an entry of another form, and for starts that are not 0 first and then increasing.
         """
         first, size = zip(*_entries(schedule), strict=True)
-        end = None if steps is None else _whole(steps, "steps", 1, _LARGEST)
+        end = None if steps is None else whole(steps, "steps", 1, LARGEST)
         if end is not None and end <= first[-1]:
             required = f"steps must be > {first[-1]}, the start of the last entry of {schedule!r:.60}"
-            raise _refusal(required, end, "raise it, or drop the entries that are not reached")
+            raise refusal(required, end, "raise it, or drop the entries that are not reached")
         return cls(np.array(first), np.array(size), end, on_end, f"{schedule!r:.60}")
 
     @classmethod
@@ -126,7 +122,7 @@ class BatchTrace:
             return cls.parse(source, on_end=end)
         if isinstance(source, (str, os.PathLike)):
             return cls.from_csv(source, on_end=end)
-        number = _integer(source)
+        number = integer(source)
         if number is not None:
             return cls.constant(number, on_end=end)
         if isinstance(source, (Sequence, np.ndarray)) and not isinstance(source, (bytes, bytearray, memoryview)):
@@ -148,12 +144,13 @@ class BatchTrace:
 
     def batch_size(self, step: int) -> int:
         """Return the global batch size (samples) of `step`; TraceEndError beyond the end, ValueError below 0."""
-        _, inside = self._fold(_whole(step, "step"), self.steps, "step")
+        _, inside = self._fold(whole(step, "step"), self.steps, "step")
         return int(self._size[_run(self._first, inside)])
 
     def batch_sizes(self, steps: npt.ArrayLike) -> IntArray:
         """Return `batch_size` of every element of an array of ints, in its shape, as int64."""
-        array = np.asarray(steps)
+        # As objects, since numpy makes floats of a list that mixes ints below and above 2**63.
+        array = steps if isinstance(steps, np.ndarray) else np.asarray(steps, object)
         if array.dtype.kind not in "iu" or array.dtype == np.uint64 or array.size == 0:
             return np.array([self.batch_size(step) for step in array.flat], np.int64).reshape(array.shape)
         for extreme in (array.min(), array.max()):
@@ -163,7 +160,7 @@ class BatchTrace:
 
     def offset(self, step: int) -> int:
         """Return the number of samples in all steps before `step`, which may be the one after the last."""
-        step = _whole(step, "step")
+        step = whole(step, "step")
         laps, inside = (0, step) if step == self.steps else self._fold(step, self.steps, "step")
         run = _run(self._first, inside)
         done = int(self._before[run]) + (inside - int(self._first[run])) * int(self._size[run])
@@ -172,7 +169,7 @@ class BatchTrace:
     def step_at(self, sample: int) -> int:
         """Return the step that holds sample number `sample`: offset(step) <= sample < offset(step + 1)."""
         steps, total = (self.steps, self.total_samples) if self.steps else (0, None)
-        laps, inside = self._fold(_whole(sample, "sample"), total, "sample")
+        laps, inside = self._fold(whole(sample, "sample"), total, "sample")
         run = _run(self._before, inside)
         return laps * steps + int(self._first[run]) + (inside - int(self._before[run])) // int(self._size[run])
 
@@ -202,15 +199,15 @@ class BatchTrace:
         started again, it goes on by its own sizes. ValueError for a size below `multiple`, and without an end for a
         last size that is no multiple, because no size that goes on for ever keeps up with it.
         """
-        multiple = _whole(multiple, "multiple", 1, _LARGEST)
+        multiple = whole(multiple, "multiple", 1, LARGEST)
         small, exact = self._size < multiple, self._size % multiple == 0
         if small.any():
             run = small.argmax()
             where = f"{self._name} step {self._first[run]}: batchsize must be >= {multiple} to be rounded to it"
-            raise _refusal(where, self._size[run], "raise it, or round to a smaller multiple")
+            raise refusal(where, self._size[run], "raise it, or round to a smaller multiple")
         if self.steps is None and not exact[-1]:
             where = f"{self._name}: the last size of a trace without end must be a multiple of {multiple}"
-            raise _refusal(where, self._size[-1], "change it, or give the number of steps by steps=")
+            raise refusal(where, self._size[-1], "change it, or give the number of steps by steps=")
         # A run of multiples stays one piece; in the others every step becomes a piece of its own.
         pieces, span = np.where(exact, 1, self._length), np.where(exact, self._length, 1)
         span, size = np.repeat(span, pieces), np.repeat(self._size, pieces)
@@ -246,125 +243,18 @@ def _run(starts: IntArray, position: int) -> int:
     return int(starts.searchsorted(min(position, int(starts[-1])), side="right")) - 1
 
 
-def _refusal(requirement: str, found: object, remedy: str) -> ValueError:
-    return ValueError(f"{requirement}, got {found}; {remedy}")
-
-
-def _integer(value: object) -> int | None:
-    """The int that `value` is, numpy's included; None for bools and everything else."""
-    try:
-        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _whole(value: object, name: str, least: int = 0, most: int | None = None, remedy: str = "pass such an int") -> int:
-    number = _integer(value)
-    if number is None:
-        raise _refusal(f"{name} must be a whole number >= {least}", f"{value!r:.60} (not an int)", remedy)
-    if number < least or (most is not None and number > most):
-        limit = f">= {least}" + " and <= 2**53" * (number > least)
-        raise _refusal(f"{name} must be a whole number {limit}", number, remedy)
-    return number
-
-
 def _entries(schedule: str) -> Iterator[tuple[int, int]]:
     """First step and size of every entry of a schedule."""
     words, least = schedule.replace(",", " ").split(), 0
     if not words:
-        raise _refusal("a schedule must have an entry", repr(schedule), f"write it like {_EXAMPLE}")
+        raise refusal("a schedule must have an entry", repr(schedule), f"write it like {EXAMPLE}")
     for place, word in enumerate(words, 1):
         where, match = f"schedule entry {place} ({word!r:.60})", _ENTRY.fullmatch(word)
         if match is None:
             required = f"schedule entry {place} must be first step:size in whole numbers, K = 1000 and M = 10^6 allowed"
-            raise _refusal(required, f"{word!r:.60}", f"write the schedule like {_EXAMPLE}")
+            raise refusal(required, f"{word!r:.60}", f"write the schedule like {EXAMPLE}")
         start, size = (int(match[i]) * 1000 ** " km".index(match[i + 1].lower() or " ") for i in (1, 3))
         if place == 1 and start != 0:
-            raise _refusal(f"{where} must start at step 0", start, "begin the schedule with 0:size")
-        least = 1 + _whole(start, f"{where}: first step", least, _LARGEST, "order the entries by increasing step")
-        yield start, _whole(size, f"{where}: batchsize", 1, _LARGEST, "fix the entry, or drop it")
-
-
-def _read(name: str, renumber: bool) -> IntArray:
-    """The sizes in a CSV file; refuses the first fault by line and value."""
-    data = _bytes_of(name)
-    lines = _lines(data, name)
-    at, header = next(lines, (1, []))
-    for column in ("step", "batchsize"):
-        if header.count(column) != 1:
-            found = repr(",".join(header))[:60] if header else "an empty file"
-            raise _refusal(f"trace header ({name}:{at}) must have one column {column}", found, "add or rename columns")
-    step, size = (header.index(column) for column in ("step", "batchsize"))
-    fast = _read_fast(data, None if renumber else step, size, len(header))
-    if fast is not None:
-        return fast
-    sizes: list[int] = []
-    for at, cells in lines:
-        try:
-            if len(cells) != len(header):
-                raise _refusal(f"it must have {len(header)} cells, as the header has", len(cells), "fix the row")
-            if not renumber:
-                _check_step(cells[step], len(sizes))
-            sizes.append(_whole(_parsed(cells[size]), "batchsize", 1, _LARGEST, "fix the row, or drop it and renumber"))
-        except ValueError as error:
-            raise ValueError(f"trace row {len(sizes) + 1} ({name}:{at}): {error}") from None
-    if not sizes:
-        raise _refusal(f"trace {name} must have at least one step", f"only the header ({name}:{at})", "add rows")
-    return np.array(sizes)
-
-
-def _check_step(cell: str, due: int) -> None:
-    if _parsed(cell) != due:
-        remedy = "fix the column, or ignore it by renumber=True"
-        raise _refusal(f"step must count 0, 1, 2, ... and be {due} here", f"{_parsed(cell)!r:.60}", remedy)
-
-
-def _bytes_of(name: str) -> bytes:
-    """The file's text in UTF-8, without byte order mark and blank last lines."""
-    try:
-        data = Path(name).read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip()
-    except OSError as error:
-        remedy = f"correct the path, or give a schedule like {_EXAMPLE}"
-        raise type(error)(f"trace must be a CSV file, got {name!r} ({error.strerror}); {remedy}") from None
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        where = f"{name}:{1 + data.count(10, 0, error.start)}"
-        found = f"byte {data[error.start]:#04x}"
-        raise _refusal(f"trace ({where}) must be text in UTF-8", found, "save it as CSV in UTF-8") from None
-    return data
-
-
-def _lines(data: bytes, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Line number in the file, and stripped cells, of every line that is not blank."""
-    reader = csv.reader(io.StringIO(data.decode(), newline=None), skipinitialspace=True)
-    try:
-        for row in reader:
-            cells = [cell.strip() for cell in row]
-            if len(cells) > 1 or any(cells):
-                yield reader.line_num, cells
-    except csv.Error as error:
-        raise _refusal(f"trace line ({name}:{reader.line_num}) must be CSV", error, "fix the line") from None
-
-
-def _read_fast(data: bytes, step: int | None, size: int, cells: int) -> IntArray | None:
-    """The sizes of a file that is plain and right; None for any other."""
-    text = np.frombuffer(data + b"\n", np.uint8)
-    commas, ends = np.flatnonzero(text == ord(",")), np.flatnonzero(text == ord("\n"))
-    # Pandas drops a row's surplus cells, and takes missing ones for empty, without a word.
-    if b'"' in data or (np.diff(np.searchsorted(commas, ends), prepend=0) != cells - 1).any():
-        return None
-    columns = [size] if step is None else [step, size]
-    try:  # without dtype=, because with it 128.0 and 1e3 pass for ints
-        table = pd.read_csv(io.BytesIO(data), header=None, skiprows=1, usecols=columns, low_memory=False)
-    except (ValueError, OverflowError):
-        return None
-    if any(dtype != np.int64 for dtype in table.dtypes):
-        return None
-    sizes = table[size].to_numpy()
-    counts = step is None or np.array_equal(table[step].to_numpy(), np.arange(len(sizes)))
-    return sizes if counts and ((sizes >= 1) & (sizes <= _LARGEST)).all() else None
-
-
-def _parsed(cell: str) -> int | str:
-    return int(cell) if _INTEGER.fullmatch(cell) else cell
+            raise refusal(f"{where} must start at step 0", start, "begin the schedule with 0:size")
+        least = 1 + whole(start, f"{where}: first step", least, LARGEST, "order the entries by increasing step")
+        yield start, whole(size, f"{where}: batchsize", 1, LARGEST, "fix the entry, or drop it")

@@ -1,0 +1,90 @@
+"""What the README tells people to type does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import variable_batch_size as vbs
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+TOUR = "test/variable_train_mnist.py"
+SHORT = "--epochs 1 --trace 0:1000 --microbatch 250 --target 0.5".split()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def tours() -> list[object]:
+    """The tour's command lines; those that take XLA where it is installed need it."""
+    lines = [line for line in commands() if TOUR in line]
+    return [pytest.param(line, marks=[] if "--device" in line else pytest.mark.xla) for line in lines]
+
+
+def test_every_command_is_known_to_this_file() -> None:
+    assert [line for line in commands() if TOUR not in line] == ["make train", "make test"]
+
+
+def test_the_python_blocks_run_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(block, names)
+    assert isinstance(names["optimizer"], vbs.CustomOptimizer)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 ")
+
+
+@pytest.mark.parametrize("line", tours())
+def test_a_tour_trains(line: str) -> None:
+    words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code on what is here
+    if "--cores" not in words and words[0] != "torchrun":
+        words += ["--cores", "2"]
+    done = run([*words, *SHORT], OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^best accuracy +[5-9]\d\.\d\d%$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^samples +60,000$", done.stdout, re.MULTILINE)
+
+
+def test_a_tour_that_misses_its_target_exits_with_21() -> None:
+    done = run([sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01"], OMP_NUM_THREADS="1")
+    assert done.returncode == 21, done.stderr
+    assert "below the target" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["train", "test"])
+def test_make_knows_its_targets(target: str) -> None:
+    done = run(["make", "-n", target])
+    assert done.returncode == 0, done.stderr
+    assert {"train": TOUR, "test": "pytest"}[target] in done.stdout
+
+
+@pytest.mark.xla
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would make an environment first")
+def test_make_train_trains() -> None:
+    done = run(["make", "train", f"ARGS={shlex.join([*SHORT, '--cores', '2'])}"])
+    assert done.returncode == 0, done.stderr
+    assert "best accuracy" in done.stdout
+
+
+def test_the_table_of_rules_names_every_optimizer() -> None:
+    table = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
+    assert table == {name for name in vbs.__all__ if name.endswith("Optimizer")} - {"CustomOptimizer"}

@@ -1,0 +1,53 @@
+"""Laws 1 and 6 on PyTorch/XLA, for real: several cores of this CPU, started by `launch`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from reference import EQUATIONS, assert_equal, twin
+
+pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.xla
+
+from xla_training import SAMPLES, Case, train, watch  # noqa: E402
+
+from variable_batch_size.backend.xla import launch  # noqa: E402
+
+CASES = [
+    Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)
+] + [Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[torch.Tensor]]]:
+    folder: Path = tmp_path_factory.mktemp("cores")
+    launch(train, (folder, CASES), cores=request.param)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)]
+
+
+def test_updates_are_those_of_one_big_batch(ranks: list[list[list[torch.Tensor]]]) -> None:
+    for case, weights in zip(CASES, ranks[0], strict=True):
+        tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
+        expected = twin(case.kind, case.sizes, SAMPLES, dtype=case.dtype)
+        assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
+
+
+def test_all_cores_have_the_same_weights(ranks: list[list[list[torch.Tensor]]]) -> None:
+    for rank in ranks[1:]:
+        for weights, first in zip(rank, ranks[0], strict=True):
+            assert all(map(torch.equal, weights, first))
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(cores: int, tmp_path: Path) -> None:
+    sizes = tuple(random.Random(0).sample(range(1, SAMPLES + 1), 40))
+    assert len(set(sizes)) == len(sizes)
+    launch(watch, (tmp_path, Case(next(iter(EQUATIONS)), sizes, 8), 6), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)  # one an update on each rank
+    assert delta == dict.fromkeys(delta, 0)
+    rows = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(sizes) // 5

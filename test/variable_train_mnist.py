@@ -1,0 +1,198 @@
+"""MNIST with a global batch size that follows a trace: the whole library in one script.
+
+    python test/variable_train_mnist.py                      several XLA cores of this CPU, or a GPU, or one process
+    PJRT_DEVICE=TPU python test/variable_train_mnist.py      every core of a TPU VM
+    torchrun --nproc-per-node=2 test/variable_train_mnist.py --device cpu
+
+Ends with exit code 21 when the best accuracy stays below `--target`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import time
+from pathlib import Path
+
+import mnist
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from variable_batch_size.backend import xla
+
+TRACES = Path(__file__).parent.parent / "traces"
+RULES = {
+    "constant": vbs.ConstantRule(),
+    "linear": vbs.LinearRule(),
+    "root": vbs.RootRule(),
+    "linear-momentum": vbs.LinearMomentumRule(),
+}
+
+
+def train(flags: argparse.Namespace) -> None:
+    """What every rank does."""
+    device, world = place(flags)
+    train_set = mnist.load(flags.data_dir, train=True)
+    test_set = mnist.load(flags.data_dir, train=False)
+
+    # Which samples make up which update is the same for every world; the sampler deals this rank its part of them.
+    sampler = vbs.CustomSampler(
+        train_set,
+        flags.trace,
+        world.size,
+        world.rank,
+        flags.microbatch,
+        flags.seed,
+        on_end=flags.on_end,
+        epochs=flags.epochs,
+    )
+    loader = DataLoader(train_set, batch_sampler=sampler, num_workers=flags.num_workers)
+    if device.type == "xla":
+        from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+        loader = MpDeviceLoader(loader, device)  # uploads the next microbatches while this one is computed
+
+    # The optimizer accumulates, sums over the ranks once an update, and scales lr by the rule.
+    model = make_model(flags.seed).to(device)
+    inner = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
+    optimizer = vbs.CustomOptimizer(
+        inner,
+        sampler,
+        flags.ref_batchsize,
+        rule=RULES[flags.rule],
+        tracker=vbs.Tracker(flags.logdir),
+        log_steps=flags.log_steps,
+    )
+    backend = vbs.detect(model.parameters())
+    loss_fn = nn.CrossEntropyLoss()
+
+    began, best = time.monotonic(), 0.0
+    backend.print0(f"{world.size} x {device.type}, rule {flags.rule}, {flags.epochs} epochs of {flags.trace}")
+    for epoch in range(flags.epochs):
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
+        for images, labels in loader:  # one microbatch a turn
+            loss_fn(model(images.to(device)), labels.to(device)).backward()
+            optimizer.step()  # True when this one completed an update
+        accuracy = evaluate(model, test_set, device, backend)
+        best = max(best, accuracy)
+        backend.print0(
+            f"epoch {epoch}: accuracy {accuracy:.2%}, {optimizer.updates} updates, {optimizer.samples} samples, "
+            f"last lr {optimizer.current_lr():.4g}, {time.monotonic() - began:.1f} s"
+        )
+    report(optimizer, best, time.monotonic() - began, device, backend)
+    if best < flags.target:
+        backend.print0(f"the best accuracy, {best:.2%}, is below the target of {flags.target:.2%}")
+        raise SystemExit(21)
+
+
+def place(flags: argparse.Namespace) -> tuple[torch.device, vbs.World]:
+    """This rank's device, and which of how many ranks it is."""
+    if flags.device == "xla":
+        import torch_xla
+
+        return torch_xla.device(), vbs.XlaBackend().world
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if flags.device == "cuda" else torch.device("cpu")
+    if "RANK" in os.environ:  # torchrun
+        dist.init_process_group("nccl" if flags.device == "cuda" else "gloo")
+        return device, vbs.World(dist.get_rank(), dist.get_world_size())
+    return device, vbs.World()
+
+
+def make_model(seed: int) -> nn.Module:
+    """A small CNN with the same weights on every rank; its norms do not mix samples, so that gradients are exact."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(), nn.GroupNorm(2, 10),
+        nn.Conv2d(10, 20, 5), nn.MaxPool2d(2), nn.ReLU(), nn.GroupNorm(4, 20),
+        nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu", generator=generator)
+            nn.init.zeros_(layer.bias)
+    return model
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device, backend: vbs.Backend) -> float:
+    """The accuracy over the whole test set, of which each rank looks at its part."""
+    images, labels = test_set.tensors
+    size, world = 500, backend.world  # 500 divides the test set, so there is one shape
+    correct = torch.zeros(1, device=device)
+    for start in range(world.rank * size, len(images), world.size * size):
+        part = slice(start, start + size)
+        correct += (model(images[part].to(device)).argmax(dim=1) == labels[part].to(device)).sum()
+        backend.mark_step()
+    backend.all_reduce_sum([correct])
+    return backend.host(correct).item() / len(images)
+
+
+def report(
+    optimizer: vbs.CustomOptimizer, best: float, seconds: float, device: torch.device, backend: vbs.Backend
+) -> None:
+    """The table at the end."""
+    rows = {
+        "best accuracy": f"{best:.2%}",
+        "updates": f"{optimizer.updates:,}",
+        "updates at ref_batchsize": f"{optimizer.progress:,.1f}",
+        "samples": f"{optimizer.samples:,}",
+        "seconds": f"{seconds:.1f}",
+    }
+    if device.type == "xla":
+        backend.barrier()
+        rows["compiled graphs"] = str(xla.compiled_graphs())
+    for name, value in rows.items():
+        backend.print0(f"{name:<26}{value:>12}")
+
+
+def parse() -> argparse.Namespace:
+    """The flags, with defaults that work."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--trace", default=str(TRACES / "test_trace.csv"), help='a CSV, or a schedule such as "0:128 500:256"')
+    add("--rule", choices=RULES, default="linear", help="how lr follows the batch size")
+    add("--epochs", type=int, default=5)
+    add("--lr", type=float, default=0.01, help="learning rate at ref-batchsize")
+    add("--momentum", type=float, default=0.5)
+    add("--ref-batchsize", type=int, default=128)
+    add("--microbatch", type=int, default=32, help="rows that a rank computes at once")
+    add("--device", choices=["xla", "cuda", "cpu"], default=default_device())
+    add("--cores", type=int, help="XLA cores on a CPU, by default 4; a TPU uses all it has")
+    add("--on-end", choices=["error", "hold", "cycle"], help="what follows the trace's last step")
+    add("--data-dir", help="folder with MNIST's idx files; by default they are downloaded once")
+    add("--logdir", help="folder for TensorBoard files and scalars.csv; by default nothing is written")
+    add("--log-steps", type=int, default=10, help="updates between two rows there")
+    add("--num-workers", type=int, default=0, help="processes that load data, on each rank")
+    add("--seed", type=int, default=0)
+    add("--target", type=float, default=0.97, help="accuracy below which the exit code is 21")
+    return parser.parse_args()
+
+
+def default_device() -> str:
+    """XLA where it is installed, except under torchrun; else a GPU, else the CPU."""
+    if importlib.util.find_spec("torch_xla") and "RANK" not in os.environ:
+        return "xla"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    """Start the ranks."""
+    flags = parse()
+    if flags.data_dir is None:
+        mnist.fetch()
+    if flags.device != "xla":
+        train(flags)
+    elif os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
+        xla.launch(train, (flags,), cores=flags.cores or 4)
+    else:
+        xla.launch(train, (flags,))
+
+
+if __name__ == "__main__":
+    main()

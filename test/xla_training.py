@@ -1,0 +1,111 @@
+"""What the replicas of test_xla_training.py run; here, because a child process has to import it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference import REF, SGD, data, network, wrap
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import variable_batch_size as vbs
+
+SAMPLES = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of `len(sizes)` updates."""
+
+    kind: type[vbs.CustomOptimizer]
+    sizes: tuple[int, ...]
+    minibatch_size: int
+    dtype: torch.dtype = torch.float64
+
+
+class Replica:
+    """A training on this thread's XLA core."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        import torch_xla
+
+        self.device = torch_xla.device()
+        self.backend = vbs.XlaBackend()
+        world = self.backend.world
+        self.model = network(case.dtype).to(self.device)
+        self.sampler = vbs.CustomSampler(
+            SAMPLES, list(case.sizes), world.size, world.rank, case.minibatch_size, on_end="hold"
+        )
+        inner = torch.optim.SGD(self.model.parameters(), **SGD)
+        self.optimizer = wrap(case.kind, inner, self.sampler, **options)
+        self.x, self.target = (tensor.to(case.dtype) for tensor in data(SAMPLES))
+
+    def turns(self) -> Iterator[bool]:
+        """Train for ever; yields what `step()` returned."""
+        while True:
+            for indices in self.sampler:
+                x, target = self.x[indices].to(self.device), self.target[indices].to(self.device)
+                (self.model(x) - target).square().sum(dim=1).mean().backward()
+                yield self.optimizer.step()
+            self.sampler.set_epoch(self.sampler.epoch + 1)
+            self.optimizer.set_epoch(self.optimizer.epoch + 1)
+
+    def weights(self) -> list[Tensor]:
+        return [self.backend.host(parameter) for parameter in self.model.parameters()]
+
+
+def train(folder: Path, cases: Sequence[Case]) -> None:
+    """Each case to its end; rank r leaves the weights in `rank<r>.pt`."""
+    found = []
+    for case in cases:
+        replica = Replica(case)
+        updates = 0
+        for updated in replica.turns():
+            updates += updated
+            if updates == len(case.sizes):
+                break
+        found.append(replica.weights())
+    torch.save(found, folder / f"rank{vbs.XlaBackend().world.rank}.pt")
+
+
+def watch(folder: Path, case: Case, warm: int) -> None:
+    """What torch_xla's metrics say of the updates after `warm` ones, while lr changes at each, also to 1 and to 0."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as met
+
+    replica = Replica(case, log_steps=5, tracker=vbs.Tracker(folder / "log"))
+    schedule = LambdaLR(replica.optimizer, lambda update: (1.0, 50.0, 0.0, 25.0)[update % 4])
+    barrier = replica.backend.barrier
+    collectives, reduce = [], xm.all_reduce
+    barrier()
+    if replica.backend.world.rank == 0:
+        xm.all_reduce = lambda *args, **kwargs: (collectives.append(1), reduce(*args, **kwargs))[1]
+    barrier()
+    before: dict[str, int] = {}
+    updates = 0
+    for updated in replica.turns():
+        if updated:
+            updates += 1
+            schedule.step()
+            if updates == warm:
+                barrier()
+                before = counters(met) | {"all_reduce": len(collectives)}
+                barrier()
+            if updates == len(case.sizes):
+                break
+    barrier()
+    after = counters(met) | {"all_reduce": len(collectives)}
+    barrier()
+    if replica.backend.world.rank == 0:
+        torch.save({name: count - before.get(name, 0) for name, count in after.items()}, folder / "delta.pt")
+
+
+def counters(met: Any) -> dict[str, int]:
+    """Compilations, transfers to the host, and operations that ran there, of all replicas together."""
+    transfers = met.metric_data("TransferFromDeviceTime")
+    host = {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
+    return {"compiled": met.counter_value("UncachedCompile") or 0, "to host": transfers[0] if transfers else 0, **host}
