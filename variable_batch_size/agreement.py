@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +30,8 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
     if backend.world.size == 1 or not tensors:
         return
     mine = torch.tensor([backend.world.rank == 0]).to(tensors[0].device)
-    sums = [_summable(torch.where(mine, tensor, torch.zeros_like(tensor))) for tensor in tensors]
+    wide = [_summable(tensor) for tensor in tensors]
+    sums = [torch.where(mine.view((1,) * tensor.dim()), tensor, torch.zeros_like(tensor)) for tensor in wide]
     backend.all_reduce_sum(sums)
     for tensor, total in zip(tensors, sums, strict=True):
         tensor.copy_(total.to(tensor.dtype))
@@ -73,6 +75,8 @@ def refuse_distributed_data_parallel(parameters: Iterable[Tensor]) -> None:
     Raises:
         RuntimeError: when such a module holds one of them.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return  # there can be no such module; and ranks that are threads must not hold each other's tensors, as below
     own = {id(parameter) for parameter in parameters}
     for module in [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]:
         if any(id(parameter) in own for parameter in module.parameters()):
@@ -92,7 +96,7 @@ _REMEDIES = {
 
 def _gather(row: Sequence[int], backend: Backend, device: torch.device) -> Tensor:
     """Each rank's row, (world size, len(row)) on the host, by a sum of one-hot rows."""
-    rows = torch.zeros(backend.world.size, len(row))
+    rows = torch.zeros(backend.world.size, len(row), dtype=torch.float32)
     rows[backend.world.rank] = torch.tensor(row, dtype=torch.float32)
     rows = rows.to(device)
     backend.all_reduce_sum([rows])
@@ -104,4 +108,7 @@ def _number(digits: Sequence[int]) -> int:
 
 
 def _summable(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor
+    """The same values in a type that every backend can add up: no 16-bit integers, for example."""
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+        return tensor
+    return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)

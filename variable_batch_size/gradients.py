@@ -27,18 +27,21 @@ class Gradients:
         self._members: list[Tensor] | None = None  # the parameters that have a gradient, on any rank
         self._others: list[Tensor] = []
         self._buffer: dict[Tensor, Tensor] = {}
-        self._witness: tuple[Tensor, Tensor] | None = None  # a parameter and its gradient, which has to stay
+        self._left: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version, as they were left
+        self._begun = False  # whether they hold microbatches of a step
+        self.clear()
 
     @property
     def agreed(self) -> bool:
         """Whether it is fixed which parameters have gradients."""
         return self._members is not None
 
-    def mask(self) -> list[bool]:
-        """Which parameters have a gradient in this step.
+    def check(self, *, replay: bool) -> None:
+        """Look whether a microbatch's `backward()` has added its gradients; a replay may do without.
 
         Raises:
             TypeError: when a gradient is sparse.
+            RuntimeError: when there was no `backward()`, or somebody cleared or replaced gradients within the step.
         """
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -46,6 +49,21 @@ class Gradients:
                     f"gradients must be dense, but parameter {number}, of shape {tuple(parameter.shape)}, has one of "
                     f"layout {parameter.grad.layout}; build the layer with sparse=False"
                 )
+        gone = [p for p, gradient, _ in self._left if p.grad is not gradient]
+        if self._begun and any(p.grad is None or p.grad.grad_fn is None for p in gone):
+            raise RuntimeError(
+                "the gradients of a step are accumulated in .grad until its last microbatch, but they were cleared "
+                "or replaced before it; leave out model.zero_grad(), which optimizer.step() makes unnecessary"
+            )
+        same = not gone and all(gradient._version == version for _, gradient, version in self._left)
+        if same and len(self._left) == len(self._present()) and not replay:
+            raise RuntimeError(
+                "each step() follows the backward() of one microbatch, but no gradient has come since the last one; "
+                "call loss.backward() first"
+            )
+
+    def mask(self) -> list[bool]:
+        """Which parameters have a gradient in this step."""
         return [parameter.grad is not None or parameter in self._buffer for parameter in self.parameters]
 
     def agree(self, mask: Sequence[bool]) -> None:
@@ -56,18 +74,18 @@ class Gradients:
 
     def keep(self, factor: float) -> None:
         """Multiply what has been accumulated, because another microbatch of the step follows."""
-        self._check_witness()
-        gradients = self._present()
-        self.multiply(gradients, factor)
-        if gradients:
-            first = next(p for p in self.parameters if p.grad is not None)
-            self._witness = first, gradients[0]
+        self.multiply(self._present(), factor)
+        self._leave(begun=True)
 
-    def put_aside(self, factor: Tensor) -> None:
-        """Add `factor` (0-D) times this microbatch's gradient to the buffer, and clear it."""
+    def put_aside(self, weight: float, scale: Tensor) -> None:
+        """Add `weight` / `scale` (0-D) times this microbatch's gradient to the buffer, and clear it."""
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         gradients = self._present()
-        torch._foreach_mul_(gradients, factor)
+        if weight or self._backend.static_graph:
+            precise = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else scale.dtype
+            torch._foreach_mul_(gradients, weight / scale.to(precise))
+        else:
+            self.multiply(gradients, weight)
         pairs = list(zip(parameters, gradients, strict=True))
         if known := [(self._buffer[p], gradient) for p, gradient in pairs if p in self._buffer]:
             torch._foreach_add_([old for old, _ in known], [new for _, new in known])
@@ -77,7 +95,6 @@ class Gradients:
 
     def whole(self, factor: float) -> list[Tensor]:
         """This rank's share of the step's gradient, in `.grad`: what has been accumulated, times the last weight."""
-        self._check_witness()
         for parameter, gradient in self._buffer.items():
             parameter.grad = gradient
         gradients = self._complete()
@@ -95,14 +112,18 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget the step: for the next one, or because it was broken off."""
-        self._witness = None
         self._buffer.clear()
-        if self._backend.static_graph:
-            if gradients := self._present():
-                torch._foreach_zero_(gradients)
-            return
-        for parameter in self.parameters:
-            parameter.grad = None
+        if not self._backend.static_graph:
+            for parameter in self.parameters:
+                parameter.grad = None
+        elif gradients := self._present():
+            torch._foreach_zero_(gradients)
+        self._leave(begun=False)
+
+    def _leave(self, *, begun: bool) -> None:
+        """Note the gradients as they are now, so that the next `check` sees what has happened to them."""
+        self._begun = begun
+        self._left = [(p, p.grad, p.grad._version) for p in self.parameters if p.grad is not None]
 
     def _present(self) -> list[Tensor]:
         return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
@@ -110,23 +131,14 @@ class Gradients:
     def _complete(self) -> list[Tensor]:
         """The gradients of all members; where this rank's samples did not touch one, it is zero."""
         members = self._members if self._members is not None else self.parameters
-        if any(parameter.grad is not None for parameter in self._others):
+        thawed = any(parameter.grad is not None for parameter in self._others)
+        if thawed or not all(parameter.requires_grad for parameter in members):
             raise RuntimeError(
-                "which parameters have gradients is agreed at the first update, but now one has a gradient that had "
-                "none then; set requires_grad before training, or tell by optimizer.add_param_group"
+                f"which parameters have gradients is agreed at the first update, but since then one has "
+                f"{'got a gradient that had none' if thawed else 'been frozen'}; set requires_grad before training, "
+                f"tell by optimizer.add_param_group, or wrap the inner optimizer anew and load the state"
             )
         for parameter in members:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in members]  # type: ignore[misc]
-
-    def _check_witness(self) -> None:
-        """Refuse gradients that somebody cleared or replaced in the middle of a step."""
-        if self._witness is None:
-            return
-        parameter, gradient = self._witness
-        if parameter.grad is not gradient and (parameter.grad is None or parameter.grad.grad_fn is None):
-            raise RuntimeError(
-                "the gradients of a step are accumulated in .grad until its last microbatch, but they were cleared or "
-                "replaced before it; leave out model.zero_grad(), which optimizer.step() makes unnecessary"
-            )

@@ -1,15 +1,39 @@
-"""A rule's factors on an optimizer's parameter groups, for the length of one update."""
+"""What moves the hyperparameters: a rule, for the length of one update; and nothing else within a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
+
+from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]
+
+
+@final
+class Rates:
+    """The learning rates with which a step began, and with which it has to end."""
+
+    def __init__(self) -> None:
+        self._seen: list[object] = []
+
+    def check(self, groups: Sequence[Group], *, inside_step: bool) -> None:
+        """Look at the rates, once a microbatch.
+
+        Raises:
+            RuntimeError: when one has moved inside a step: schedulers count updates.
+        """
+        rates = [_identity(group.get("lr")) for group in groups]
+        if inside_step and rates != self._seen:
+            raise RuntimeError(
+                "the learning rate must stay within a step, but it changed between two of its microbatches; call "
+                "scheduler.step() only when optimizer.step() has returned True"
+            )
+        self._seen = rates
 
 
 @contextmanager
@@ -18,6 +42,7 @@ def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Itera
 
     Raises:
         ValueError: when a rule scales what no group has, or takes a beta out of [0, 1).
+        RuntimeError: when somebody else changes them in between.
     """
     changes = [_changes(group, scaling, backend) for group in groups]
     _check_found(changes, scaling)
@@ -26,6 +51,7 @@ def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Itera
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
         yield
+        _check_untouched(groups, changes)
     finally:
         for group, values in zip(groups, saved, strict=True):
             group.update(values)
@@ -36,12 +62,12 @@ def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
     if "lr" in group:
         changes["lr"] = backend.number(group["lr"] * scaling.lr)
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
-        if name in group and factor != 1:
+        if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # Adafactor's eps are two of another kind
             changes[name] = group[name] * factor
     if scaling.one_minus_beta != 1:
         if "betas" in group:
             changes["betas"] = tuple(_beta(beta, scaling.one_minus_beta) for beta in group["betas"])
-        elif "alpha" in group:
+        elif "alpha" in group and "lambd" not in group:  # ASGD's alpha is an exponent
             changes["alpha"] = _beta(group["alpha"], scaling.one_minus_beta)
     return changes
 
@@ -54,6 +80,16 @@ def _beta(beta: float, factor: float) -> float:
             f"{moved:g}; cut the largest batch size of the trace, or choose a beta nearer to 1"
         )
     return moved
+
+
+def _check_untouched(groups: Sequence[Group], changes: Sequence[Group]) -> None:
+    for group, change in zip(groups, changes, strict=True):
+        if moved := [name for name, value in change.items() if group[name] is not value]:
+            raise RuntimeError(
+                f"hyperparameters must stay within an update, but {' and '.join(moved)} changed inside the inner "
+                f"optimizer's step(), as by a scheduler in one of its hooks; call scheduler.step() when "
+                f"optimizer.step() has returned True"
+            )
 
 
 def _check_found(changes: Sequence[Group], scaling: Scaling) -> None:
@@ -69,3 +105,8 @@ def _check_found(changes: Sequence[Group], scaling: Scaling) -> None:
             f"a rule can scale only what the optimizer has, but no parameter group has {' or '.join(missing)}; use "
             f"another rule with this optimizer"
         )
+
+
+def _identity(lr: object) -> object:
+    """Shows whether a rate was changed, without reading it from a device."""
+    return (id(lr), lr._version) if isinstance(lr, Tensor) else lr

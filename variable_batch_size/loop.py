@@ -61,16 +61,22 @@ class Loop:
         microbatch = self.microbatch()
         iteration = self.sampler.iteration
         if iteration is not None and iteration is not self._iteration:
-            self._check_begin(iteration)
-            self._iteration, self._came = iteration, 0
-        if iteration is None or self._came == iteration.yielded:
+            self._came = self._begin(iteration)
+            self._iteration = iteration
+        if iteration is None or self._came >= iteration.yielded:
             raise RuntimeError(
                 f"each step() takes one microbatch of the optimizer's own sampler, but that sampler has yielded "
-                f"{0 if iteration is None else iteration.yielded} and this is one more; give the same CustomSampler to "
-                f"the optimizer and, as batch_sampler, to the loader, and call step() once a microbatch"
+                f"{0 if iteration is None else iteration.yielded} and this is number {self._came + 1}; give the same "
+                f"CustomSampler to the optimizer and, as batch_sampler, to the loader, and call step() once a "
+                f"microbatch"
+            )
+        if left_out := iteration.arrive(self._came):
+            raise RuntimeError(
+                f"step() must follow the backward() of every microbatch, but {left_out} of those that were read did "
+                f"not come to it before step {microbatch.step} went on; call it once a microbatch, leave none out, and "
+                f"give the sampler to the loader as batch_sampler"
             )
         self._came += 1
-        iteration.stepped = max(iteration.stepped, self._came)
         return microbatch
 
     def next_turn(self) -> None:
@@ -85,10 +91,19 @@ class Loop:
 
     def restart(self) -> None:
         """Be due for the first microbatch of the step where the clock stands, from a new iteration."""
+        if self._iteration is not None:
+            self._iteration.void = True
         self._turn, self._step, self._iteration = 0, None, None
 
-    def _check_begin(self, iteration: Iteration) -> None:
+    def _begin(self, iteration: Iteration) -> int:
+        """How many microbatches an iteration has before the one that is due, which it must lead to."""
         here, start = self.clock.position, iteration.start
+        if iteration.void:
+            raise RuntimeError(
+                f"a step that begins again needs a new iteration, but this one was read further before {here} was "
+                f"gone to; iterate the loader anew after set_epoch(), discard_step() or load_state_dict()"
+            )
+        iteration.void = True  # where it is refused, the microbatch that it gave is lost
         if self.inside_step:
             raise RuntimeError(
                 f"a step must get all its microbatches from one iteration, but step {here.step} had {self._turn} of "
@@ -96,11 +111,14 @@ class Loop:
                 f"before it to begin the step again, or set_epoch on both"
             )
         begins_here = start == here and iteration.first_turn == 0
-        # A loader that restores its iterator may still have gone on from an older snapshot, up to where we stand.
-        leads_here = iteration.restored and start.epoch == here.epoch and start.step <= here.step
+        # A loader that restores its iterator may have read on from an older snapshot, up to where we stand.
+        leads_here = iteration.resumed and start.epoch == here.epoch and start.step < here.step
         if not (begins_here or leads_here):
             raise RuntimeError(
                 f"the sampler and the optimizer must stand at the same update, but the sampler's iteration began at "
                 f"{start} and the optimizer stands at {here}; call set_epoch with the same epoch on both, or restore "
                 f"both"
             )
+        iteration.void = False
+        steps = (self.clock.plan.step(self.clock.epoch, number) for number in range(start.step, here.step))
+        return sum(step.rounds(self._world) for step in steps) - iteration.first_turn

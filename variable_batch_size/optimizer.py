@@ -7,27 +7,29 @@ inner optimizer's own `step()`, puts the hyperparameters back and moves the cloc
 
 from __future__ import annotations
 
-import operator
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size import agreement
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.clock import Clock
 from variable_batch_size.gradients import Gradients
-from variable_batch_size.hyperparameters import scaled
+from variable_batch_size.hyperparameters import Rates, scaled
 from variable_batch_size.loop import Loop
 from variable_batch_size.plan import Microbatch, Step
-from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling
+from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling, check_rule
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.tracker import Tracker
+
+_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 class CustomOptimizer(Optimizer):
@@ -54,6 +56,8 @@ class CustomOptimizer(Optimizer):
         TypeError, ValueError: where the arguments do not fit together; the text says what to do.
     """
 
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         inner: Optimizer,
@@ -69,19 +73,26 @@ class CustomOptimizer(Optimizer):
     ) -> None:
         self.inner = _checked(inner)
         own = inner.defaults, inner.state, inner.param_groups
-        super().__init__([dict(group) for group in inner.param_groups], inner.defaults)  # fills the inner one anew
+        super().__init__(inner.param_groups, inner.defaults)  # empties the inner one
         inner.defaults, inner.state, inner.param_groups = own
-        self.rule = rule if rule is not None else ConstantRule()
-        self.ref_batchsize = _checked_reference(ref_batchsize, self.rule)
+        for name in _HOOKS:  # the inner optimizer's own: gradients are whole, once an update, in its step
+            setattr(self, f"register_{name}_hook", getattr(inner, f"register_{name}_hook"))
+        self.rule: Rule = ConstantRule() if rule is None else rule
+        check_rule(self.rule, ref_batchsize)
         if reduction not in ("mean", "sum"):
-            raise ValueError(
-                f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one of them'
-            )
-        for name, value in (("max_grad_norm", max_grad_norm), ("log_steps", log_steps)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}; leave it out to do without")
+            raise ValueError(f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one')
+        value: Any
+        kind: Any
+        for name, value, kind in (("max_grad_norm", max_grad_norm, Real), ("log_steps", log_steps, Integral)):
+            if value is not None and not (isinstance(value, kind) and value > 0):
+                required = f"{name} must be {'a whole' if kind is Integral else 'a'} number > 0"
+                raise ValueError(f"{required}, got {value!r:.60}; leave it out to do without")
+        for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one or leave it out")
+        self.ref_batchsize = ref_batchsize and int(ref_batchsize)
         self.reduction, self.max_grad_norm = reduction, max_grad_norm
-        self.log_steps = 10 if log_steps is None else operator.index(log_steps)
+        self.log_steps = 10 if log_steps is None else log_steps
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
         self.progress = 0.0
         self._scaling = Scaling()  # of the last update
@@ -90,7 +101,7 @@ class CustomOptimizer(Optimizer):
         self._loop = Loop(_checked_sampler(sampler, self._backend), self._backend.world)
         self._gradients = Gradients(self._parameters(), self._backend)
         self._found_inf: Tensor | None = None  # how many gradients of the step were not finite, under a GradScaler
-        self._rates: list[object] = []
+        self._rates = Rates()
 
     # What a torch optimizer is made of belongs to the inner one. -------------------------------------------------
 
@@ -123,18 +134,18 @@ class CustomOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; which of them have gradients is agreed anew at the next update."""
+        if "_loop" not in self.__dict__:  # torch's own constructor runs
+            return
+        self._refuse_inside_step("add_param_group()")
         self.inner.add_param_group(param_group)
-        if "_loop" in self.__dict__:  # not yet while torch's own constructor runs
-            self._refuse_inside_step("add_param_group()")
-            self._gradients = Gradients(self._parameters(), self._backend)
+        self._gradients = Gradients(self._parameters(), self._backend)
 
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Call `hook(inner, args, kwargs)` once an update, when the gradients are whole."""
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """Call `hook(inner, args, kwargs)` once an update, when the weights have changed."""
-        return self.inner.register_step_post_hook(hook)
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles, which would leave the model and the sampler behind."""
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its model and its sampler and cannot be copied or pickled; make a new "
+            f"one and load this one's state_dict()"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients are cleared after the update, and in between they are needed."""
@@ -145,6 +156,16 @@ class CustomOptimizer(Optimizer):
     def epoch(self) -> int:
         """The epoch of the update that is due."""
         return self._loop.clock.epoch.number
+
+    @property
+    def updates(self) -> int:
+        """How many updates the training has passed: the step of the trace that is due."""
+        return self._loop.clock.step
+
+    @property
+    def samples(self) -> int:
+        """How many samples the training has passed, over all ranks."""
+        return self._loop.clock.samples
 
     @property
     def microbatch(self) -> Microbatch:
@@ -179,11 +200,12 @@ class CustomOptimizer(Optimizer):
         """
         if closure is not None:
             raise RuntimeError("step() runs a microbatch once and takes no closure; call backward() before it instead")
-        self._check_rates()
+        self._rates.check(self.param_groups, inside_step=self._loop.inside_step)
         microbatch = self._loop.arrive()
-        weight, grad_scale = self._weight(microbatch), self._take_grad_scale()
+        self._gradients.check(replay=microbatch.samples == 0)
+        weight, grad_scale = self._weight(microbatch), self._take_grad_scale(microbatch)
         if grad_scale is not None:
-            self._gradients.put_aside(weight / grad_scale)
+            self._gradients.put_aside(weight, grad_scale)
             weight = 1.0
         updated = False
         if microbatch.ends_step:
@@ -195,6 +217,8 @@ class CustomOptimizer(Optimizer):
             self._loop.next_turn()
         self._backend.mark_step()
         return updated
+
+    step.hooked = True  # type: ignore[attr-defined]  # so that torch runs hooks of all optimizers in the inner step alone
 
     def gain(self) -> float:
         """How far the last update went, in updates at `ref_batchsize`: the rule's factor on the length of its step."""
@@ -233,6 +257,7 @@ class CustomOptimizer(Optimizer):
             if strict:
                 sampler.check_fingerprint(position)
             clock.load_state_dict(position)
+            progress = float(position["progress"])
         elif strict:
             raise ValueError(
                 'a state to go on from holds under "vbs" where the training stood, but this one does not, as if a '
@@ -243,12 +268,15 @@ class CustomOptimizer(Optimizer):
         if position is not None:
             self._loop.clock.follow(clock)
             sampler.follow(clock)
-            self.progress = float(position["progress"])
+            self.progress = progress
 
     # An update. --------------------------------------------------------------------------------------------------
 
     def _update(self, weight: float) -> bool:
         """Make this rank's gradients everybody's, and step; False where they are not finite."""
+        # What this rank still has to compute, of its own and of the user's, may differ from what others have: it must
+        # not end up in one graph with the collective, which has to be the same on all.
+        self._backend.mark_step()
         if not self._gradients.agreed:
             self._agree()
         due, clock, clip = self._loop.step, self._loop.clock, self.max_grad_norm
@@ -295,7 +323,6 @@ class CustomOptimizer(Optimizer):
         """Before the first update: compare the ranks, and fix which parameters have gradients."""
         mask = self._gradients.mask()
         if self._backend.world.size > 1:
-            self._backend.mark_step()
             parameters = self._gradients.parameters
             agreement.refuse_distributed_data_parallel(parameters)
             agreement.compare(self._facts(), self._backend, parameters[0].device)
@@ -305,6 +332,7 @@ class CustomOptimizer(Optimizer):
     def _facts(self) -> dict[str, int]:
         """What has to be the same on every rank, as numbers below 2**64."""
         plan, samples, parameters = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._gradients.parameters
+        rule = f"{self.rule} {self.reduction} {self.max_grad_norm}"  # without addresses, which differ
         return {
             **self._loop.clock.state_dict(),
             **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
@@ -312,7 +340,7 @@ class CustomOptimizer(Optimizer):
             "minibatch_size": plan.minibatch_size,
             "fixed_shape": int(plan.fixed_shape),
             "ref_batchsize": self.ref_batchsize or 0,
-            "rule": zlib.crc32(f"{self.rule} {self.reduction} {self.max_grad_norm}".encode()),
+            "rule, reduction and max_grad_norm": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
             "number of parameters": len(parameters),
             "parameters": agreement.checksum(parameters, self._backend),
         }
@@ -322,18 +350,15 @@ class CustomOptimizer(Optimizer):
         rows = microbatch.rows if self.reduction == "sum" else 1
         return microbatch.samples / (microbatch.batch_size * rows)
 
-    def _take_grad_scale(self) -> Tensor | None:
+    def _take_grad_scale(self, microbatch: Microbatch) -> Tensor | None:
         """The scale of this microbatch's loss; None unless a `GradScaler` drives `step()`, to which it gives both."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is None:
             return None
-        self._found_inf = found_inf.clone() if self._found_inf is None else self._found_inf + found_inf
+        found_inf = found_inf * (microbatch.samples > 0)
+        self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         return torch.ones_like(found_inf) if grad_scale is None else grad_scale
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return True
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -344,16 +369,6 @@ class CustomOptimizer(Optimizer):
                 f"{what} needs whole steps, but some microbatches of step {self._loop.clock.step} are accumulated and "
                 f"others are due; call it when optimizer.step() has returned True"
             )
-
-    def _check_rates(self) -> None:
-        """Refuse a learning rate that moved inside a step: schedulers count updates."""
-        rates = [_identity(group.get("lr")) for group in self.param_groups]
-        if self._loop.inside_step and rates != self._rates:
-            raise RuntimeError(
-                f"the learning rate must stay within a step, but it changed between two microbatches of step "
-                f"{self._loop.clock.step}; call scheduler.step() only when optimizer.step() has returned True"
-            )
-        self._rates = rates
 
 
 def _checked(inner: Optimizer) -> Optimizer:
@@ -384,17 +399,3 @@ def _checked_sampler(sampler: CustomSampler, backend: Backend) -> CustomSampler:
             f"torch.distributed (or move the model to its XLA device) before the optimizer is made"
         )
     return sampler
-
-
-def _checked_reference(ref_batchsize: int | None, rule: Rule) -> int | None:
-    if ref_batchsize is None and not isinstance(rule, ConstantRule):
-        raise ValueError(f"{rule} needs ref_batchsize, the batch size at which the learning rate was tuned; pass it")
-    if ref_batchsize is None:
-        return None
-    if operator.index(ref_batchsize) < 1:
-        raise ValueError(f"ref_batchsize must be a whole number >= 1, got {ref_batchsize}; pass the tuned batch size")
-    return operator.index(ref_batchsize)
-
-
-def _identity(lr: object) -> object:
-    return (id(lr), lr._version) if isinstance(lr, Tensor) else lr

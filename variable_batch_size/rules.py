@@ -7,7 +7,8 @@ uses it. At `batch_size == ref_batchsize` every factor is 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, final
+from numbers import Integral
+from typing import Any, Protocol, final
 
 
 @final
@@ -63,6 +64,23 @@ class Rule(Protocol):
     def __call__(self, update: RuleInput) -> Scaling:
         """The factors for one update."""
         ...
+
+
+def check_rule(rule: Any, ref_batchsize: Any) -> None:
+    """Refuse what is no rule, and a reference that it cannot be compared with.
+
+    Raises:
+        TypeError, ValueError: naming what was found.
+    """
+    if isinstance(rule, type) or not callable(rule):
+        raise TypeError(f"rule must be an object to call, such as LinearRule(), got {rule!r:.60}; pass one")
+    if ref_batchsize is None and not isinstance(rule, ConstantRule):
+        raise ValueError(f"{rule} needs ref_batchsize, the batch size at which the learning rate was tuned; pass it")
+    if ref_batchsize is not None and not (isinstance(ref_batchsize, Integral) and int(ref_batchsize) >= 1):
+        raise ValueError(
+            f"ref_batchsize must be a whole number >= 1, got {ref_batchsize!r}; pass the batch size at which the "
+            f"learning rate was tuned"
+        )
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, final
 
@@ -67,17 +68,17 @@ class CustomSampler(Sampler[list[int]]):
         self.world = _world(rank, num_replicas)
         self.plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end),
-            dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else operator.index(dataset_size),
-            minibatch_size=operator.index(minibatch_size),
+            dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else _whole("dataset_size", dataset_size),
+            minibatch_size=_whole("minibatch_size", minibatch_size),
             drop_last=drop_last,
             fixed_shape=fixed_shape,
         )
-        self.seed, self.shuffle = operator.index(seed), shuffle
-        self._order(0)  # refuses a seed or a dataset size that has no order
-        if epochs is not None:
-            self.plan.epoch(operator.index(epochs) - 1)
+        self.seed, self.shuffle = _whole("seed", seed), shuffle
+        self.order(0)  # refuses a seed or a dataset size that has no order
+        if epochs:
+            self.plan.epoch(_whole("epochs", epochs) - 1)
         self.clock = Clock(self.plan)
-        self.iteration: Iteration | None = None  # the one begun last
+        self.iteration: Iteration | None = None  # the one that was read last
         self._attached = False  # whether an optimizer counts what is yielded
         self._followed = False  # whether that optimizer's clock has been anywhere
 
@@ -98,14 +99,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iteration:
         """The microbatches of the rest of this epoch, from the last committed update on."""
-        self._check_stepped()
-        if self.clock.ran_out:
-            raise RuntimeError(
-                f"an epoch can be iterated until its last update, but epoch {self.epoch} has had all of them; call "
-                f"set_epoch({self.epoch + 1}) on the sampler and on the optimizer before iterating again"
-            )
-        self.iteration = Iteration(self.plan, self.world, self.clock.position, self._order)
-        return self.iteration
+        return Iteration(self, self.clock.position)
 
     def __len__(self) -> int:
         """How many microbatches an iteration begun now yields on this rank."""
@@ -114,6 +108,7 @@ class CustomSampler(Sampler[list[int]]):
     def attach(self) -> Clock:
         """A clock for an optimizer that will call `step()` for every microbatch."""
         self._attached = True
+        self.iteration = None  # what was read before was only looked at
         clock = Clock(self.plan)
         clock.follow(self.clock)
         return clock
@@ -163,19 +158,36 @@ class CustomSampler(Sampler[list[int]]):
             self.clock.load_state_dict(state_dict)
         self.iteration = None
 
-    def _order(self, epoch: int) -> Callable[[Ints], Ints]:
-        return order(self.plan.dataset_size, self.seed, epoch, self.shuffle)
+    def check_readable(self) -> None:
+        """Refuse to read on where the loop has made a mistake.
+
+        Raises:
+            RuntimeError: when the last iteration was read to its end without `optimizer.step()`, or the epoch is over.
+        """
+        self._check_stepped()
+        last = self.iteration
+        read_out = last is not None and last.exhausted and last.start == self.clock.position and not last.resumed
+        if self.clock.finished and (self.clock.ran_out or read_out):
+            raise RuntimeError(
+                f"an epoch can be iterated until its last update, but epoch {self.epoch} has had all of them; call "
+                f"set_epoch({self.epoch + 1}) on the sampler and on the optimizer before iterating again"
+            )
+
+    def order(self, epoch: int) -> Callable[[Ints], Ints]:
+        """Position in an epoch's order -> index in the dataset, for arrays."""
+        return order(self.plan.dataset_size, self.seed, epoch, shuffle=self.shuffle)
 
     def _check_stepped(self) -> None:
-        """Refuse to go on from an iteration that was read to its end while at most half of it came to the optimizer."""
         last = self.iteration
-        if not self._attached or last is None or not last.exhausted or 2 * last.stepped > last.yielded:
+        if last is None or last.void or not last.neglected or not self._attached:
             return
+        if last.start.epoch != self.epoch or self.clock.finished:
+            return  # it is of no importance any more
         self.iteration = None
         raise RuntimeError(
             f"optimizer.step() must follow the backward() of every microbatch, but epoch {last.start.epoch} was read "
-            f"to its end, {last.yielded} microbatches, with {last.stepped} calls of step(); call it once a "
-            f"microbatch (to leave an epoch early, let the loader prefetch less than half of it)"
+            f"to its end, {last.yielded} microbatches, with {last.stepped} calls of step(); call it once a microbatch "
+            f"(to leave an epoch early, call optimizer.discard_step(); to look at the data, use another sampler)"
         )
 
 
@@ -185,21 +197,31 @@ class Iteration:
 
     It counts what it `yielded`, and the optimizer counts in `stepped` what came back: so the two can tell a loop that
     feeds the optimizer from one that does not. Neither moves a clock: what was prefetched has not happened.
+
+    What forbids it is said at the first read: loaders call `iter` more often than they read, and torch_xla's, which
+    does so in a thread, would hang.
     """
 
-    def __init__(
-        self, plan: Plan, world: World, start: Position, order_of: Callable[[int], Callable[[Ints], Ints]]
-    ) -> None:
-        self.plan, self.world = plan, world
+    def __init__(self, sampler: CustomSampler, start: Position) -> None:
+        self.plan, self.world = sampler.plan, sampler.world
         self.yielded, self.stepped = 0, 0
-        self.exhausted, self.restored = False, False
-        self._order_of = order_of
+        self.exhausted = False
+        self.resumed = False  # whether its loader may have read on from an older snapshot
+        self.void = False  # whether what it yields next is not what is due
+        self._sampler = sampler
+        self._reads = 0  # the ones that met the end among them
+        self._ahead: int | None = None  # how many of them had not come when the first one came
+        self._reader = 0  # the thread that read last
         self._go_to(start, 0)
 
     def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> list[int]:
+        if self._reads == 0:
+            self._sampler.check_readable()
+        self._sampler.iteration, self._reader = self, threading.get_ident()
+        self._reads += 1
         if self._row == len(self._rows):
             self._refill()
         row = self._rows[self._row]
@@ -207,11 +229,33 @@ class Iteration:
         self.yielded += 1
         return row
 
+    def arrive(self, came: int) -> int:
+        """Count a microbatch as come to the optimizer after `came` others; how many were left out before it.
+
+        Loaders prefetch a constant number, so what is read ahead grows only where the loop leaves microbatches out.
+        A loader that reads in a thread of its own is as far ahead as it likes, and nothing is known.
+        """
+        self.stepped = max(self.stepped, came + 1)
+        if self._reader != threading.get_ident():
+            return 0
+        ahead = self._reads - came
+        self._ahead = ahead if self._ahead is None else self._ahead
+        return max(0, ahead - self._ahead)
+
+    @property
+    def neglected(self) -> bool:
+        """Whether the loop saw its end and did not bring all of it to the optimizer, as far as that is known."""
+        if not self.exhausted or 0 < self.stepped == self.yielded:
+            return False
+        if self._ahead is None:
+            return 2 * self.stepped <= self.yielded
+        return self._reads - self._ahead > self.stepped  # a loop that breaks off may have read one more
+
     def _go_to(self, position: Position, turn: int) -> None:
         """Be about to yield microbatch `turn` of a step."""
         self.start, self.first_turn = position, turn
         self._epoch = self.plan.epoch(position.epoch)
-        self._order = self._order_of(position.epoch)
+        self._order = self._sampler.order(position.epoch)
         self._rows: list[list[int]] = []
         self._row = 0
         self._next_step = position.step  # the first step that is in no deal yet
@@ -220,17 +264,21 @@ class Iteration:
 
     def _refill(self) -> None:
         if self._deal is None or self._dealt == len(self._deal):
-            self._dealt = self._dealt if self._deal is None else 0
-            if self._next_step == self._epoch.end_step:
-                self.exhausted = True
-                raise StopIteration
-            self._deal = self.plan.deal(self._epoch, self._next_step, self.world)
-            self._next_step += len(self._deal.ends)
+            self._deal = self._next_deal()
         end = min(len(self._deal), self._dealt + max(1, INDICES_AT_ONCE // self.plan.minibatch_size))
         start, size = self._deal.microbatches(*self._deal.turns(self._dealt, end))
         rows = self._order(self._deal.positions(start, size)).tolist()
         self._rows = rows if self.plan.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
         self._row, self._dealt = 0, end
+
+    def _next_deal(self) -> Deal:
+        if self._next_step == self._epoch.end_step:
+            self.exhausted = True
+            raise StopIteration
+        deal = self.plan.deal(self._epoch, self._next_step, self.world)
+        self._next_step += len(deal.ends)
+        self._dealt = self._dealt if self._deal is None else 0
+        return deal
 
     def state_dict(self) -> dict[str, int]:
         """Which microbatch comes next, for loaders that save where their iterator stands."""
@@ -253,13 +301,16 @@ class Iteration:
         if state_dict["turn"] and saved != self._cut():
             raise ValueError(
                 f"a loader that was saved inside a step can go on only with the same cut, but it was {saved} and is "
-                f"{self._cut()}; restore what it was, or save when optimizer.step() has returned True"
+                f"{self._cut()}; restore what it was, or save when optimizer.step() has returned True, with "
+                f"snapshot_every_n_steps=1"
             )
-        self.restored = True
+        self.resumed = saved == self._cut()
         self._go_to(Position(state_dict["epoch"], state_dict["step"]), state_dict["turn"])
 
     def _cut(self) -> dict[str, int]:
-        return {"minibatch_size": self.plan.minibatch_size, "num_replicas": self.world.size}
+        world, plan = self.world, self.plan
+        cut = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
+        return {**cut, "num_replicas": world.size, "rank": world.rank}
 
 
 def _world(rank: int | None, num_replicas: int | None) -> World:
@@ -270,4 +321,12 @@ def _world(rank: int | None, num_replicas: int | None) -> World:
             f"num_replicas and rank must be passed together, got num_replicas={num_replicas} and rank={rank}; pass "
             f"both, or neither to take them from torch.distributed or PyTorch/XLA"
         )
-    return World(rank, num_replicas)
+    return World(_whole("rank", rank), _whole("num_replicas", num_replicas))
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = f"{value!r:.60} ({type(value).__name__})"
+        raise TypeError(f"{name} must be a whole number, got {found}; pass an int") from None

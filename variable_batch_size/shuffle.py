@@ -1,16 +1,14 @@
 """The order of an epoch's samples: a keyed permutation of 0 .. n-1 that is computed where it is asked for.
 
-Up to 1024 samples the order is a table, the ranks of n hashed words. Above, a position is a cell of a grid,
+Up to 1024 samples the order is a table, the ranks of n hashed words. Above, a position is a cell of a grid of about
+sqrt(n) rows and columns, position = row * columns + column, and the rounds of a Feistel network take turns in moving
 
-    position = high * 2^k + low,   2^k columns, rows = ceil(n / 2^k),   2^k ~ sqrt(n),
+    row    <- (row + floor(rows * hash_i(column) / 2^w)) mod rows
+    column <- (column + floor(columns * hash_(i+1)(row) / 2^w)) mod columns
 
-and rounds of a Feistel network take turns on the two coordinates:
-
-    high <- (high + floor(rows * hash_i(low) / 2^w)) mod rows,      low <- (low + hash_(i+1)(high)) mod 2^k,
-
-each of them undone by a subtraction, so that all of them together are a bijection of the grid whatever the hash is.
-The grid has fewer than 2^k cells too many; who lands on one walks on until inside. A number of w bits (32 up to 2^28
-samples, else 64) is hashed by ((m x + c) ^ (m x + c) >> w/2) * m', odd m and m', of which the highest bits are used.
+which a subtraction would undo, so that all of them together are a bijection of the grid whatever the hash is. The sides
+are chosen such that the grid has hardly a cell more than n; who lands on one of these walks on until inside. The hash
+of x has w bits (32 up to 2^28 samples, else 64): (y ^ y >> w/2) * m' with y = m x + c, odd m and m'.
 
 Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (grid, rounds modulo its sides, cycle walking);
 Mitchell et al. 2021 (arXiv 2106.06161, such ciphers for shuffling, and that few rounds are not random); Steele, Lea and
@@ -19,6 +17,7 @@ Flood 2014, "Fast splittable pseudorandom number generators" (the hash that make
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast, final
@@ -119,54 +118,58 @@ class _Feistel:
     """The rounds of the module's docstring; `words`, three a round, become m, c and m'."""
 
     def __init__(self, n: int, words: NDArray[np.uint64]) -> None:
-        bits = (n - 1).bit_length()
-        width, word = (32, np.uint32) if bits <= 28 else (64, np.uint64)
-        column_bits = bits // 2
-        rows = -(-n >> column_bits)
-        row_bits = (rows - 1).bit_length()
+        width, word = (32, np.uint32) if n <= 2**28 else (64, np.uint64)
         keys: NDArray[Any] = (words >> np.uint64(64 - width)).astype(word).reshape(-1, 3)
         keys[:, [0, 2]] |= word(1)
-        self.word, self.keys = word, [tuple(key) for key in keys]
-        self.n, self.rows, self.last_column = word(n), word(rows), word((1 << column_bits) - 1)
-        self.column_bits, self.above_columns = word(column_bits), word(width - column_bits)
-        self.row_bits, self.above_rows = word(row_bits), word(width - row_bits)
-        self.half = word(width // 2)
+        self.keys = [tuple(key) for key in keys]
+        self.columns = _columns(n)
+        sizes = -(-n // self.columns), self.columns
+        self.sides = [(word(size), word(bits := (size - 1).bit_length()), word(width - bits)) for size in sizes]
+        self.n, self.word, self.half = n, word, word(width // 2)
 
     def __call__(self, positions: Positions) -> Positions:
         """Samples at positions, both int64 (m,)."""
         samples: NDArray[Any] = self.encrypt(positions.astype(self.word))
-        outside = np.flatnonzero(samples >= self.n)
+        outside = np.flatnonzero(samples >= self.word(self.n))
         while outside.size:
             samples[outside] = walked = self.encrypt(samples[outside])
-            outside = outside[walked >= self.n]
+            outside = outside[walked >= self.word(self.n)]
         return cast(Positions, samples.astype(np.int64))
 
     def encrypt(self, cells: NDArray[Any]) -> NDArray[Any]:
-        """All rounds, a bijection of the grid's rows * 2^k cells; words (m,)."""
-        low: NDArray[Any] = cells & self.last_column
-        high: NDArray[Any] = cells >> self.column_bits
-        mixed, shifted = np.empty_like(cells), np.empty_like(cells)
+        """All rounds, a bijection of the grid's rows * columns cells; words (m,)."""
+        columns = self.word(self.columns)
+        row = cells // columns
+        column = cells - row * columns
+        hashed, shifted = np.empty_like(cells), np.empty_like(cells)
         for i, (m, c, m_) in enumerate(self.keys):
-            np.multiply(high if i % 2 else low, m, out=mixed)
-            mixed += c
-            np.right_shift(mixed, self.half, out=shifted)
-            mixed ^= shifted
-            mixed *= m_
-            if i % 2:
-                mixed >>= self.above_columns
-                low += mixed
-                low &= self.last_column
-            else:
-                # floor(rows * hash / 2^w) of the hash's w - row_bits highest bits: the product fits its word
-                mixed >>= self.row_bits
-                mixed *= self.rows
-                mixed >>= self.above_rows
-                high += mixed
-                # high mod rows: below rows the difference wraps around to a huge number
-                np.minimum(high, np.subtract(high, self.rows, out=mixed), out=high)
-        high <<= self.column_bits
-        high |= low
-        return high
+            moved, other = (row, column) if i % 2 == 0 else (column, row)
+            size, size_bits, rest_bits = self.sides[i % 2]
+            np.multiply(other, m, out=hashed)
+            hashed += c
+            np.right_shift(hashed, self.half, out=shifted)
+            hashed ^= shifted
+            hashed *= m_
+            # size * hash / 2^w, of the highest bits of the hash alone: more would not fit the product's word
+            hashed >>= size_bits
+            hashed *= size
+            hashed >>= rest_bits
+            moved += hashed
+            # modulo size: where there is nothing to take off, the difference wraps around to a huge number
+            np.minimum(moved, np.subtract(moved, size, out=hashed), out=moved)
+        row *= columns
+        row += column
+        return row
+
+
+def _columns(n: int) -> int:
+    """The width of a grid for n cells, with few cells too many: of 512 even numbers from sqrt(n) on, up to 1.5 sqrt(n).
+
+    Even, because a move by one within a cycle of even length is an odd permutation, and within one of odd length even.
+    """
+    least = math.isqrt(n - 1) + 2 & -2
+    candidates = range(least, least + min(least // 2, 1024), 2)
+    return min(candidates, key=lambda columns: -n % columns)
 
 
 def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:

@@ -30,7 +30,7 @@ class ThreadBackend(Backend):
         self.collectives = 0
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Waits for all ranks; whoever stays away for a minute is an error."""
+        """Waits for all ranks, for a minute."""
         self.collectives += 1
         sums = self._meeting.exchange(self.world.rank, [tensor.detach() for tensor in tensors])
         for tensor, total in zip(tensors, sums, strict=True):
@@ -64,8 +64,13 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
     def run(rank: int) -> None:
         try:
             results[rank] = train(ThreadBackend(World(rank, size), meeting))
-        except threading.BrokenBarrierError as error:
-            errors.append(error)
+        except threading.BrokenBarrierError:
+            errors.append(
+                RuntimeError(
+                    f"all ranks must come to every all-reduce, but rank {rank} waited in vain for another, which has "
+                    f"ended or stayed away for a minute; let all ranks make the same updates"
+                )
+            )
         except BaseException as error:
             errors.insert(0, error)
             meeting.barrier.abort()

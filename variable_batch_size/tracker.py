@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, final
 
-import pandas as pd
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
@@ -80,15 +79,17 @@ class Tracker:
     @staticmethod
     def _open(logdir: Path, update: int, columns: Sequence[str]) -> tuple[SummaryWriter, TextIO]:
         logdir.mkdir(parents=True, exist_ok=True)
-        path = logdir / "scalars.csv"
-        rows = pd.read_csv(path) if path.exists() and path.stat().st_size else pd.DataFrame(columns=list(columns))
-        if list(rows.columns) != list(columns):
+        path, header = logdir / "scalars.csv", ",".join(columns)
+        lines = path.read_text().splitlines() if path.exists() else []
+        if lines and lines[0] != header:
             raise ValueError(
-                f"a log folder holds one kind of training, but {path} has the columns {', '.join(rows.columns)} "
-                f"instead of {', '.join(columns)}; choose another logdir"
+                f"a log folder holds one kind of training, but {path} has the columns {lines[0]} instead of {header}; "
+                f"choose another logdir"
             )
+        whole = [line for line in lines[1:] if line.count(",") == header.count(",")]  # the last may have been cut off
+        earlier = [line for line in whole if int(line.partition(",")[0]) < update]
         unfinished = path.with_suffix(f".{os.getpid()}.part")
-        rows[rows["update"] < update].to_csv(unfinished, index=False, lineterminator="\n")
+        unfinished.write_text("".join(f"{line}\n" for line in (header, *earlier)))
         unfinished.replace(path)
-        writer = SummaryWriter(str(logdir), purge_step=update if len(rows) else None)
+        writer = SummaryWriter(str(logdir), purge_step=update if lines else None)
         return writer, path.open("a", newline="")

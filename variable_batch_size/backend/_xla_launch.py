@@ -1,0 +1,213 @@
+"""One child process that lives and dies with this one, and one thread a rank in it; knows nothing of torch_xla.
+
+The life of a launch. The parent sets the environment, spawns the child, takes the environment back and waits;
+SIGTERM goes on to the child. The child does its work in its main thread, the only one where Python runs signal
+handlers, and the work starts a thread a rank. An exception in any thread ends the child at once: after a rank's, the
+others may stand in a collective that nobody will complete; after one in a device loader's thread, its rank would take
+the epoch for finished. The parent then ends as the child did.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any, NoReturn, final
+
+FAILED = 1  # what Python itself exits with after an uncaught exception
+
+_first_to_end = threading.Lock()
+
+
+def run_child(work: Callable[..., object], args: Sequence[Any], environment: Mapping[str, str]) -> None:
+    """Call `work(*args)` in a fresh process whose environment has `environment` too, and end as it ends.
+
+    Raises:
+        TypeError: when `work` or `args` cannot be pickled.
+        SystemExit: with the exit code that the child chose, or 143 when it was asked to stop by SIGTERM.
+        RuntimeError: when an exception or another signal ended the child.
+    """
+    child = multiprocessing.get_context("spawn").Process(target=_child_main, args=(work, *args))
+    asked_to_stop = False
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked_to_stop
+        asked_to_stop = True
+        if child.pid is not None:
+            child.terminate()
+
+    with _on_sigterm(forward), _outlived(child):
+        with environment_with(environment):
+            _start(child)
+        if asked_to_stop:  # while the child was about to be born
+            child.terminate()
+        child.join()
+    _end_as(child.exitcode or 0)
+
+
+@contextmanager
+def environment_with(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables, for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
+    """Run each job in a thread of its own, called after its rank, until all are done."""
+    threads = [threading.Thread(target=job, name=f"rank {rank}", daemon=True) for rank, job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@final
+class Meeting:
+    """Where the ranks of a process wait for one another, for as long as it takes, unless one has left for good."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._here, self._round, self._left = size, 0, 0, False
+        self._change = threading.Condition()
+
+    def wait(self) -> None:
+        """Return when all ranks have come.
+
+        Raises:
+            RuntimeError: when a rank has left, or leaves now.
+        """
+        with self._change:
+            this_round = self._round
+            self._here += 1
+            if self._here == self._size:
+                self._here, self._round = 0, self._round + 1
+                self._change.notify_all()
+            self._change.wait_for(lambda: self._round != this_round or self._left)
+            if self._round == this_round:
+                raise RuntimeError(
+                    f"every rank must take part in each update, but {threading.current_thread().name} waits for one "
+                    f"that has returned; give all ranks the same number of updates"
+                )
+
+    def leave(self) -> None:
+        """Say that this rank will not come again."""
+        with self._change:
+            self._left = True
+            self._change.notify_all()
+
+
+@contextmanager
+def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Install the handler for the block, where that is possible: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not installed by Python
+
+
+def _start(child: BaseProcess) -> None:
+    try:
+        child.start()
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(
+            f"a launched function and its arguments travel to another process by pickle, but {error}; "
+            f"define the function at the top of a module and pass plain data"
+        ) from error
+
+
+@contextmanager
+def _outlived(child: BaseProcess) -> Iterator[None]:
+    """See the child's end: a Ctrl-C in the block asks it to stop, a second one kills it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if child.pid is not None:
+            child.terminate()
+            child.join()
+        raise
+    finally:
+        if child.is_alive():
+            child.kill()
+
+
+def _end_as(code: int) -> None:
+    if code == FAILED:
+        raise RuntimeError(
+            "the launched ranks must finish, but an exception ended one: see its traceback above (stderr)"
+        )
+    if code == -signal.SIGTERM:
+        raise SystemExit(128 + signal.SIGTERM)
+    if code < 0:
+        raise RuntimeError(
+            f"the launched process must live until its ranks finish, but {signal.Signals(-code).name} ended it: see "
+            f"its last words above (stderr), or the system's log when it was SIGKILL (out of memory)"
+        )
+    if code > 0:
+        raise SystemExit(code)
+
+
+def _child_main(work: Callable[..., object], *args: Any) -> None:
+    _follow_parent()
+    threading.excepthook = _end_after_thread
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the parent too, which decides
+    try:
+        work(*args)
+    except BaseException as error:  # also what a user's signal handler raises
+        _end(_last_words(error))
+
+
+def _follow_parent() -> None:
+    """Take the parent's death, whatever its cause, as SIGTERM."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def _end_after_thread(failure: threading.ExceptHookArgs) -> None:
+    with _first_to_end:  # for ever, unless with code 0: the traceback of the first to fail is the one to read
+        code = _last_words(failure.exc_value)
+        if code:
+            _end(code)
+
+
+def _last_words(error: BaseException | None) -> int:
+    """Print what ended this thread, as the interpreter does for a process; returns the exit code."""
+    if not isinstance(error, SystemExit):
+        lines = "".join(traceback.format_exception(error))
+        print(f"{threading.current_thread().name} failed:\n{lines}", end="", file=sys.stderr)
+        return FAILED
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return FAILED
+
+
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,214 @@
+"""PyTorch/XLA: lazy tensors whose graphs compile once, on TPU cores or on several cores of a CPU.
+
+The only module that imports torch_xla, and it does so when it is first used. A replica is a process or, within
+one, a thread with its own device; `launch` starts them, and on XLA:CPU makes it safe to have more than one: without
+the settings of `_CPU_SETTINGS` and the step marker of `_take_turns`, replicas miss each other at the first collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import operator
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_child, run_threads
+from variable_batch_size.backend.base import Backend
+from variable_batch_size.world import World
+
+# Python numbers that are 0, 1 or -1 travel as data too, as all others do: no graph compiles anew because a learning
+# rate becomes 1.
+_SETTINGS = {"XLA_NO_SPECIAL_SCALARS": "1"}
+# Without aliasing nothing is donated: freeing a donated buffer that an execution still reads blocks, under the lock
+# of the step marker or with the GIL held, and the other replicas never reach their collective.
+_CPU_SETTINGS = _SETTINGS | {"PJRT_DEVICE": "CPU", "XLA_ENABLE_PARAM_ALIASING": "0"}
+
+_meeting: Meeting | None = None  # of the replicas in this process, once `launch` has made it safe
+
+
+@final
+class XlaBackend(Backend):
+    """The replicas that PyTorch/XLA knows; the rank is this thread's.
+
+    Raises:
+        ModuleNotFoundError: when torch_xla is not installed.
+        RuntimeError: when several replicas run on XLA:CPU that `launch` did not start; they would hang.
+    """
+
+    static_graph = True
+
+    def __init__(self) -> None:
+        runtime = _torch_xla("torch_xla.runtime")
+        super().__init__(World(runtime.global_ordinal(), runtime.world_size()))
+        self._on_cpu = runtime.device_type() == "CPU"
+        if self._on_cpu and self.world.size > 1 and _meeting is None:
+            raise RuntimeError(
+                f"several replicas on XLA:CPU must be started by variable_batch_size.backend.xla.launch, "
+                f"but these {self.world.size} were started otherwise and would hang at the first all-reduce"
+            )
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """One call, which PyTorch/XLA lowers to one collective a dtype; XLA:CPU sums no bfloat16, so float32 there."""
+        if self.world.size == 1 or not tensors:
+            return
+        if _meeting is not None:
+            _meeting.wait()  # XLA:CPU ends the process when a rank stands in a collective for 10 s
+        xm = _torch_xla("torch_xla.core.xla_model")
+        sums = [t.float() if self._on_cpu and t.dtype == torch.bfloat16 else t for t in tensors]
+        xm.all_reduce(xm.REDUCE_SUM, sums)
+        for tensor, total in zip(tensors, sums, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
+
+    def scalar(self, value: float, like: Tensor) -> Tensor:
+        """A 0-D tensor, float64 for a float64 `like` and float32 for any other: always data, whatever the value.
+
+        A half-precision tensor times it is computed in float32 and rounded once, as with a Python number.
+        """
+        xm = _torch_xla("torch_xla.core.xla_model")
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        sent: Tensor = xm.send_cpu_data_to_device(torch.tensor(value, dtype=dtype), like.device)[0]
+        return sent
+
+    def mark_step(self) -> None:
+        """Run what this replica has recorded since its last mark."""
+        _torch_xla().sync()
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory; ends the present graph, so where a collective is in it every rank must come here."""
+        if tensor.device.type != "xla":
+            return super().host(tensor)
+        alias = tensor.detach()  # before the mark: what is recorded after it would run outside a step marker
+        self.mark_step()
+        return alias.cpu()
+
+    def barrier(self) -> None:
+        """Wait on the host until every rank is here; without a graph where the replicas are threads of one process."""
+        if _meeting is not None:
+            _meeting.wait()
+        elif self.world.size > 1:
+            _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size")
+
+
+def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | None = None) -> None:
+    """Call `fn(*args)` once on every core, and return when all calls have returned.
+
+    On a TPU this is `torch_xla.launch`. On XLA:CPU, one fresh process runs `cores` threads, each a replica with its
+    own device. An exception in any of its threads ends all of them at once, after its traceback; `SystemExit(code)`
+    ends them and this program with that code (0 only ends its own call). SIGTERM, Ctrl-C and the death of this process
+    reach the replicas as one SIGTERM to their process, which may handle it in a handler that `fn`'s module installs.
+
+    Args:
+        fn: a function at the top level of a module or script; its rank is `XlaBackend().world.rank`.
+        args: what it is called with; pickled.
+        cores: how many replicas on XLA:CPU, by default what `CPU_NUM_DEVICES` says, or 1. A TPU uses all its cores.
+
+    Raises:
+        ValueError: for a number of cores that is not >= 1, or any on a TPU.
+        TypeError: when `fn` or `args` cannot be pickled.
+        ModuleNotFoundError: when torch_xla is not installed.
+        RuntimeError: when a call raised, or a signal ended the process of the replicas.
+        SystemExit: when a call raised it, or SIGTERM ended the process of the replicas.
+    """
+    _require_torch_xla()
+    kind = _device_kind()
+    if kind == "CPU":
+        cores = operator.index(int(os.getenv("CPU_NUM_DEVICES", "1")) if cores is None else cores)
+        if cores < 1:
+            raise ValueError(f"launch needs cores >= 1, got {cores}; leave cores out for CPU_NUM_DEVICES, or 1")
+        run_child(_on_every_core, (fn, tuple(args)), _cpu_settings(cores))
+        return
+    if cores is not None:
+        raise ValueError(
+            f"launch uses all cores of a {kind}, got cores={cores}; leave cores out, or set PJRT_DEVICE=CPU"
+        )
+    with environment_with(_SETTINGS):
+        _torch_xla().launch(functools.partial(_without_ordinal, fn), args=tuple(args))
+
+
+def compiled_graphs() -> int:
+    """How many graphs this process has compiled, all replicas together; ask while none is at work (`barrier`)."""
+    return _torch_xla("torch_xla.debug.metrics").counter_value("UncachedCompile") or 0
+
+
+def _torch_xla(module: str = "torch_xla") -> Any:
+    """A module of torch_xla, imported when it is needed."""
+    _require_torch_xla()
+    return importlib.import_module(module)
+
+
+def _require_torch_xla() -> None:
+    if importlib.util.find_spec("torch_xla") is None:
+        raise ModuleNotFoundError(
+            "XLA devices need PyTorch/XLA, but torch_xla is not installed; pip install variable_batch_size[xla]",
+            name="torch_xla",
+        )
+
+
+def _device_kind() -> str:
+    """CPU, TPU, ...: as the environment says, else as torch_xla finds when it is imported."""
+    if "PJRT_DEVICE" not in os.environ:
+        _torch_xla()
+    return os.environ.get("PJRT_DEVICE", "CPU").split("_")[0]
+
+
+def _cpu_settings(cores: int) -> dict[str, str]:
+    """The environment of a process with so many replicas: threads for all to stand in a collective at once."""
+    return _CPU_SETTINGS | {
+        "CPU_NUM_DEVICES": str(cores),
+        "NPROC": str(max(16, 2 * cores)),
+        "XLA_THREAD_POOL_SIZE": str(max(32, 4 * cores)),
+    }
+
+
+def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> None:
+    fn(*args)
+
+
+def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> None:
+    """In the child: make this process a host of replicas, and run `fn` on each."""
+    global _meeting
+    torch_xla, xm = _torch_xla(), _torch_xla("torch_xla.core.xla_model")
+    devices = torch_xla.devices()
+    xm.set_replication(devices[0], devices)
+    _take_turns(torch_xla._XLAC)
+    _meeting = meeting = Meeting(len(devices))
+
+    def replica(index: int) -> None:
+        torch_xla.device(index)  # makes it this thread's default
+        try:
+            fn(*args)
+        except SystemExit as end:
+            if end.code:
+                raise
+        meeting.leave()
+
+    run_threads([functools.partial(replica, index) for index in range(len(devices))])
+
+
+def _take_turns(xlac: Any) -> None:
+    """Let the replicas of this process mark their steps one after the other.
+
+    XLA:CPU's ranks meet in a collective by the number of the compiled module. Replicas that compile one graph at the
+    same time get two modules and wait for each other for ever; one after the other, the second finds the first's.
+    Nobody may wait for a device inside: the collective it waits for may need the replica that stands outside.
+    """
+    mark, turn = xlac._xla_step_marker, threading.Lock()
+
+    def mark_in_turn(
+        device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
+    ) -> None:
+        own = xlac._xla_real_devices([device or xlac._xla_get_default_device()])
+        xlac._xla_wait_device_ops(devices=own)
+        with turn:
+            mark(device, list(devices), wait=False, reset_scope=reset_scope)
+        xlac._xla_wait_device_ops(devices=own)
+
+    xlac._xla_step_marker = mark_in_turn
