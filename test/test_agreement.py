@@ -201,6 +201,24 @@ def test_a_rule_that_shows_its_address_is_the_same_on_all_ranks(rule: Callable[[
     assert run_ranks(lambda backend: begin(backend, lambda rank: {"rule": rule()}), 2) == ["", ""]
 
 
+def test_a_rank_that_fails_or_ends_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("variable_batch_size.testing._PATIENCE", 0.3)
+
+    def fail(backend: Backend) -> None:
+        if backend.world.rank == 1:
+            raise LookupError("rank 1")
+        backend.all_reduce_sum([torch.ones(1)])
+
+    def end(backend: Backend) -> None:
+        if backend.world.rank != 1:
+            backend.all_reduce_sum([torch.ones(1)])
+
+    with pytest.raises(LookupError, match="rank 1"):
+        run_ranks(fail, 3)
+    with pytest.raises(RuntimeError, match=r"all ranks must come to every all-reduce, but rank \d waited in vain"):
+        run_ranks(end, 3)
+
+
 def test_ranks_that_were_made_equal_train_together() -> None:
     def train(backend: Backend) -> list[Tensor]:
         model = shifted(backend.world.rank)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xla
 Facts = list[dict[str, Any]]  # one a rank
 UPDATES = 60
 READY = 120.0  # seconds; to import torch_xla twice on a busy machine
-SOON = 8.0  # seconds; XLA gives up a collective only after 10
+SOON = 8.0  # seconds; XLA:CPU gives up a collective only after 15
 IMPORTS = """
 import signal, sys, xla_jobs
 from pathlib import Path
@@ -72,8 +72,8 @@ def test_a_list_of_tensors_is_one_collective_a_dtype(ranks: Facts) -> None:
     assert all(sorted(rank["collectives"]) == expected for rank in ranks)
 
 
-def test_a_slow_rank_is_waited_for(ranks: Facts) -> None:
-    assert all(torch.equal(rank["waited"], torch.full((2,), float(len(ranks)))) for rank in ranks)
+def test_ranks_wait_for_a_slow_one_on_the_host_where_no_time_limit_ends_them(ranks: Facts) -> None:
+    assert all(rank["waited"] for rank in ranks)
 
 
 def test_a_copy_to_the_host_while_others_stand_in_a_collective(ranks: Facts) -> None:

@@ -191,7 +191,7 @@ def test_a_loader_without_batches_of_its_own_may_take_the_sampler_as_sampler() -
 SAME_UPDATE = r"the sampler's iteration began at {} and the optimizer stands at {}; call set_epoch with the same epoch"
 EPOCH_OVER = r"epoch 0 has had all of them; call set_epoch\(1\) on the sampler and on the optimizer"
 EACH = r"^step\(\) must follow the backward\(\) of every microbatch, but {} of those that were read .*; call it once"
-NOT_STEPPED = r"epoch 0 was read to its end, 17 microbatches, with {} calls of step\(\); call it once a microbatch"
+NOT_STEPPED = r"was read from epoch 0, step 0 to the end, 17 microbatches, with {} calls of step\(\); call it once"
 NOT_ITS_OWN = r"that sampler has yielded {} and this is number {}; give the same CustomSampler to"
 ANEW = r"but this one was read further before epoch 0, step {} was gone to; iterate the loader anew after"
 

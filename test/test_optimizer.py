@@ -187,6 +187,20 @@ def test_a_scheduler_moves_a_rate_that_is_a_tensor() -> None:
     assert run.optimizer.current_lr() == pytest.approx(0.01 * 1 / REF)
 
 
+def test_a_scheduler_of_the_inner_optimizer_works_as_well() -> None:
+    schedulers = []
+
+    def scheduled(parameters: Iterable[Tensor], **hyperparameters: float) -> Optimizer:
+        inner = torch.optim.SGD(parameters, **hyperparameters)
+        schedulers.append(lr_scheduler.ExponentialLR(inner, 0.5))
+        return inner
+
+    run = training(inner=scheduled).run(1)
+    schedulers[0].step()
+    run.run(1)
+    assert run.optimizer.current_lr() == pytest.approx(0.5 * SGD["lr"] * 7 / REF)
+
+
 @pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)], ids=["float", "tensor"])
 def test_a_scheduler_that_steps_at_every_microbatch_is_refused(lr: Any) -> None:
     run = training(hyperparameters={"lr": lr})
@@ -401,7 +415,7 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step_drops_its_beginning() ->
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
 def test_copies_are_refused(copied: Callable[[object], object]) -> None:
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled; make a new one and load this one's state_dict"):
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled; make another and load its state_dict"):
         copied(training().optimizer)
 
 
@@ -498,14 +512,14 @@ def test_gradients_with_a_graph_of_their_own_accumulate() -> None:
     [
         ({"ref_batchsize": None}, ValueError, r"LinearRule\(\) needs ref_batchsize, .*; pass it"),
         ({"ref_batchsize": 0}, ValueError, "ref_batchsize must be a whole number >= 1, got 0; pass"),
-        ({"ref_batchsize": 64.0}, ValueError, r"ref_batchsize must be a whole number >= 1, got 64\.0; pass"),
-        ({"ref_batchsize": "64"}, ValueError, "ref_batchsize must be a whole number >= 1, got '64'; pass"),
+        ({"ref_batchsize": 64.0}, ValueError, r"ref_batchsize must be a whole number >= 1, got 64\.0 .*; pass"),
+        ({"ref_batchsize": "64"}, ValueError, "ref_batchsize must be a whole number >= 1, got '64' .*; pass"),
         ({"reduction": "none"}, ValueError, 'reduction must be "mean" or "sum".*, got \'none\'; pass'),
         ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be a number > 0, got 0; leave it out"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm must be a number > 0, got nan; leave it out"),
         ({"max_grad_norm": "1"}, ValueError, "max_grad_norm must be a number > 0, got '1'; leave it out"),
-        ({"log_steps": 0}, ValueError, "log_steps must be a whole number > 0, got 0; leave it out"),
-        ({"log_steps": 2.5}, ValueError, r"log_steps must be a whole number > 0, got 2\.5; leave it out"),
+        ({"log_steps": 0}, ValueError, "log_steps must be a whole number >= 1, got 0; pass"),
+        ({"log_steps": 2.5}, ValueError, r"log_steps must be a whole number >= 1, got 2\.5 .*; pass"),
         ({"tracker": "runs"}, TypeError, r"tracker must be a vbs\.Tracker, got 'runs'; pass one"),
         ({"backend": "gloo"}, TypeError, r"backend must be a vbs\.Backend, got 'gloo'; pass one"),
         ({"rule": vbs.RootRule}, TypeError, r"rule must be an object to call, such as LinearRule\(\), got <class"),

@@ -58,14 +58,11 @@ def train(flags: argparse.Namespace) -> None:
 
     # The optimizer accumulates, sums over the ranks once an update, and scales lr by the rule.
     model = make_model(flags.seed).to(device)
+    tracker = vbs.Tracker(flags.logdir)  # scalars, and a progress bar where standard error is a terminal
     inner = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
+    rule = RULES[flags.rule]
     optimizer = vbs.CustomOptimizer(
-        inner,
-        sampler,
-        flags.ref_batchsize,
-        rule=RULES[flags.rule],
-        tracker=vbs.Tracker(flags.logdir),
-        log_steps=flags.log_steps,
+        inner, sampler, flags.ref_batchsize, rule=rule, tracker=tracker, log_steps=flags.log_steps
     )
     backend = vbs.detect(model.parameters())
     loss_fn = nn.CrossEntropyLoss()
@@ -84,6 +81,7 @@ def train(flags: argparse.Namespace) -> None:
             f"epoch {epoch}: accuracy {accuracy:.2%}, {optimizer.updates} updates, {optimizer.samples} samples, "
             f"last lr {optimizer.current_lr():.4g}, {time.monotonic() - began:.1f} s"
         )
+    tracker.close()
     report(optimizer, best, time.monotonic() - began, device, backend)
     if best < flags.target:
         backend.print0(f"the best accuracy, {best:.2%}, is below the target of {flags.target:.2%}")
@@ -188,7 +186,7 @@ def main() -> None:
         mnist.fetch()
     if flags.device != "xla":
         train(flags)
-    elif os.environ.get("PJRT_DEVICE", "CPU") == "CPU":
+    elif os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU":
         xla.launch(train, (flags,), cores=flags.cores or 4)
     else:
         xla.launch(train, (flags,))

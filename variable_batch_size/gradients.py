@@ -43,12 +43,8 @@ class Gradients:
             TypeError: when a gradient is sparse.
             RuntimeError: when there was no `backward()`, or somebody cleared or replaced gradients within the step.
         """
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"gradients must be dense, but parameter {number}, of shape {tuple(parameter.shape)}, has one of "
-                    f"layout {parameter.grad.layout}; build the layer with sparse=False"
-                )
+        if not self.agreed:
+            self._check_dense()
         gone = [p for p, gradient, _ in self._left if p.grad is not gradient]
         if self._begun and any(p.grad is None or p.grad.grad_fn is None for p in gone):
             raise RuntimeError(
@@ -123,7 +119,15 @@ class Gradients:
     def _leave(self, *, begun: bool) -> None:
         """Note the gradients as they are now, so that the next `check` sees what has happened to them."""
         self._begun = begun
-        self._left = [(p, p.grad, p.grad._version) for p in self.parameters if p.grad is not None]
+        self._left = [(p, g, g._version) for p in self.parameters if (g := p.grad) is not None]
+
+    def _check_dense(self) -> None:
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"gradients must be dense, but parameter {number}, of shape {tuple(parameter.shape)}, has one of "
+                    f"layout {parameter.grad.layout}; build the layer with sparse=False"
+                )
 
     def _present(self) -> list[Tensor]:
         return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]

@@ -11,7 +11,6 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -25,11 +24,10 @@ from variable_batch_size.gradients import Gradients
 from variable_batch_size.hyperparameters import Rates, scaled
 from variable_batch_size.loop import Loop
 from variable_batch_size.plan import Microbatch, Step
-from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling, check_rule
+from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling, checked_reference
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.tracker import Tracker
-
-_HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+from variable_batch_size.validate import refusal, whole
 
 
 class CustomOptimizer(Optimizer):
@@ -38,7 +36,8 @@ class CustomOptimizer(Optimizer):
     Each update uses the gradient of the mean loss over exactly the step's samples,
     G = sum_j (n_j / B) g_j over the microbatches j of all ranks. Call `step()` after the `backward()` of every
     microbatch. Between updates every hyperparameter holds the user's reference value, so `torch.optim.lr_scheduler`
-    works on the wrapper as on any optimizer; step it only when `step()` returned True.
+    works on the wrapper as on any optimizer; step it only when `step()` returned True. Hooks that are registered on
+    the wrapper are the inner optimizer's: those of its step run once an update, when the gradients are whole.
 
     Args:
         inner: the optimizer that updates the weights; it shares its `param_groups` and `state` with the wrapper.
@@ -75,24 +74,21 @@ class CustomOptimizer(Optimizer):
         own = inner.defaults, inner.state, inner.param_groups
         super().__init__(inner.param_groups, inner.defaults)  # empties the inner one
         inner.defaults, inner.state, inner.param_groups = own
-        for name in _HOOKS:  # the inner optimizer's own: gradients are whole, once an update, in its step
-            setattr(self, f"register_{name}_hook", getattr(inner, f"register_{name}_hook"))
+        for register in (name for name in dir(Optimizer) if name.startswith("register_")):
+            setattr(self, register, getattr(inner, register))
         self.rule: Rule = ConstantRule() if rule is None else rule
-        check_rule(self.rule, ref_batchsize)
+        self.ref_batchsize = checked_reference(self.rule, ref_batchsize)
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one')
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise refusal("max_grad_norm must be a number > 0", repr(max_grad_norm), "leave it out to do without")
         value: Any
         kind: Any
-        for name, value, kind in (("max_grad_norm", max_grad_norm, Real), ("log_steps", log_steps, Integral)):
-            if value is not None and not (isinstance(value, kind) and value > 0):
-                required = f"{name} must be {'a whole' if kind is Integral else 'a'} number > 0"
-                raise ValueError(f"{required}, got {value!r:.60}; leave it out to do without")
         for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one or leave it out")
-        self.ref_batchsize = ref_batchsize and int(ref_batchsize)
         self.reduction, self.max_grad_norm = reduction, max_grad_norm
-        self.log_steps = 10 if log_steps is None else log_steps
+        self.log_steps = 10 if log_steps is None else whole(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
         self.progress = 0.0
         self._scaling = Scaling()  # of the last update
@@ -142,10 +138,7 @@ class CustomOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies and pickles, which would leave the model and the sampler behind."""
-        raise TypeError(
-            f"a {type(self).__name__} belongs to its model and its sampler and cannot be copied or pickled; make a new "
-            f"one and load this one's state_dict()"
-        )
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make another and load its state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: gradients are cleared after the update, and in between they are needed."""
@@ -200,6 +193,8 @@ class CustomOptimizer(Optimizer):
         """
         if closure is not None:
             raise RuntimeError("step() runs a microbatch once and takes no closure; call backward() before it instead")
+        if not (self._gradients.agreed or self._loop.inside_step):  # before ranks go on with unequal microbatches
+            agreement.refuse_distributed_data_parallel(self._gradients.parameters)
         self._rates.check(self.param_groups, inside_step=self._loop.inside_step)
         microbatch = self._loop.arrive()
         self._gradients.check(replay=microbatch.samples == 0)
@@ -323,10 +318,9 @@ class CustomOptimizer(Optimizer):
         """Before the first update: compare the ranks, and fix which parameters have gradients."""
         mask = self._gradients.mask()
         if self._backend.world.size > 1:
-            parameters = self._gradients.parameters
-            agreement.refuse_distributed_data_parallel(parameters)
-            agreement.compare(self._facts(), self._backend, parameters[0].device)
-            mask = agreement.union(mask, self._backend, parameters[0].device)
+            device = self._gradients.parameters[0].device
+            agreement.compare(self._facts(), self._backend, device)
+            mask = agreement.union(mask, self._backend, device)
         self._gradients.agree(mask)
 
     def _facts(self) -> dict[str, int]:

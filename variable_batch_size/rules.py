@@ -7,8 +7,9 @@ uses it. At `batch_size == ref_batchsize` every factor is 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, Protocol, final
+from typing import Protocol, final
+
+from variable_batch_size.validate import whole
 
 
 @final
@@ -66,8 +67,8 @@ class Rule(Protocol):
         ...
 
 
-def check_rule(rule: Any, ref_batchsize: Any) -> None:
-    """Refuse what is no rule, and a reference that it cannot be compared with.
+def checked_reference(rule: Rule, ref_batchsize: object) -> int | None:
+    """The reference of a rule; refuses one that it cannot be compared with, and what is no rule.
 
     Raises:
         TypeError, ValueError: naming what was found.
@@ -76,11 +77,8 @@ def check_rule(rule: Any, ref_batchsize: Any) -> None:
         raise TypeError(f"rule must be an object to call, such as LinearRule(), got {rule!r:.60}; pass one")
     if ref_batchsize is None and not isinstance(rule, ConstantRule):
         raise ValueError(f"{rule} needs ref_batchsize, the batch size at which the learning rate was tuned; pass it")
-    if ref_batchsize is not None and not (isinstance(ref_batchsize, Integral) and int(ref_batchsize) >= 1):
-        raise ValueError(
-            f"ref_batchsize must be a whole number >= 1, got {ref_batchsize!r}; pass the batch size at which the "
-            f"learning rate was tuned"
-        )
+    remedy = "pass the batch size at which the learning rate was tuned"
+    return None if ref_batchsize is None else whole(ref_batchsize, "ref_batchsize", 1, remedy=remedy)
 
 
 @final

@@ -164,8 +164,9 @@ class CustomSampler(Sampler[list[int]]):
         Raises:
             RuntimeError: when the last iteration was read to its end without `optimizer.step()`, or the epoch is over.
         """
-        self._check_stepped()
         last = self.iteration
+        if last is not None and last.start.epoch == self.epoch:
+            self._check_stepped()
         read_out = last is not None and last.exhausted and last.start == self.clock.position and not last.resumed
         if self.clock.finished and (self.clock.ran_out or read_out):
             raise RuntimeError(
@@ -179,15 +180,14 @@ class CustomSampler(Sampler[list[int]]):
 
     def _check_stepped(self) -> None:
         last = self.iteration
-        if last is None or last.void or not last.neglected or not self._attached:
+        if last is None or last.void or not last.neglected or not self._attached or self.clock.finished:
             return
-        if last.start.epoch != self.epoch or self.clock.finished:
-            return  # it is of no importance any more
         self.iteration = None
         raise RuntimeError(
-            f"optimizer.step() must follow the backward() of every microbatch, but epoch {last.start.epoch} was read "
-            f"to its end, {last.yielded} microbatches, with {last.stepped} calls of step(); call it once a microbatch "
-            f"(to leave an epoch early, call optimizer.discard_step(); to look at the data, use another sampler)"
+            f"every microbatch of an epoch must come to optimizer.step(), but epoch {self.epoch} was read from "
+            f"{last.start} to the end, {last.yielded} microbatches, with {last.stepped} calls of step(); call it once "
+            f"a microbatch, and restore a loader and the optimizer together (to leave an epoch early, call "
+            f"optimizer.discard_step(); to look at the data, use another sampler)"
         )
 
 

@@ -16,6 +16,8 @@ __all__ = ["ThreadBackend", "launch", "run_ranks"]
 
 Result = TypeVar("Result")
 
+_PATIENCE = 60.0  # seconds that a rank waits for the others
+
 
 @final
 class ThreadBackend(Backend):
@@ -40,7 +42,7 @@ class ThreadBackend(Backend):
 @final
 class _Meeting:
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=_PATIENCE)
         self._slots: list[Sequence[Tensor]] = [()] * size
 
     def exchange(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:

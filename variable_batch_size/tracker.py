@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Mapping, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, final
@@ -29,6 +30,7 @@ class Tracker:
         self.logdir = None if logdir is None else Path(logdir)
         self._progress = progress
         self._files: tuple[SummaryWriter, TextIO] | None = None
+        self._close_files: Finalize | None = None
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
 
@@ -38,6 +40,8 @@ class Tracker:
             return
         if self._files is None:
             self._files = self._open(self.logdir, update, ["update", *scalars])
+            # Also when nobody calls close(): in a process that multiprocessing started, atexit is not heeded.
+            self._close_files = Finalize(self, _close, self._files, exitpriority=1)
         writer, table = self._files
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, update)
@@ -57,11 +61,9 @@ class Tracker:
     def close(self) -> None:
         """Write out what is buffered and close the files."""
         self._close_bar()
-        if self._files is not None:
-            writer, table = self._files
-            writer.close()
-            table.close()
-            self._files = None
+        if self._close_files is not None:
+            self._close_files()
+            self._files = self._close_files = None
 
     def __enter__(self) -> Tracker:
         return self
@@ -93,3 +95,8 @@ class Tracker:
         unfinished.replace(path)
         writer = SummaryWriter(str(logdir), purge_step=update if lines else None)
         return writer, path.open("a", newline="")
+
+
+def _close(writer: SummaryWriter, table: TextIO) -> None:
+    writer.close()
+    table.close()

@@ -59,7 +59,7 @@ class XlaBackend(Backend):
         if self.world.size == 1 or not tensors:
             return
         if _meeting is not None:
-            _meeting.wait()  # XLA:CPU ends the process when a rank stands in a collective for 10 s
+            _meeting.wait()  # XLA:CPU ends the process when a rank stands alone in a collective for 15 s
         xm = _torch_xla("torch_xla.core.xla_model")
         sums = [t.float() if self._on_cpu and t.dtype == torch.bfloat16 else t for t in tensors]
         xm.all_reduce(xm.REDUCE_SUM, sums)
@@ -198,7 +198,8 @@ def _take_turns(xlac: Any) -> None:
 
     XLA:CPU's ranks meet in a collective by the number of the compiled module. Replicas that compile one graph at the
     same time get two modules and wait for each other for ever; one after the other, the second finds the first's.
-    Nobody may wait for a device inside: the collective it waits for may need the replica that stands outside.
+    Nobody may wait for a device inside, and the original does when an earlier execution is pending: that may be in
+    a collective which needs the replica that stands outside.
     """
     mark, turn = xlac._xla_step_marker, threading.Lock()
 
