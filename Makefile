@@ -55,13 +55,14 @@ comma := ,
 space := $(subst ,, )
 
 $(VENV)/.has-%: $(SETUP)
+	@$(CHECK_PYTHON)
 	@$(PYTHON) -c '$(CHECK_PLATFORM)'
 	$(call install,$(VENV),-e ".[$(subst $(space),$(comma),$(EXTRAS_$*))]",$(EXTRAS_$*))
 
 # install(environment, what, stamps): the stamps say that the environment is whole. They go before pip starts and come
 # back when it has finished, so one whose installation was cut off is made anew, from pip's cache.
 define install
-	@$(PYTHON) -c '$(CHECK_PYTHON)'
+	@$(CHECK_PYTHON)
 	@ls $(1)/.has-* >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 	@rm -f $(1)/.has-*
 	@echo 'pip install $(2), into $(1) (the first time: several GB, some minutes)'
@@ -69,8 +70,9 @@ define install
 	@touch $(3:%=$(1)/.has-%)
 endef
 
-CHECK_PYTHON = import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit("Python 3.10 to 3.13 is needed, but \
-	$(PYTHON) is %d.%d; name another one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	echo "Python 3.10 to 3.13 is needed, but $(PYTHON) --version says: $$($(PYTHON) --version 2>&1); name another one," \
+	"as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 
 CHECK_PLATFORM = import platform as p; (p.system(), p.machine()) == ("Linux", "x86_64") or exit("torch_xla 2.9.0 has wheels \
 	for Linux on x86_64 only, but this is %s on %s; pip install . and make test-newest do without it" \

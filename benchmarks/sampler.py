@@ -76,8 +76,9 @@ def median(rows: list[tuple[float, ...]]) -> list[float]:
 
 
 def describe(row: list[float]) -> str:
-    first, sample, grown, _ = row
-    return f"first microbatch {first * 1e3:.2f} ms, sample {sample * 1e9:.0f} ns, memory +{grown:.1f} MB"
+    first, sample, grown, made = row
+    memory = f"memory +{grown:.1f} MB, after +{made:.1f} MB to make it and its trace"
+    return f"first microbatch {first * 1e3:.2f} ms, sample {sample * 1e9:.0f} ns, {memory}"
 
 
 if __name__ == "__main__":

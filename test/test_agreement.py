@@ -104,13 +104,18 @@ def test_the_union_is_what_is_true_anywhere(masks: list[list[bool]]) -> None:
     assert found == [[any(column) for column in zip(*masks, strict=True)]] * len(masks)
 
 
-def test_a_checksum_sees_every_bit_and_no_layout() -> None:
-    backend = vbs.LocalBackend()
-    matrix = torch.arange(6.0).view(2, 3)
-    assert checksum([matrix], backend) == checksum([matrix.T.contiguous().T], backend)
-    seen = {checksum([torch.tensor(value).to(torch.bfloat16), torch.ones(3)], backend) for value in (1.0, 1.01, -1.0)}
-    assert len(seen) == 3
-    assert checksum(Everything(0).parameters(), backend) != checksum(Everything(2).parameters(), backend)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_a_checksum_sees_every_number_and_no_layout(dtype: torch.dtype) -> None:
+    matrices = [torch.arange(6.0).view(2, 3).to(dtype), torch.ones(2, 3, dtype=dtype)]
+    expected = checksum(matrices, vbs.LocalBackend())
+    assert checksum([matrix.T.contiguous().T for matrix in matrices], vbs.LocalBackend()) == expected
+    for matrix in matrices:
+        for number in matrix.view(-1):
+            before = number.clone()
+            number += 0.0625
+            assert checksum(matrices, vbs.LocalBackend()) != expected
+            number.copy_(before)
+    assert checksum(matrices, vbs.LocalBackend()) == expected
 
 
 # ---------------------------------------------------------------------------------------- at the first update of all

@@ -155,6 +155,16 @@ def overflow_on_rank_1(folder: Path) -> Any:
     return updates, run.weights()
 
 
+def in_a_group(folder: Path) -> Any:
+    """The last two ranks train by themselves."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group([size - 2, size - 1])
+    if rank < size - 2:
+        return None
+    backend = vbs.DistributedBackend(group)
+    return backend.world, training(backend=backend).run(len(SIZES)).weights()
+
+
 def go_on(folder: Path) -> Any:
     """The first world trains for 3 updates, the second one goes on."""
     path, world = folder / "checkpoint.pt", dist.get_world_size()
@@ -212,6 +222,7 @@ SCENARIOS = (
     broadcast,
     train_by_a_function,
     overflow_on_rank_1,
+    in_a_group,
     go_on,
     refusals,
 )
@@ -294,6 +305,13 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: list[dict[str, A
         updates, weights = rank["overflow_on_rank_1"]
         assert updates == 3
         assert_equal(weights, twin(vbs.RootRuleOptimizer, SIZES[:4], 61, skipped={0}))
+
+
+def test_some_ranks_may_train_by_themselves(ranks: list[dict[str, Any]]) -> None:
+    for i, rank in enumerate(ranks[-2:]):
+        world, weights = rank["in_a_group"]
+        assert world == vbs.World(i, 2)
+        assert_equal(weights, twin(vbs.LinearRuleOptimizer, SIZES))
 
 
 def test_a_training_goes_on_in_another_world(folder: Path) -> None:

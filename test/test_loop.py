@@ -6,6 +6,7 @@ import copy
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,6 +124,16 @@ def test_a_look_at_the_data_disturbs_no_iteration(ahead: int) -> None:
                 twin = CASE.sampler()
                 twin.load_state_dict(run.sampler.state_dict())
                 assert next(read_ahead(run.sampler, ahead)) == next(iter(twin))
+    assert together([run.log]) == CASE.steps
+
+
+@with_prefetching
+def test_set_epoch_may_be_called_on_either_first(ahead: int) -> None:
+    run = Run(CASE)
+    for epoch in range(CASE.epochs):
+        run.optimizer.set_epoch(epoch)
+        run.sampler.set_epoch(epoch)
+        take(run, read_ahead(run.sampler, ahead), 17)
     assert together([run.log]) == CASE.steps
 
 
@@ -351,6 +362,24 @@ def test_a_thread_that_reads_for_a_loop_that_steps_too_rarely() -> None:
             run.optimizer.step()
     with pytest.raises(RuntimeError, match=NOT_STEPPED.format(8)):
         run.sampler.set_epoch(1)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_thread_that_has_read_all_when_the_epoch_is_left(said: bool) -> None:
+    """Of such a loader nobody knows how far it reads ahead; `discard_step()` says that the epoch is left on purpose."""
+    run = begun()
+    batches = iter(InThread(run.sampler, 0))
+    take(run, batches, 3)
+    while not (run.sampler.iteration and run.sampler.iteration.exhausted):
+        time.sleep(0.001)
+    if said:
+        run.discard_step()
+        run.set_epoch(1)
+        take(run, iter(run.sampler), 16)
+        assert together([run.log]) == CASE.steps[:1] + epoch_steps(1)
+    else:
+        with pytest.raises(RuntimeError, match=NOT_STEPPED.format(3) + r".*to leave .* early, call .*discard_step"):
+            run.set_epoch(1)
 
 
 @with_prefetching

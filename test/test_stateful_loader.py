@@ -199,7 +199,7 @@ def rest_of(case: Case, moment: Moment, *snapshot: Any, minibatch_size: int | No
 
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
-@examples(1500)
+@examples(60)
 def test_an_older_snapshot_that_is_read_forward_leads_to_the_update(
     case: Case, ahead: int, data: st.DataObject
 ) -> None:
@@ -212,7 +212,7 @@ def test_an_older_snapshot_that_is_read_forward_leads_to_the_update(
 
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
-@examples(1500)
+@examples(60)
 def test_a_snapshot_is_read_forward_under_its_own_cut_only(case: Case, ahead: int, data: st.DataObject) -> None:
     """What was one microbatch may be several for another `minibatch_size`; at the update itself it does not matter."""
     every = moments(case)
@@ -236,7 +236,7 @@ REFUSED = (
 
 
 @given(cases(largest_dataset=30), st.data())
-@examples(1500)
+@examples(60)
 def test_states_of_different_moments_train_on_nothing_wrong(case: Case, data: st.DataObject) -> None:
     """Whichever is older; inside an update only the loader has a state, and that fits no optimizer's."""
     every = moments(case)

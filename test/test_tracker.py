@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import gc
+import multiprocessing
 import os
 import pty
 import re
@@ -85,6 +87,29 @@ def test_log_steps_alone_write_to_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert run.optimizer.tracker is not None
     run.optimizer.tracker.close()
     assert pd.read_csv("runs/scalars.csv")["update"].tolist() == [3]
+
+
+def log_and_forget(folder: Path) -> None:
+    tracker = vbs.Tracker(folder)
+    tracker.log(1, {"value": 0.5})
+    globals()["kept"] = tracker  # not closed, and not garbage before the process ends
+
+
+def test_what_nobody_closes_is_written_when_the_process_ends(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=log_and_forget, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert (tmp_path / "scalars.csv").read_text() == "update,value\n1,0.5\n"
+    assert scalars(tmp_path) == [(1, "value", 0.5)]
+
+
+def test_a_tracker_that_is_thrown_away_closes_its_files(tmp_path: Path) -> None:
+    tracker = vbs.Tracker(tmp_path)
+    tracker.log(1, {"value": 0.5})
+    del tracker
+    gc.collect()  # an open file would be an error here
+    assert scalars(tmp_path) == [(1, "value", 0.5)]
 
 
 def test_going_on_from_an_earlier_update_replaces_what_came_after(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any, TextIO, final
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+_BEFORE_QUEUES = 100  # multiprocessing closes its queues, through which tensorboardX sends events, at priority 10
+
 
 @final
 class Tracker:
@@ -41,7 +43,7 @@ class Tracker:
         if self._files is None:
             self._files = self._open(self.logdir, update, ["update", *scalars])
             # Also when nobody calls close(): in a process that multiprocessing started, atexit is not heeded.
-            self._close_files = Finalize(self, _close, self._files, exitpriority=1)
+            self._close_files = Finalize(self, _close, self._files, exitpriority=_BEFORE_QUEUES)
         writer, table = self._files
         for tag, value in scalars.items():
             writer.add_scalar(tag, value, update)
