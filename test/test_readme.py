@@ -16,7 +16,7 @@ import variable_batch_size as vbs
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 TOUR = "test/variable_train_mnist.py"
-SHORT = "--epochs 1 --trace 0:1000 --microbatch 250 --target 0.5".split()
+SHORT = ["--epochs", "1", "--trace", "0:1000", "--microbatch", "250", "--target", "0.5"]
 
 
 def blocks(language: str) -> list[str]:

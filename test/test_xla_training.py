@@ -16,9 +16,9 @@ from xla_training import SAMPLES, Case, train, watch  # noqa: E402
 
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
-CASES = [
-    Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)
-] + [Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)]
+CASES = [Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)] + [
+    Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)
+]
 
 
 @pytest.fixture(scope="module", params=[2, 4])

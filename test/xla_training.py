@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference import REF, SGD, data, network, wrap
+from reference import SGD, data, network, wrap
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
