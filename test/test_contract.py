@@ -35,7 +35,7 @@ def test_every_class_of_the_package_is_in_the_suite() -> None:
 
 
 @every_class
-@examples(50)
+@examples(40)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=2, max_size=4),
     minibatch_size=st.integers(1, 64),

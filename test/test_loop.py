@@ -311,6 +311,14 @@ def test_a_loop_without_step_is_found_by_the_next_iteration(ahead: int) -> None:
         list(read_ahead(run.sampler, ahead))
 
 
+def test_a_state_makes_forget_what_was_read() -> None:
+    run = begun()
+    list(run.sampler)
+    run.sampler.load_state_dict(run.sampler.state_dict())
+    take(run, iter(run.sampler), 17)
+    assert together([run.log]) == epoch_steps(0)
+
+
 @with_prefetching
 @pytest.mark.parametrize("every", [2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1])

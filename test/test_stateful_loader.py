@@ -255,6 +255,23 @@ def test_states_of_different_moments_train_on_nothing_wrong(case: Case, data: st
         assert not of_loader.ends_update or of_loader.updates != of_optimizer.updates
 
 
+def test_a_prefetching_loader_of_an_earlier_epoch_is_refused_at_the_first_step() -> None:
+    every = moments(CASE)
+    loader, optimizer = every[2], next(moment for moment in every if moment.epoch == 1 and moment.ends_update)
+    run = Run(CASE)
+    run.optimizer.load_state_dict(optimizer.optimizer)
+    with pytest.raises(RuntimeError, match="began at epoch 0, step 1 and the optimizer stands at epoch 1, step 9"):
+        list(microbatches(run, Resumed(run, loader.iterator, 0, 50)))
+    assert run.log == []
+
+
+def test_the_state_of_an_iterator_that_was_restored_is_what_it_was_restored_from() -> None:
+    for moment in moments(CASE):
+        batches = iter(CASE.sampler())
+        batches.load_state_dict(moment.iterator)
+        assert batches.state_dict() == moment.iterator
+
+
 @pytest.mark.parametrize("change", [{"fixed_shape": False}, {"minibatch_size": 8}])
 def test_inside_an_update_another_cut_is_refused_with_the_way_out(change: dict[str, Any]) -> None:
     inside = moments(CASE)[0].iterator
@@ -276,6 +293,13 @@ def test_the_iterator_of_another_rank_is_refused_inside_an_update_only() -> None
     other = iter(second)
     other.load_state_dict(batches.state_dict())
     assert list(other) == list(second)[1:]
+
+
+def test_the_iterator_of_another_world_is_refused_inside_an_update() -> None:
+    batches = iter(CASE.sampler(World(0, 2)))
+    next(batches)
+    with pytest.raises(ValueError, match=r"'num_replicas': 2, .* and is .*'num_replicas': 3, .*; restore"):
+        iter(CASE.sampler(World(0, 3))).load_state_dict(batches.state_dict())
 
 
 def test_a_loader_of_other_samples_is_refused() -> None:

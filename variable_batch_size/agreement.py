@@ -76,10 +76,11 @@ def refuse_distributed_data_parallel(parameters: Iterable[Tensor]) -> None:
         RuntimeError: when such a module holds one of them.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return  # there can be no such module; and ranks that are threads must not hold each other's tensors, as below
+        return  # there can be no such module
     own = {id(parameter) for parameter in parameters}
-    for module in [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]:
-        if any(id(parameter) in own for parameter in module.parameters()):
+    # Objects refer to their class. gc.get_objects() would hold tensors too, and break those that a thread frees.
+    for module in gc.get_referrers(DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) and not own.isdisjoint(map(id, module.parameters())):
             raise RuntimeError(_TWICE)
 
 

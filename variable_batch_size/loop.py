@@ -23,6 +23,7 @@ class Loop:
         self._world = world
         self._turn = 0  # microbatches of the due step that came
         self._step: Step | None = None
+        self._cut: dict[int, Microbatch] = {}  # of the due step, by turn: each is asked for several times
         self._iteration: Iteration | None = None
         self._came = 0  # microbatches of the iteration that came
 
@@ -50,7 +51,10 @@ class Loop:
                 f"a microbatch is due until the epoch's last update, but epoch {epoch} has had all of them; call "
                 f"set_epoch({epoch + 1}) on the sampler and on the optimizer"
             )
-        return self.step.microbatch(self._turn + ahead, self._world)
+        turn = self._turn + ahead
+        if turn not in self._cut:
+            self._cut[turn] = self.step.microbatch(turn, self._world)
+        return self._cut[turn]
 
     def arrive(self) -> Microbatch:
         """Count the microbatch that is due as come.
@@ -81,19 +85,20 @@ class Loop:
 
     def next_turn(self) -> None:
         """Be due for the next microbatch of the same step."""
+        self._cut.pop(self._turn, None)
         self._turn += 1
 
     def commit(self) -> None:
         """Be due for the next step; the sampler's clock follows."""
         self.clock.advance()
         self.sampler.follow(self.clock)
-        self._turn, self._step = 0, None
+        self._turn, self._step, self._cut = 0, None, {}
 
     def restart(self) -> None:
         """Be due for the first microbatch of the step where the clock stands, from a new iteration."""
         if self._iteration is not None:
             self._iteration.void = True
-        self._turn, self._step, self._iteration = 0, None, None
+        self._turn, self._step, self._cut, self._iteration = 0, None, {}, None
 
     def _begin(self, iteration: Iteration) -> int:
         """How many microbatches an iteration has before the one that is due, which it must lead to."""

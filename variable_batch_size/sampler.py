@@ -29,6 +29,7 @@ class CustomSampler(Sampler[list[int]]):
     `minibatch_size` of them: a step of B samples is cut into full microbatches and into pieces whose sizes divide
     `minibatch_size`, in which each sample is repeated, so that the mean loss over the rows is the mean over the
     samples. A rank with no share in a step replays one of its microbatches, which `CustomOptimizer` counts as zero.
+    Every microbatch has to come to its `step()`, in order; a run goes on by `load_state_dict`, never by skipping some.
 
     Args:
         dataset_size: samples in the dataset, or the dataset.

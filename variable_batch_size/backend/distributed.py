@@ -21,6 +21,7 @@ class DistributedBackend(Backend):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
         self._group = group
+        self._flat: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}  # kept: new memory costs as much as a sum
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """One flat message a dtype and device."""
@@ -32,9 +33,17 @@ class DistributedBackend(Backend):
 
         for _, alike in groupby(sorted(tensors, key=kind), key=kind):
             parts = list(alike)
-            flat = torch.cat([part.flatten() for part in parts])
+            flat = self._buffer(parts[0], sum(part.numel() for part in parts))
+            torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
             dist.all_reduce(flat, group=self._group)
             torch._foreach_copy_(parts, _like(flat, parts))
+
+    def _buffer(self, like: Tensor, size: int) -> Tensor:
+        key = (like.device, like.dtype, size)
+        if key not in self._flat:
+            self._flat = {known: flat for known, flat in self._flat.items() if known[:2] != key[:2]}
+            self._flat[key] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._flat[key]
 
 
 def _like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
