@@ -184,6 +184,23 @@ def test_a_meeting_ends_when_all_are_here_or_one_has_left() -> None:
     assert all("give all ranks the same number of updates" in end for end in ends)
 
 
+def test_without_launch_no_learning_rate_compiles_either(tmp_path: Path) -> None:
+    script = """
+if __name__ == "__main__":
+    import torch, torch_xla, xla_jobs
+    from variable_batch_size.backend.xla import compiled_graphs
+    counts = []
+    for lr in (0.5, 1.0, 0.0, 0.25):
+        x = torch.ones(5).to(torch_xla.device())
+        torch_xla.sync()
+        xla_jobs.sgd_step(x, XlaBackend().number(lr))
+        torch_xla.sync()
+        counts.append(compiled_graphs())
+    sys.exit(40 + counts[-1] - counts[0])
+"""
+    assert start(script, tmp_path).wait(60) == 40
+
+
 def test_a_number_of_cores_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="cores >= 1, got 0"):
         launch(xla_jobs.report, cores=0)

@@ -30,6 +30,8 @@ _SETTINGS = {"XLA_NO_SPECIAL_SCALARS": "1"}
 # of the step marker or with the GIL held, and the other replicas never reach their collective.
 _CPU_SETTINGS = _SETTINGS | {"PJRT_DEVICE": "CPU", "XLA_ENABLE_PARAM_ALIASING": "0"}
 
+_SMALLEST, _LAST_BIT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).eps
+
 _meeting: Meeting | None = None  # of the replicas in this process, once `launch` has made it safe
 
 
@@ -76,6 +78,15 @@ class XlaBackend(Backend):
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         sent: Tensor = xm.send_cpu_data_to_device(torch.tensor(value, dtype=dtype), like.device)[0]
         return sent
+
+    def number(self, value: Any) -> Any:
+        """A Python number that is no constant of the graph: 0, 1 and -1 move by a float32's last bit.
+
+        Not after `launch`, whose settings make every number data.
+        """
+        if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
+            return value
+        return {0: _SMALLEST, 1: 1 + _LAST_BIT, -1: -1 - _LAST_BIT}.get(value, value)
 
     def mark_step(self) -> None:
         """Run what this replica has recorded since its last mark."""
