@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -230,6 +231,7 @@ SCENARIOS = (
 
 def process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     for size in WORLDS:
         if rank < size:
             store = dist.FileStore(str(folder / f"store{size}"), size)
@@ -269,6 +271,12 @@ def test_the_world_is_found(ranks: list[dict[str, Any]]) -> None:
         world, weights = rank["the_world_by_itself"]
         assert world == vbs.World(i, len(ranks))
         assert_equal(weights, ranks[0]["the_world_by_itself"][1], 0)
+
+
+def test_nobody_warns(folder: Path) -> None:
+    """As torch's own threads do on standard error when a tensor that they free is held by somebody else."""
+    for rank in range(max(WORLDS)):
+        assert "Warning" not in (folder / f"stderr{rank}").read_text()
 
 
 def test_an_update_has_one_collective_a_dtype(ranks: list[dict[str, Any]]) -> None:
