@@ -148,6 +148,7 @@ SCHEDULERS: dict[Any, Callable[[Optimizer], Any]] = {
 }
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.9."), reason="a newer torch may have more")
 def test_every_scheduler_of_torch_is_in_the_list() -> None:
     named = {thing for key, thing in vars(lr_scheduler).items() if isinstance(thing, type) and not key.startswith("_")}
     schedulers = {thing for thing in named if issubclass(thing, lr_scheduler.LRScheduler)}
