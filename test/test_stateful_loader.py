@@ -30,10 +30,7 @@ OPTIONS = [
     {"num_workers": 2, "snapshot_every_n_steps": 3, "prefetch_factor": 5, "persistent_workers": True},
 ]
 with_options = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(str(int(v)) for v in o.values()))
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),  # torchdata 0.11 on torch 2.15
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def stateful(run: Run, **options: Any) -> Any:
