@@ -39,6 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "gradients": {"backend"},
     "agreement": {"backend"},
     "hyperparameters": {"backend", "rules"},
+    "wrapper": set(),
     "optimizer": {
         "agreement",
         "backend",
@@ -51,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "sampler",
         "tracker",
         "validate",
+        "wrapper",
     },
     "rule_optimizers": {"optimizer", "rules", "sampler"},
 }

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from variable_batch_size import agreement
 from variable_batch_size.backend import Backend, detect
@@ -28,9 +27,10 @@ from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling, ch
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.tracker import Tracker
 from variable_batch_size.validate import refusal, whole
+from variable_batch_size.wrapper import OptimizerWrapper
 
 
-class CustomOptimizer(Optimizer):
+class CustomOptimizer(OptimizerWrapper):
     """Wraps a torch optimizer so that its updates follow a sampler's trace, with hyperparameters scaled by a rule.
 
     Each update uses the gradient of the mean loss over exactly the step's samples,
@@ -70,12 +70,7 @@ class CustomOptimizer(Optimizer):
         tracker: Tracker | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self.inner = _checked(inner)
-        own = inner.defaults, inner.state, inner.param_groups
-        super().__init__(inner.param_groups, inner.defaults)  # empties the inner one
-        inner.defaults, inner.state, inner.param_groups = own
-        for register in (name for name in dir(Optimizer) if name.startswith("register_")):
-            setattr(self, register, getattr(inner, register))
+        super().__init__(inner)
         self.rule: Rule = ConstantRule() if rule is None else rule
         self.ref_batchsize = checked_reference(self.rule, ref_batchsize)
         if reduction not in ("mean", "sum"):
@@ -99,49 +94,12 @@ class CustomOptimizer(Optimizer):
         self._found_inf: Tensor | None = None  # how many gradients of the step were not finite, under a GradScaler
         self._rates = Rates()
 
-    # What a torch optimizer is made of belongs to the inner one. -------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's parameter groups."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The inner optimizer's state by parameter."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's default hyperparameters."""
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.inner.defaults = defaults
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; which of them have gradients is agreed anew at the next update."""
-        if "_loop" not in self.__dict__:  # torch's own constructor runs
-            return
-        self._refuse_inside_step("add_param_group()")
-        self.inner.add_param_group(param_group)
-        self._gradients = Gradients(self._parameters(), self._backend)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles, which would leave the model and the sampler behind."""
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make another and load its state_dict()")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients are cleared after the update, and in between they are needed."""
+        if self._made:
+            self._refuse_inside_step("add_param_group()")
+            super().add_param_group(param_group)
+            self._gradients = Gradients(self._parameters(), self._backend)
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -363,20 +321,6 @@ class CustomOptimizer(Optimizer):
                 f"{what} needs whole steps, but some microbatches of step {self._loop.clock.step} are accumulated and "
                 f"others are due; call it when optimizer.step() has returned True"
             )
-
-
-def _checked(inner: Optimizer) -> Optimizer:
-    remedies = {
-        CustomOptimizer: "wrap the optimizer inside it instead",
-        LBFGS: "it runs the model itself, by a closure; use an optimizer that steps without one",
-        SparseAdam: "it takes sparse gradients only; use Adam, and layers with sparse=False",
-    }
-    if not isinstance(inner, Optimizer):
-        raise TypeError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}; make one")
-    for kind, remedy in remedies.items():
-        if isinstance(inner, kind):
-            raise TypeError(f"{type(inner).__name__} cannot be the inner optimizer: {remedy}")
-    return inner
 
 
 def _checked_sampler(sampler: CustomSampler, backend: Backend) -> CustomSampler:
