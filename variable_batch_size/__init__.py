@@ -5,25 +5,35 @@ from variable_batch_size.backend import Backend, DistributedBackend, LocalBacken
 from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.plan import Microbatch
 from variable_batch_size.rule_optimizers import (
+    AdamScaleOptimizer,
+    AdaScaleOptimizer,
     ConstantOptimizer,
     LinearRuleMomentumOptimizer,
     LinearRuleOptimizer,
     RootRuleOptimizer,
 )
 from variable_batch_size.rules import (
+    AdamScaleRule,
+    AdaScaleRule,
     ConstantRule,
     LinearMomentumRule,
     LinearRule,
+    Noise,
     RootRule,
     Rule,
     RuleInput,
     Scaling,
+    adascale_gain,
 )
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.tracker import Tracker
 
 __all__ = [
+    "AdaScaleOptimizer",
+    "AdaScaleRule",
+    "AdamScaleOptimizer",
+    "AdamScaleRule",
     "Backend",
     "BatchTrace",
     "ConstantOptimizer",
@@ -37,6 +47,7 @@ __all__ = [
     "LinearRuleOptimizer",
     "LocalBackend",
     "Microbatch",
+    "Noise",
     "RootRule",
     "RootRuleOptimizer",
     "Rule",
@@ -45,6 +56,7 @@ __all__ = [
     "Tracker",
     "World",
     "XlaBackend",
+    "adascale_gain",
     "broadcast_parameters",
     "detect",
 ]

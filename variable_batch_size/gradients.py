@@ -2,14 +2,15 @@
 
 A rank's share of G = sum_j w_j g_j, with w_j = n_j / B where losses are means over the rows, is built by Horner's
 scheme: after microbatch j what has been accumulated is multiplied by w_j / w_(j+1), and after the last one by its
-weight. So autograd's own accumulation is the only buffer. Under a `GradScaler`, whose scale may change between
-microbatches, each gradient is weighted on its own and then added to a buffer.
+weight. So autograd's own accumulation is the only buffer. Where each microbatch's own gradient is needed, because its
+noise is measured or because the scale of a `GradScaler` may change between microbatches, it is added to a buffer and
+cleared: the gradient of the first microbatch becomes that buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Gradients:
         self._members: list[Tensor] | None = None  # the parameters that have a gradient, on any rank
         self._others: list[Tensor] = []
         self._buffer: dict[Tensor, Tensor] = {}
+        self._unit = 0.0  # what the buffer has still to be multiplied with, if not 0
         self._left: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version, as they were left
         self._begun = False  # whether they hold microbatches of a step
         self.clear()
@@ -52,11 +54,15 @@ class Gradients:
                 "or replaced before it; leave out model.zero_grad(), which optimizer.step() makes unnecessary"
             )
         same = not gone and all(gradient._version == version for _, gradient, version in self._left)
-        if same and len(self._left) == len(self._present()) and not replay:
+        if same and len(self._left) == len(self.present()) and not replay:
             raise RuntimeError(
                 "each step() follows the backward() of one microbatch, but no gradient has come since the last one; "
                 "call loss.backward() first"
             )
+
+    def present(self) -> list[Tensor]:
+        """The gradients that are in `.grad`."""
+        return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
 
     def mask(self) -> list[bool]:
         """Which parameters have a gradient in this step."""
@@ -70,35 +76,51 @@ class Gradients:
 
     def keep(self, factor: float) -> None:
         """Multiply what has been accumulated, because another microbatch of the step follows."""
-        self.multiply(self._present(), factor)
+        self.multiply(self.present(), factor)
         self._leave(begun=True)
 
-    def put_aside(self, weight: float, scale: Tensor) -> None:
+    def put_aside(self, weight: float, scale: Tensor | None = None) -> None:
         """Add `weight` / `scale` (0-D) times this microbatch's gradient to the buffer, and clear it."""
-        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        gradients = self._present()
-        if weight or self._backend.static_graph:
-            precise = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else scale.dtype
-            torch._foreach_mul_(gradients, weight / scale.to(precise))
+        pairs = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        share = 1.0
+        if scale is not None or self._backend.static_graph:
+            self._weigh([gradient for _, gradient in pairs], weight, scale)
+        elif weight:  # of the first microbatch it is left to the end
+            self._unit = self._unit or weight
+            share = weight / self._unit
         else:
-            self.multiply(gradients, weight)
-        pairs = list(zip(parameters, gradients, strict=True))
-        if known := [(self._buffer[p], gradient) for p, gradient in pairs if p in self._buffer]:
-            torch._foreach_add_([old for old, _ in known], [new for _, new in known])
-        self._buffer.update((p, gradient) for p, gradient in pairs if p not in self._buffer)
-        for parameter in parameters:
+            pairs = []
+        known = [(self._buffer[parameter], gradient) for parameter, gradient in pairs if parameter in self._buffer]
+        new = [(parameter, gradient) for parameter, gradient in pairs if parameter not in self._buffer]
+        if known:
+            torch._foreach_add_([old for old, _ in known], [gradient for _, gradient in known], alpha=share)
+        if share != 1:
+            self.multiply([gradient for _, gradient in new], share)
+        self._buffer.update(new)
+        for parameter in self.parameters:
             parameter.grad = None
+        self._left = []
 
     def whole(self, factor: float) -> list[Tensor]:
-        """This rank's share of the step's gradient, in `.grad`: what has been accumulated, times the last weight."""
+        """`factor` times this rank's share of the step's gradient, in `.grad`: what has been accumulated."""
         for parameter, gradient in self._buffer.items():
             parameter.grad = gradient
         gradients = self._complete()
-        self.multiply(gradients, factor)
+        self.multiply(gradients, factor * (self._unit or 1.0))
         return gradients
 
-    def multiply(self, gradients: list[Tensor], factor: float) -> None:
-        """Multiply in place; where graphs are static, by a tensor and whatever the factor is."""
+    def _weigh(self, gradients: list[Tensor], weight: float, scale: Tensor | None) -> None:
+        if scale is None or not (weight or self._backend.static_graph):
+            self.multiply(gradients, weight)
+        elif gradients:
+            precise = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else scale.dtype
+            torch._foreach_mul_(gradients, weight / scale.to(precise))
+
+    def multiply(self, gradients: list[Tensor], factor: Any) -> None:
+        """Multiply in place, by a float or a 0-D tensor; where graphs are static, whatever the factor is."""
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(gradients, factor)
+            return
         if not gradients or (factor == 1 and not self._backend.static_graph):
             return
         if factor == 0 and not self._backend.static_graph:
@@ -109,10 +131,11 @@ class Gradients:
     def clear(self) -> None:
         """Forget the step: for the next one, or because it was broken off."""
         self._buffer.clear()
+        self._unit = 0.0
         if not self._backend.static_graph:
             for parameter in self.parameters:
                 parameter.grad = None
-        elif gradients := self._present():
+        elif gradients := self.present():
             torch._foreach_zero_(gradients)
         self._leave(begun=False)
 
@@ -128,9 +151,6 @@ class Gradients:
                     f"gradients must be dense, but parameter {number}, of shape {tuple(parameter.shape)}, has one of "
                     f"layout {parameter.grad.layout}; build the layer with sparse=False"
                 )
-
-    def _present(self) -> list[Tensor]:
-        return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
 
     def _complete(self) -> list[Tensor]:
         """The gradients of all members; where this rank's samples did not touch one, it is zero."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
@@ -40,6 +41,8 @@ class Rates:
 def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Iterator[None]:
     """Multiply every group's hyperparameters, and put the user's own values back at the end.
 
+    A factor on lr that is a tensor multiplies what happens to the parameters instead, so that nobody has to read it.
+
     Raises:
         ValueError: when a rule scales what no group has, or takes a beta out of [0, 1).
         RuntimeError: when somebody else changes them in between.
@@ -50,7 +53,8 @@ def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Itera
     try:
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
-        yield
+        with _displaced(groups, scaling.lr) if isinstance(scaling.lr, Tensor) else nullcontext():
+            yield
         _check_untouched(groups, changes)
     finally:
         for group, values in zip(groups, saved, strict=True):
@@ -60,7 +64,7 @@ def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Itera
 def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
     changes: Group = {}
     if "lr" in group:
-        changes["lr"] = backend.number(group["lr"] * scaling.lr)
+        changes["lr"] = backend.number(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # Adafactor's eps are two of another kind
             changes[name] = group[name] * factor
@@ -94,7 +98,7 @@ def _check_untouched(groups: Sequence[Group], changes: Sequence[Group]) -> None:
 
 def _check_found(changes: Sequence[Group], scaling: Scaling) -> None:
     asked = {
-        "lr": scaling.lr != 1,
+        "lr": isinstance(scaling.lr, Tensor) or scaling.lr != 1,
         "weight_decay": scaling.weight_decay != 1,
         "eps": scaling.eps != 1,
         "betas": scaling.one_minus_beta != 1,
@@ -105,6 +109,17 @@ def _check_found(changes: Sequence[Group], scaling: Scaling) -> None:
             f"a rule can scale only what the optimizer has, but no parameter group has {' or '.join(missing)}; use "
             f"another rule with this optimizer"
         )
+
+
+@contextmanager
+def _displaced(groups: Sequence[Group], factor: Tensor) -> Iterator[None]:
+    """w = w_old + factor (w_new - w_old): a factor on lr, where an optimizer's change is proportional to lr."""
+    parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    before = [parameter.detach().clone() for parameter in parameters]
+    yield
+    torch._foreach_sub_(parameters, before)
+    torch._foreach_mul_(parameters, factor)
+    torch._foreach_add_(parameters, before)
 
 
 def _identity(lr: object) -> object:

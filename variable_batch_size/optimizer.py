@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 
 from variable_batch_size import agreement
 from variable_batch_size.backend import Backend, detect
@@ -22,12 +23,17 @@ from variable_batch_size.clock import Clock
 from variable_batch_size.gradients import Gradients
 from variable_batch_size.hyperparameters import Rates, scaled
 from variable_batch_size.loop import Loop
+from variable_batch_size.moments import Moments
 from variable_batch_size.plan import Microbatch, Step
-from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling, checked_reference
+from variable_batch_size.progress import Progress
+from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleInput, Scaling, checked_reference
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.tracker import Tracker
 from variable_batch_size.validate import refusal, whole
 from variable_batch_size.wrapper import OptimizerWrapper
+
+Estimator = Literal["microbatches", "differenced"]
+_NOT_PROPORTIONAL = (ASGD, Adafactor, Rprop)  # to the learning rate is their change
 
 
 class CustomOptimizer(OptimizerWrapper):
@@ -45,6 +51,9 @@ class CustomOptimizer(OptimizerWrapper):
         ref_batchsize: samples an update at which the hyperparameters were tuned; needed by every rule but the
             constant one.
         rule: (batch size, noise) -> factors on the hyperparameters.
+        noise: how to measure the gradient's noise: from the "microbatches" of each update, or also, "differenced",
+            from two consecutive updates where one has a single microbatch (one more copy of the gradients); by default
+            from microbatches where the rule needs it, else not at all.
         reduction: what the user's loss does over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: clips the step's whole gradient to this norm.
         log_steps: writes scalars every so many updates; by default 10 when there is a tracker, else never.
@@ -64,6 +73,7 @@ class CustomOptimizer(OptimizerWrapper):
         ref_batchsize: int | None = None,
         *,
         rule: Rule | None = None,
+        noise: Estimator | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         max_grad_norm: float | None = None,
         log_steps: int | None = None,
@@ -85,12 +95,14 @@ class CustomOptimizer(OptimizerWrapper):
         self.reduction, self.max_grad_norm = reduction, max_grad_norm
         self.log_steps = 10 if log_steps is None else whole(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
-        self.progress = 0.0
+        self._progress = Progress()
         self._scaling = Scaling()  # of the last update
         self._rate: Any = inner.param_groups[0].get("lr", 1.0)  # that it used
         self._backend = backend if backend is not None else detect(self._parameters())
         self._loop = Loop(_checked_sampler(sampler, self._backend), self._backend.world)
         self._gradients = Gradients(self._parameters(), self._backend)
+        self._deferred = self._parameters()[0].device.type != "cpu"  # so numbers that come from gradients stay there
+        self._moments = self._measuring(noise)
         self._found_inf: Tensor | None = None  # how many gradients of the step were not finite, under a GradScaler
         self._rates = Rates()
 
@@ -119,6 +131,15 @@ class CustomOptimizer(OptimizerWrapper):
         return self._loop.clock.samples
 
     @property
+    def progress(self) -> float:
+        """How far the training is, in updates at `ref_batchsize`: the sum of the updates' gains."""
+        return float(self._progress)
+
+    def progress_later(self) -> Callable[[], float]:
+        """The progress as it stands now, to be read later without holding up a device."""
+        return self._progress.later()
+
+    @property
     def microbatch(self) -> Microbatch:
         """The microbatch that is due: the one whose `backward()` comes next, or has come and was not stepped.
 
@@ -134,8 +155,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     def discard_step(self) -> None:
         """Drop the microbatches of a step that was broken off, so that it can begin again."""
-        self._gradients.clear()
-        self._found_inf = None
+        self._clear()
         self._loop.restart()
 
     @torch.no_grad()
@@ -143,8 +163,9 @@ class CustomOptimizer(OptimizerWrapper):
         """Count one microbatch, whose `backward()` has run; after a step's last one, update the weights.
 
         Returns:
-            Whether the weights changed: False in the middle of a step, and where a `GradScaler` found a gradient
-            that is not finite.
+            Whether the weights changed: False in the middle of a step, and where a `GradScaler`, or a measurement of
+            the noise on the CPU, found a gradient that is not finite. (On another device such an update leaves
+            weights, noise and progress as they are, too, but nobody reads that, and the answer is True.)
 
         Raises:
             RuntimeError: when the loop does not feed the optimizer what its sampler deals; the text says what to do.
@@ -157,29 +178,49 @@ class CustomOptimizer(OptimizerWrapper):
         microbatch = self._loop.arrive()
         self._gradients.check(replay=microbatch.samples == 0)
         weight, grad_scale = self._weight(microbatch), self._take_grad_scale(microbatch)
-        if grad_scale is not None:
+        aside = grad_scale is not None or self._moments is not None
+        if self._moments is not None:
+            factor = microbatch.samples / self._rows(microbatch) ** 2
+            self._moments.add(self._gradients.present(), factor, grad_scale)
+        if aside:
             self._gradients.put_aside(weight, grad_scale)
             weight = 1.0
-        updated = False
+        updated, due = False, self._loop.step
         if microbatch.ends_step:
             updated = self._update(weight)
             self._commit()
         else:
-            if grad_scale is None:
+            if not aside:
                 self._gradients.keep(weight / self._weight(self._loop.microbatch(ahead=1)))
             self._loop.next_turn()
         self._backend.mark_step()
+        if microbatch.ends_step:
+            self._track(due)
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # so that torch runs hooks of all optimizers in the inner step alone
 
     def gain(self) -> float:
         """How far the last update went, in updates at `ref_batchsize`: the rule's factor on the length of its step."""
-        return self._scaling.lr * self._scaling.gradient
+        return float(self._scaling.lr) * float(self._scaling.gradient)
 
     def current_lr(self) -> float:
         """The effective learning rate of the last update, in the first parameter group."""
-        return float(self._rate) * self._scaling.gradient
+        on_device = float(self._scaling.lr) if isinstance(self._scaling.lr, Tensor) else 1.0
+        return float(self._rate) * on_device * float(self._scaling.gradient)
+
+    def noise(self) -> Noise:
+        """The gradient's noise as it is known now; sigma2 and mu2 are nan before the first estimate.
+
+        Raises:
+            RuntimeError: where nothing measures it.
+        """
+        if self._moments is None:
+            raise RuntimeError(
+                f'noise() needs a measurement, but {self.rule} does without; pass noise="microbatches" to the optimizer'
+            )
+        noise = self._moments.noise()
+        return Noise(float(noise.sigma2), float(noise.mu2), float(noise.gain), int(noise.updates))
 
     # State. ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +233,8 @@ class CustomOptimizer(OptimizerWrapper):
         self._refuse_inside_step("state_dict()")
         clock = self._loop.clock
         position = {**clock.state_dict(), "samples": clock.samples, "progress": self.progress}
-        return {**self.inner.state_dict(), "vbs": {**position, **self._loop.sampler.fingerprint()}}
+        noise = {} if self._moments is None else {"noise": self._moments.state_dict()}
+        return {**self.inner.state_dict(), "vbs": {**position, **noise, **self._loop.sampler.fingerprint()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict()` gave, on any world; the sampler follows.
@@ -221,7 +263,9 @@ class CustomOptimizer(OptimizerWrapper):
         if position is not None:
             self._loop.clock.follow(clock)
             sampler.follow(clock)
-            self.progress = progress
+            self._progress = Progress(progress)
+            if self._moments is not None and "noise" in position:
+                self._moments.load_state_dict(position["noise"], self._gradients.parameters)
 
     # An update. --------------------------------------------------------------------------------------------------
 
@@ -232,45 +276,104 @@ class CustomOptimizer(OptimizerWrapper):
         self._backend.mark_step()
         if not self._gradients.agreed:
             self._agree()
-        due, clock, clip = self._loop.step, self._loop.clock, self.max_grad_norm
-        reference = due.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        scaling = self.rule(RuleInput(due.batch_size, reference, clock.step, clock.samples))
-        gradients = self._gradients.whole(weight if clip else weight * scaling.gradient)
+        moments, due = self._moments, self._loop.step
+        gradients = self._gradients.whole(weight)
+        squares = [] if moments is None else [moments.share(gradients)]
         found_inf = [] if self._found_inf is None else [self._found_inf]
-        self._backend.all_reduce_sum([*gradients, *found_inf])
+        self._backend.all_reduce_sum([*gradients, *squares, *found_inf])
         if any(self._backend.host(found).item() for found in found_inf):
             return False
-        if clip:
-            torch.nn.utils.clip_grad_norm_(self._gradients.parameters, clip)
-            self._gradients.multiply(gradients, scaling.gradient)
+        reference = due.batch_size if self.ref_batchsize is None else self.ref_batchsize
+        noise, finite = None, True if moments is None else moments.finite(squares[0])
+        if moments is not None:
+            if finite is False:
+                return False
+            if isinstance(finite, Tensor):
+                for gradient in gradients:
+                    gradient.masked_fill_(~finite, 0)
+            noise = moments.update(
+                squares[0],
+                gradients,
+                finite,
+                batch_size=due.batch_size,
+                groups=due.num_microbatches,
+                ref=reference,
+            )
+        clock = self._loop.clock
+        scaling = self.rule(RuleInput(due.batch_size, reference, clock.step, clock.samples, noise))
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._gradients.parameters, self.max_grad_norm)
+        self._gradients.multiply(gradients, scaling.gradient)
+        if isinstance(finite, Tensor):
+            scaling = self._guarded(scaling, finite)
         with scaled(self.param_groups, scaling, self._backend):
             self._rate = self.param_groups[0].get("lr", 1.0)
             self.inner.step()
+        self._progress.add(scaling.progress)
         self._scaling = scaling
-        self.progress += scaling.progress
         return True
 
+    def _guarded(self, scaling: Scaling, finite: Tensor) -> Scaling:
+        """Factors on the device, which are 0 where `finite` says no."""
+        counts = finite.float()
+        lr, progress = (
+            factor * counts if isinstance(factor, Tensor) else self._backend.scalar(factor, counts) * counts
+            for factor in (scaling.lr, scaling.progress)
+        )
+        return replace(scaling, lr=lr, progress=progress)
+
     def _commit(self) -> None:
-        due, clock = self._loop.step, self._loop.clock
+        self._clear()
+        self._loop.commit()
+
+    def _clear(self) -> None:
         self._gradients.clear()
         self._found_inf = None
-        self._loop.commit()
+        if self._moments is not None:
+            self._moments.clear()
+
+    def _track(self, passed: Step) -> None:
+        clock = self._loop.clock
         if self.tracker is None or self._backend.world.rank:
             return
         used = clock.samples - clock.epoch.samples_before
         self.tracker.show(clock.epoch.number, used, clock.epoch.samples)
         if clock.step % self.log_steps == 0:
-            self.tracker.log(clock.step, self._scalars(due))
+            self.tracker.log(clock.step, self._scalars(passed))
 
-    def _scalars(self, due: Step) -> dict[str, float]:
-        return {
-            "vbs/global_batch_size": due.batch_size,
-            "vbs/num_microbatches": due.num_microbatches,
+    def _scalars(self, passed: Step) -> dict[str, float]:
+        scalars = {
+            "vbs/global_batch_size": passed.batch_size,
+            "vbs/num_microbatches": passed.num_microbatches,
             "vbs/world_size": self._backend.world.size,
             "vbs/lr_effective": self.current_lr(),
             "vbs/lr_factor": self.gain(),
             "vbs/samples": self._loop.clock.samples,
         }
+        if self._moments is None:
+            return scalars
+        noise = self.noise()
+        return scalars | {
+            "vbs/gain": noise.gain,
+            "vbs/progress": self.progress,
+            "vbs/noise_scale": noise.noise_scale,
+            "vbs/sigma2": noise.sigma2,
+            "vbs/mu2": noise.mu2,
+        }
+
+    def _measuring(self, noise: Estimator | None) -> Moments | None:
+        if noise is not None and noise not in get_args(Estimator):
+            raise ValueError(
+                f'noise must be "microbatches" or "differenced", got {noise!r:.60}; pass one or leave it out'
+            )
+        if noise is None and not getattr(self.rule, "needs_noise", False):
+            return None
+        if self._deferred and isinstance(self.inner, _NOT_PROPORTIONAL):
+            raise TypeError(
+                f"a learning rate that depends on the noise is applied on the device, to a change that is proportional "
+                f"to it, but that of {type(self.inner).__name__} is not; use another inner optimizer, or the CPU"
+            )
+        return Moments(self._backend, deferred=self._deferred, differenced=noise == "differenced")
 
     def _agree(self) -> None:
         """Before the first update: compare the ranks, and fix which parameters have gradients."""
@@ -299,8 +402,11 @@ class CustomOptimizer(OptimizerWrapper):
 
     def _weight(self, microbatch: Microbatch) -> float:
         """The factor on a microbatch's gradient that makes the step's one the mean over its samples."""
-        rows = microbatch.rows if self.reduction == "sum" else 1
-        return microbatch.samples / (microbatch.batch_size * rows)
+        return microbatch.samples / (microbatch.batch_size * self._rows(microbatch))
+
+    def _rows(self, microbatch: Microbatch) -> int:
+        """What a microbatch's gradient is divided by to be that of its mean loss."""
+        return microbatch.rows if self.reduction == "sum" else 1
 
     def _take_grad_scale(self, microbatch: Microbatch) -> Tensor | None:
         """The scale of this microbatch's loss; None unless a `GradScaler` drives `step()`, to which it gives both."""

@@ -6,10 +6,47 @@ uses it. At `batch_size == ref_batchsize` every factor is 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, ClassVar, Protocol, TypeAlias, final
 
 from variable_batch_size.validate import whole
+
+Factor: TypeAlias = Any  # a float, or a 0-D tensor where it depends on the noise and parameters are not on the CPU
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """The gradient's noise, averaged over updates; nan before the first estimate.
+
+    A rule gets 0-D tensors in the place of floats where the parameters are not on the CPU.
+
+    Attributes:
+        sigma2: variance of one sample's gradient: the trace of the covariance.
+        mu2: squared norm of the true gradient.
+        gain: AdaScale's gain of the update, `adascale_gain`; 1 before the first estimate.
+        updates: how many updates gave an estimate.
+    """
+
+    sigma2: Factor
+    mu2: Factor
+    gain: Factor = 1.0
+    updates: Factor = 0
+
+    @property
+    def noise_scale(self) -> float:
+        """B_noise = sigma^2 / mu^2, in samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.9)."""
+        return math.inf if self.mu2 <= 0 else self.sigma2 / self.mu2
+
+
+def adascale_gain(sigma2: Any, mu2: Any, batch_size: Any, ref_batchsize: Any) -> Any:
+    """(sigma^2 / ref + mu^2) / (sigma^2 / B + mu^2), in [1, B / ref] for B >= ref, else in [B / ref, 1].
+
+    How many updates at the reference an update of B samples is worth (Johnson et al. 2020, arXiv 2007.05105,
+    equation 4, with B / ref in the place of the number of workers).
+    """
+    return (sigma2 / ref_batchsize + mu2) / (sigma2 / batch_size + mu2)
 
 
 @final
@@ -22,14 +59,15 @@ class RuleInput:
         ref_batchsize: samples at which the user's hyperparameters were tuned.
         updates: updates before this one.
         samples: samples of all updates before this one.
-        noise: the gradient's noise; None as long as nothing measures it.
+        noise: the gradient's noise, this update's included; None where nothing measures it, which
+            `CustomOptimizer(noise=...)` or a `needs_noise = True` in the rule's class makes.
     """
 
     batch_size: int
     ref_batchsize: int
     updates: int = 0
     samples: int = 0
-    noise: None = None
+    noise: Noise | None = None
 
     @property
     def ratio(self) -> float:
@@ -42,6 +80,8 @@ class RuleInput:
 class Scaling:
     """Factors on the reference values, for one update, and by how many reference updates the training moves on.
 
+    `lr`, `gradient` and `progress` may be 0-D tensors, as the noise may.
+
     Attributes:
         lr: on the learning rate of every parameter group.
         gradient: on the whole gradient, after clipping.
@@ -51,12 +91,12 @@ class Scaling:
         progress: in reference updates.
     """
 
-    lr: float = 1.0
-    gradient: float = 1.0
+    lr: Factor = 1.0
+    gradient: Factor = 1.0
     weight_decay: float = 1.0
     one_minus_beta: float = 1.0
     eps: float = 1.0
-    progress: float = 1.0
+    progress: Factor = 1.0
 
 
 class Rule(Protocol):
@@ -126,3 +166,40 @@ class LinearMomentumRule:
     def __call__(self, update: RuleInput) -> Scaling:
         """Factor k on gradient and weight decay."""
         return Scaling(gradient=update.ratio, weight_decay=update.ratio, progress=update.ratio)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdaScaleRule:
+    """lr * gain, the gain of `adascale_gain`: as much progress an update as its noise allows (Johnson et al. 2020)."""
+
+    needs_noise: ClassVar[bool] = True
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Factor `gain` on lr; the training moves on by as many reference updates."""
+        gain = _measured(self, update).gain
+        return Scaling(lr=gain, progress=gain)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdamScaleRule:
+    """lr * sqrt(gain), for Adam and its like (Qiao et al. 2021, arXiv 2008.12260, section 3.2).
+
+    The gain is AdaScale's, of the plain gradients, and so is the progress of an update.
+    """
+
+    needs_noise: ClassVar[bool] = True
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Factor sqrt(gain) on lr."""
+        gain = _measured(self, update).gain
+        return Scaling(lr=math.sqrt(gain) if isinstance(gain, float) else gain.sqrt(), progress=gain)
+
+
+def _measured(rule: Rule, update: RuleInput) -> Noise:
+    if update.noise is None:
+        raise ValueError(
+            f"{rule} needs the gradient's noise, but nothing has measured it; let a CustomOptimizer call it"
+        )
+    return update.noise

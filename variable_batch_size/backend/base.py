@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 
@@ -27,9 +27,14 @@ class Backend(ABC):
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, in place, with one collective a dtype."""
 
-    def scalar(self, value: float, like: Tensor) -> float | Tensor:
-        """`value` as a factor for `like`: a float where that is free, else a 0-D tensor that is no constant."""
-        return value
+    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Any]:
+        """`values` as factors for `like`: as they are where that is free, else 0-D tensors that are no constants."""
+        return values
+
+    @final
+    def scalar(self, value: float, like: Tensor) -> Any:
+        """A single one of them."""
+        return self.scalars([value], like)[0]
 
     def number(self, value: Any) -> Any:
         """A hyperparameter as the inner optimizer gets it: where Python numbers can become constants, never one."""

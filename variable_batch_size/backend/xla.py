@@ -69,14 +69,16 @@ class XlaBackend(Backend):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def scalar(self, value: float, like: Tensor) -> Tensor:
-        """A 0-D tensor, float64 for a float64 `like` and float32 for any other: always data, whatever the value.
+    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Tensor]:
+        """0-D tensors, float64 for a float64 `like` and float32 for any other: always data, whatever the values.
 
         A half-precision tensor times it is computed in float32 and rounded once, as with a Python number.
         """
         xm = _torch_xla("torch_xla.core.xla_model")
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        sent: Tensor = xm.send_cpu_data_to_device(torch.tensor(value, dtype=dtype), like.device)[0]
+        sent: list[Tensor] = xm.send_cpu_data_to_device(
+            [torch.tensor(value, dtype=dtype) for value in values], like.device
+        )
         return sent
 
     def number(self, value: Any) -> Any:
