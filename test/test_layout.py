@@ -52,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "tracker",
         "validate",
     },
+    "schedules": {"optimizer", "validate"},
     "rule_optimizers": {"optimizer", "rules", "sampler"},
 }
 WITHOUT_TORCH = {

@@ -20,6 +20,7 @@ from variable_batch_size.rules import (
     Scaling,
 )
 from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.schedules import ProgressScheduler
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.tracker import Tracker
 
@@ -37,6 +38,7 @@ __all__ = [
     "LinearRuleOptimizer",
     "LocalBackend",
     "Microbatch",
+    "ProgressScheduler",
     "RootRule",
     "RootRuleOptimizer",
     "Rule",

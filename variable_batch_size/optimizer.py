@@ -223,6 +223,11 @@ class CustomOptimizer(Optimizer):
         """The effective learning rate of the last update, in the first parameter group."""
         return float(self._rate) * self._scaling.gradient
 
+    def progress_later(self) -> Callable[[], float]:
+        """The progress as it stands now, to be read later without holding up a device."""
+        value = self.progress
+        return lambda: value
+
     # State. ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
