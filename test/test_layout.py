@@ -58,6 +58,7 @@ ARROWS: dict[str, set[str]] = {
         "validate",
         "wrapper",
     },
+    "schedules": {"optimizer", "validate"},
     "rule_optimizers": {"optimizer", "rules", "sampler"},
 }
 WITHOUT_TORCH = {

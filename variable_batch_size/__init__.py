@@ -26,6 +26,7 @@ from variable_batch_size.rules import (
     adascale_gain,
 )
 from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.schedules import ProgressScheduler
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.tracker import Tracker
 
@@ -48,6 +49,7 @@ __all__ = [
     "LocalBackend",
     "Microbatch",
     "Noise",
+    "ProgressScheduler",
     "RootRule",
     "RootRuleOptimizer",
     "Rule",
