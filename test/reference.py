@@ -89,6 +89,44 @@ def trained(
     return weights
 
 
+class NoiseTwin:
+    """The gradient's noise and AdaScale's gain (Johnson et al. 2020), one update at a time."""
+
+    def __init__(self, ref_batchsize: int) -> None:
+        self.ref = ref_batchsize
+        self.updates = 0
+        self.average_sigma2 = self.average_mu2 = 0.0  # drawn to 0 by what they began with
+        self.product = 1.0  # of all thetas: how much of the 0 is left
+
+    @property
+    def sigma2(self) -> float:
+        """Variance of one sample's gradient."""
+        return self.average_sigma2 / (1 - self.product)
+
+    @property
+    def mu2(self) -> float:
+        """Squared norm of the true gradient."""
+        return self.average_mu2 / (1 - self.product)
+
+    def update(self, groups: Sequence[tuple[int, Array]]) -> float:
+        """The gain of an update whose microbatches have so many samples and these mean gradients."""
+        batch_size, number = sum(n for n, _ in groups), len(groups)
+        whole = sum(n / batch_size * g for n, g in groups)
+        mean_square = sum(n / batch_size * (g**2).sum() for n, g in groups)
+        if number > 1:
+            sigma2 = batch_size * (mean_square - (whole**2).sum()) / (number - 1)
+            mu2 = (number * (whole**2).sum() - mean_square) / (number - 1)
+            theta = max(0.0, 1 - batch_size / self.ref / 1000)
+            self.average_sigma2 = theta * self.average_sigma2 + (1 - theta) * sigma2
+            self.average_mu2 = theta * self.average_mu2 + (1 - theta) * mu2
+            self.product *= theta
+            self.updates += 1
+        if self.updates == 0:
+            return 1.0
+        sigma2, mu2 = max(self.sigma2, 1e-6), max(self.mu2, 0.0)
+        return float((sigma2 / self.ref + mu2) / (sigma2 / batch_size + mu2))
+
+
 # ------------------------------------------------------------------------------------- the training with the package
 
 SIZES = (20, 7, 1, 33, 12, 50, 3)

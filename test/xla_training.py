@@ -72,6 +72,19 @@ def train(folder: Path, cases: Sequence[Case]) -> None:
     torch.save(found, folder / f"rank{vbs.XlaBackend().world.rank}.pt")
 
 
+def gains(folder: Path, case: Case) -> None:
+    """Rank r leaves the gain after each update, and the noise and progress at the end, in `gains<r>.pt`."""
+    replica, found = Replica(case), []
+    for updated in replica.turns():
+        if updated:
+            found.append(replica.optimizer.gain())
+            if len(found) == len(case.sizes):
+                break
+    noise, optimizer = replica.optimizer.noise(), replica.optimizer
+    rest = [noise.sigma2, noise.mu2, noise.gain, noise.updates, optimizer.progress, optimizer.current_lr()]
+    torch.save([found, rest, replica.weights()], folder / f"gains{replica.backend.world.rank}.pt")
+
+
 def watch(folder: Path, case: Case, warm: int) -> None:
     """What torch_xla's metrics say of the updates after `warm` ones, while lr changes at each, also to 1 and to 0."""
     import torch_xla.core.xla_model as xm
