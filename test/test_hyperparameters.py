@@ -20,7 +20,7 @@ BACKEND = LocalBackend()
 def inside(groups: list[dict[str, Any]], scaling: Scaling) -> list[dict[str, Any]]:
     """What the groups hold within the block; checks that they are as before when it is over."""
     before = [dict(group) for group in groups]
-    with scaled(groups, scaling, BACKEND):
+    with scaled(groups, len(groups) * [scaling], BACKEND):
         found = [dict(group) for group in groups]
     assert all(group[name] is old[name] for group, old in zip(groups, before, strict=True) for name in old)
     return found
@@ -64,7 +64,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 
 def test_the_values_are_back_after_an_exception() -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99)}
-    with pytest.raises(LookupError), scaled([group], Scaling(lr=2, one_minus_beta=0.5), BACKEND):
+    with pytest.raises(LookupError), scaled([group], [Scaling(lr=2, one_minus_beta=0.5)], BACKEND):
         raise LookupError
     assert group == {"lr": 0.1, "betas": (0.9, 0.99)}
 
@@ -94,7 +94,7 @@ def test_a_beta_that_would_leave_its_range_is_refused(factor: float) -> None:
 
 def test_values_that_somebody_else_changes_in_between_are_refused_and_put_back() -> None:
     group = {"lr": 0.1}
-    with pytest.raises(RuntimeError, match="lr changed inside"), scaled([group], Scaling(lr=2), BACKEND):
+    with pytest.raises(RuntimeError, match="lr changed inside"), scaled([group], [Scaling(lr=2)], BACKEND):
         group["lr"] *= 0.9
     assert group == {"lr": 0.1}
 

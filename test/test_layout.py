@@ -39,9 +39,11 @@ ARROWS: dict[str, set[str]] = {
     "gradients": {"backend"},
     "agreement": {"backend"},
     "hyperparameters": {"backend", "rules"},
+    "bias_correction": {"backend", "hyperparameters", "rules"},
     "optimizer": {
         "agreement",
         "backend",
+        "bias_correction",
         "clock",
         "gradients",
         "hyperparameters",
@@ -52,7 +54,7 @@ ARROWS: dict[str, set[str]] = {
         "tracker",
         "validate",
     },
-    "rule_optimizers": {"optimizer", "rules", "sampler"},
+    "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
 WITHOUT_TORCH = {
     "world",

@@ -8,37 +8,37 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import EQUATIONS, SIZES, assert_equal, examples, training, twin
+from reference import EQUATIONS, SIZES, WARMUP, Update, assert_equal, examples, training, twin
 
 import variable_batch_size as vbs
 
 RULES = {
-    vbs.ConstantRule: vbs.ConstantOptimizer,
-    vbs.LinearRule: vbs.LinearRuleOptimizer,
-    vbs.RootRule: vbs.RootRuleOptimizer,
-    vbs.LinearMomentumRule: vbs.LinearRuleMomentumOptimizer,
+    vbs.ConstantRule(): vbs.ConstantOptimizer,
+    vbs.LinearRule(): vbs.LinearRuleOptimizer,
+    vbs.RootRule(): vbs.RootRuleOptimizer,
+    vbs.LinearMomentumRule(): vbs.LinearRuleMomentumOptimizer,
+    vbs.SqrtSDERule(): vbs.SqrtSDERuleOptimizer,
+    vbs.LEGWRule(WARMUP * 3): vbs.LEGWRuleOptimizer,  # in a dataset of three reference batches
 }
-every_rule = pytest.mark.parametrize("rule", [kind() for kind in RULES], ids=lambda rule: type(rule).__name__)
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 
 
 def test_every_rule_of_the_package_is_in_the_list() -> None:
     public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Rule")}
-    assert public - {vbs.Rule} == set(RULES)
+    assert public - {vbs.Rule} == set(map(type, RULES))
 
 
 @every_rule
 @examples(100)
-@given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40))
-def test_a_rule_is_its_equation(rule: vbs.Rule, batch_size: int, ref_batchsize: int) -> None:
-    k = batch_size / ref_batchsize
-    on_lr, on_gradient = EQUATIONS[RULES[type(rule)]](k)
-    progress = 1.0 if isinstance(rule, vbs.ConstantRule) else k
-    expected = vbs.Scaling(lr=on_lr, gradient=on_gradient, weight_decay=on_gradient, progress=progress)
-    assert rule(vbs.RuleInput(batch_size, ref_batchsize)) == expected
+@given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40), updates=st.integers(0, 30))
+def test_a_rule_is_its_equation(rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int) -> None:
+    expected = EQUATIONS[RULES[rule]].factors(Update.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize))
+    found = rule(vbs.RuleInput(batch_size, ref_batchsize, updates))
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected), rel=1e-15)
 
 
 @every_rule
-@given(size=st.integers(1, 2**53), updates=st.integers(0, 10**6), samples=st.integers(0, 10**12))
+@given(size=st.integers(1, 2**53), updates=st.integers(17, 10**6), samples=st.integers(0, 10**12))
 @examples(20)
 def test_every_factor_is_one_at_the_reference(rule: vbs.Rule, size: int, updates: int, samples: int) -> None:
     assert rule(vbs.RuleInput(size, size, updates, samples)) == vbs.Scaling()
@@ -46,9 +46,9 @@ def test_every_factor_is_one_at_the_reference(rule: vbs.Rule, size: int, updates
 
 @every_rule
 def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
-    assert rule == type(rule)()
-    assert hash(rule) == hash(type(rule)())
-    assert repr(rule) == f"{type(rule).__name__}()"
+    same = eval(repr(rule), vars(vbs))
+    assert same is not rule
+    assert (same, hash(same), type(same)) == (rule, hash(rule), type(rule))
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
         rule.k = 2  # type: ignore[attr-defined]
 

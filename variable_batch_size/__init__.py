@@ -6,18 +6,23 @@ from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.plan import Microbatch
 from variable_batch_size.rule_optimizers import (
     ConstantOptimizer,
+    LEGWRuleOptimizer,
     LinearRuleMomentumOptimizer,
     LinearRuleOptimizer,
     RootRuleOptimizer,
+    SqrtSDERuleOptimizer,
 )
 from variable_batch_size.rules import (
     ConstantRule,
+    ConstantTimescale,
+    LEGWRule,
     LinearMomentumRule,
     LinearRule,
     RootRule,
     Rule,
     RuleInput,
     Scaling,
+    SqrtSDERule,
 )
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.trace import BatchTrace
@@ -28,9 +33,12 @@ __all__ = [
     "BatchTrace",
     "ConstantOptimizer",
     "ConstantRule",
+    "ConstantTimescale",
     "CustomOptimizer",
     "CustomSampler",
     "DistributedBackend",
+    "LEGWRule",
+    "LEGWRuleOptimizer",
     "LinearMomentumRule",
     "LinearRule",
     "LinearRuleMomentumOptimizer",
@@ -42,6 +50,8 @@ __all__ = [
     "Rule",
     "RuleInput",
     "Scaling",
+    "SqrtSDERule",
+    "SqrtSDERuleOptimizer",
     "Tracker",
     "World",
     "XlaBackend",

@@ -9,7 +9,7 @@ microbatches, each gradient is weighted on its own and then added to a buffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -105,6 +105,11 @@ class Gradients:
             torch._foreach_zero_(gradients)  # also where a replayed gradient is not finite
             return
         torch._foreach_mul_(gradients, self._backend.scalar(factor, gradients[0]))
+
+    def multiply_each(self, groups: Sequence[dict[str, Any]], factors: Sequence[float]) -> None:
+        """Multiply the whole gradients of each parameter group by its factor."""
+        for group, factor in zip(groups, factors, strict=True):
+            self.multiply([parameter.grad for parameter in group["params"] if parameter.grad is not None], factor)
 
     def clear(self) -> None:
         """Forget the step: for the next one, or because it was broken off."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,12 +19,13 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from variable_batch_size import agreement
 from variable_batch_size.backend import Backend, detect
+from variable_batch_size.bias_correction import BiasCorrection
 from variable_batch_size.clock import Clock
 from variable_batch_size.gradients import Gradients
 from variable_batch_size.hyperparameters import Rates, scaled
 from variable_batch_size.loop import Loop
 from variable_batch_size.plan import Microbatch, Step
-from variable_batch_size.rules import ConstantRule, Rule, RuleInput, Scaling, checked_reference
+from variable_batch_size.rules import Rule, RuleInput, Scaling, checked_rules, scalings
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.tracker import Tracker
 from variable_batch_size.validate import refusal, whole
@@ -44,7 +45,7 @@ class CustomOptimizer(Optimizer):
         sampler: the `CustomSampler` that feeds the loop.
         ref_batchsize: samples an update at which the hyperparameters were tuned; needed by every rule but the
             constant one.
-        rule: (batch size, noise) -> factors on the hyperparameters.
+        rule: (batch size, noise) -> factors on the hyperparameters; or a sequence of rules, one a parameter group.
         reduction: what the user's loss does over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: clips the step's whole gradient to this norm.
         log_steps: writes scalars every so many updates; by default 10 when there is a tracker, else never.
@@ -63,7 +64,7 @@ class CustomOptimizer(Optimizer):
         sampler: CustomSampler,
         ref_batchsize: int | None = None,
         *,
-        rule: Rule | None = None,
+        rule: Rule | Sequence[Rule] | None = None,
         reduction: Literal["mean", "sum"] = "mean",
         max_grad_norm: float | None = None,
         log_steps: int | None = None,
@@ -76,8 +77,7 @@ class CustomOptimizer(Optimizer):
         inner.defaults, inner.state, inner.param_groups = own
         for register in (name for name in dir(Optimizer) if name.startswith("register_")):
             setattr(self, register, getattr(inner, register))
-        self.rule: Rule = ConstantRule() if rule is None else rule
-        self.ref_batchsize = checked_reference(self.rule, ref_batchsize)
+        self.rule, self.ref_batchsize = checked_rules(rule, ref_batchsize, len(inner.param_groups))
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one')
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
@@ -96,6 +96,7 @@ class CustomOptimizer(Optimizer):
         self._backend = backend if backend is not None else detect(self._parameters())
         self._loop = Loop(_checked_sampler(sampler, self._backend), self._backend.world)
         self._gradients = Gradients(self._parameters(), self._backend)
+        self._bias_correction = BiasCorrection(inner, self._backend)
         self._found_inf: Tensor | None = None  # how many gradients of the step were not finite, under a GradScaler
         self._rates = Rates()
 
@@ -133,6 +134,7 @@ class CustomOptimizer(Optimizer):
         if "_loop" not in self.__dict__:  # torch's own constructor runs
             return
         self._refuse_inside_step("add_param_group()")
+        checked_rules(self.rule, self.ref_batchsize, len(self.param_groups) + 1)
         self.inner.add_param_group(param_group)
         self._gradients = Gradients(self._parameters(), self._backend)
 
@@ -216,7 +218,7 @@ class CustomOptimizer(Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # so that torch runs hooks of all optimizers in the inner step alone
 
     def gain(self) -> float:
-        """How far the last update went, in updates at `ref_batchsize`: the rule's factor on the length of its step."""
+        """How far the last update went, in updates at `ref_batchsize`: the (first) rule's factor on its length."""
         return self._scaling.lr * self._scaling.gradient
 
     def current_lr(self) -> float:
@@ -233,8 +235,8 @@ class CustomOptimizer(Optimizer):
         """
         self._refuse_inside_step("state_dict()")
         clock = self._loop.clock
-        position = {**clock.state_dict(), "samples": clock.samples, "progress": self.progress}
-        return {**self.inner.state_dict(), "vbs": {**position, **self._loop.sampler.fingerprint()}}
+        own = {"samples": clock.samples, "progress": self.progress, **self._bias_correction.state_dict()}
+        return {**self.inner.state_dict(), "vbs": {**clock.state_dict(), **own, **self._loop.sampler.fingerprint()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict()` gave, on any world; the sampler follows.
@@ -259,6 +261,7 @@ class CustomOptimizer(Optimizer):
                 "plain optimizer had made it; pass strict=False to take over the inner optimizer's state alone"
             )
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
+        self._bias_correction.load_state_dict(position or {})
         self.discard_step()
         if position is not None:
             self._loop.clock.follow(clock)
@@ -275,21 +278,23 @@ class CustomOptimizer(Optimizer):
         if not self._gradients.agreed:
             self._agree()
         due, clock, clip = self._loop.step, self._loop.clock, self.max_grad_norm
-        reference = due.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        scaling = self.rule(RuleInput(due.batch_size, reference, clock.step, clock.samples))
-        gradients = self._gradients.whole(weight if clip else weight * scaling.gradient)
+        update = RuleInput(due.batch_size, self.ref_batchsize or due.batch_size, clock.step, clock.samples)
+        factors = scalings(self.rule, update, len(self.param_groups))
+        late = clip or isinstance(self.rule, tuple)  # otherwise one factor for all gradients rides on their last weight
+        gradients = self._gradients.whole(weight if late else weight * factors[0].gradient)
         found_inf = [] if self._found_inf is None else [self._found_inf]
         self._backend.all_reduce_sum([*gradients, *found_inf])
         if any(self._backend.host(found).item() for found in found_inf):
             return False
         if clip:
             torch.nn.utils.clip_grad_norm_(self._gradients.parameters, clip)
-            self._gradients.multiply(gradients, scaling.gradient)
-        with scaled(self.param_groups, scaling, self._backend):
-            self._rate = self.param_groups[0].get("lr", 1.0)
+        if late:
+            self._gradients.multiply_each(self.param_groups, [scaling.gradient for scaling in factors])
+        self._rate = self.param_groups[0].get("lr", 1.0) * factors[0].lr
+        with self._bias_correction.corrected(factors) as corrected, scaled(self.param_groups, corrected, self._backend):
             self.inner.step()
-        self._scaling = scaling
-        self.progress += scaling.progress
+        self._scaling = factors[0]
+        self.progress += self._scaling.progress
         return True
 
     def _commit(self) -> None:
