@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import examples
 
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.hyperparameters import Rates, scaled
+from variable_batch_size.hyperparameters import Rates, moved_beta, scaled
 from variable_batch_size.rules import Scaling
 
 BACKEND = LocalBackend()
@@ -90,6 +90,28 @@ def test_a_beta_that_would_leave_its_range_is_refused(factor: float) -> None:
         ValueError, match=r"every beta in \[0, 1\), but the factor .* takes 0\.95? to .*; cut the largest"
     ):
         inside([{"lr": 0.1, "betas": (0.95, 0.9)}], Scaling(one_minus_beta=factor))
+
+
+@examples(200)
+@given(thousandths=st.integers(0, 999), reference=st.integers(1, 10**6))
+def test_a_beta_that_is_to_become_zero_does_so_exactly(thousandths: int, reference: int) -> None:
+    beta = thousandths / 1000
+    k = reference * 1000 / (1000 - thousandths) / reference  # 1 / (1 - beta), up to rounding
+    assert moved_beta(beta, k) == 0
+    assert moved_beta(beta, k * (1 + 1e-9)) < 0 < moved_beta(beta, k * (1 - 1e-9)) < 1
+    assert moved_beta(beta, 1.0) == beta
+
+
+def test_each_group_has_a_scaling_of_its_own() -> None:
+    groups = [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
+    with scaled(groups, [Scaling(lr=2), Scaling(lr=3, eps=0.5)], BACKEND):
+        assert groups == [{"lr": 0.2, "eps": 1e-8}, {"lr": 0.2 * 3, "eps": 5e-9}]
+    assert groups == [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
+    with (
+        pytest.raises(ValueError, match="no parameter group has weight_decay"),
+        scaled(groups, [Scaling(), Scaling(weight_decay=2)], BACKEND),
+    ):
+        pass
 
 
 def test_values_that_somebody_else_changes_in_between_are_refused_and_put_back() -> None:

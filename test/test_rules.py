@@ -53,6 +53,32 @@ def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
         rule.k = 2  # type: ignore[attr-defined]
 
 
+@every_rule
+@examples(20)
+@given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40), updates=st.integers(0, 30))
+def test_a_constant_timescale_changes_weight_decay_alone(
+    rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int
+) -> None:
+    update = vbs.RuleInput(batch_size, ref_batchsize, updates)
+    scaling, found = rule(update), vbs.ConstantTimescale(rule)(update)
+    assert found == dataclasses.replace(scaling, weight_decay=found.weight_decay)
+    assert batch_size / (found.lr * found.weight_decay) == pytest.approx(ref_batchsize)
+
+
+def test_a_constant_timescale_reads_as_it_is_written_and_needs_a_rule_and_a_reference() -> None:
+    rule = vbs.ConstantTimescale(vbs.ConstantRule())
+    assert repr(rule) == "ConstantTimescale(rule=ConstantRule())"
+    assert (rule, hash(rule)) == (
+        vbs.ConstantTimescale(vbs.ConstantRule()),
+        hash(vbs.ConstantTimescale(vbs.ConstantRule())),
+    )
+    with pytest.raises(ValueError, match=r"^ConstantTimescale\(rule=ConstantRule\(\)\) needs ref_batchsize"):
+        training(vbs.CustomOptimizer, rule=rule, ref_batchsize=None)
+    for wrong in (vbs.RootRule, "root", None):
+        with pytest.raises(TypeError, match=r"^rule must be an object to call, such as LinearRule\(\)"):
+            vbs.ConstantTimescale(wrong)  # type: ignore[arg-type]
+
+
 def test_a_rule_of_one_s_own_takes_five_lines() -> None:
     @dataclass(frozen=True)
     class PowerRule:

@@ -74,7 +74,7 @@ class SqrtSDERuleOptimizer(CustomOptimizer):
                 f"LinearRuleOptimizer for SGD"
             )
         super().__init__(inner, sampler, ref_batchsize, rule=SqrtSDERule(), **options)
-        self._check_betas(min(sampler.plan.trace.max_batch_size, sampler.plan.dataset_size))
+        self._check_betas(sampler.plan.trace.max_batch_size)
 
     def _check_betas(self, largest: int) -> None:
         reference = self.ref_batchsize or 1
