@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import ADAM, REF, SIZES, assert_equal, examples, network, training, twin
+from reference import REF, SIZES, assert_equal, examples, network, training, twin
 from torch.optim import SGD, Adam, NAdam, Optimizer, RMSprop
 
 import variable_batch_size as vbs
@@ -161,17 +161,16 @@ def test_the_decay_of_a_large_batch_is_that_of_many_small_ones() -> None:
     assert large == pytest.approx(4 * small)
 
 
-def test_a_decay_inside_adam_s_gradient_is_left_to_the_rule() -> None:
+@pytest.mark.parametrize("inner", [Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+def test_bias_correction_and_a_constant_timescale_do_not_get_in_each_other_s_way(inner: Any) -> None:
     sizes = (20, 300, 7, 128)
-    run = training(
-        vbs.CustomOptimizer, sizes, 300, rule=vbs.ConstantTimescale(vbs.SqrtSDERule()), ref_batchsize=REF, inner=Adam
-    )
+    rule = vbs.ConstantTimescale(vbs.SqrtSDERule())
+    run = training(vbs.CustomOptimizer, sizes, 300, rule=rule, ref_batchsize=REF, inner=inner)
     expected = twin(
         vbs.SqrtSDERuleOptimizer,
         sizes,
         300,
         factors=lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, weight_decay=at.k**0.5),
-        inner=Adam,
-        **ADAM,
+        inner=inner,
     )
     assert_equal(run.run(len(sizes)).weights(), expected)

@@ -1,7 +1,7 @@
 """Learning-rate rules: pure functions of the batch size, and of the gradient's noise where they need it.
 
 A new rule is a frozen dataclass with one method; `CustomOptimizer(inner, sampler, rule=MyRule(), ref_batchsize=128)`
-uses it. At `batch_size == ref_batchsize` every factor is 1.
+uses it. At `batch_size == ref_batchsize` every factor is 1 (LEGW's when its warm-up is over).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Scaling:
         lr: on the learning rate of every parameter group.
         gradient: on the whole gradient, after clipping.
         weight_decay: on the weight decay.
-        one_minus_beta: on 1 - beta, for every beta (Adam) or alpha (RMSprop) of a group.
+        one_minus_beta: on 1 - beta, for every beta (Adam) or alpha (RMSprop) of a group. Adam and AdamW then correct
+            their bias by the betas that were used; others (NAdam, RAdam, Adamax) by the present ones, as by themselves.
         eps: on eps.
         progress: in reference updates.
     """
