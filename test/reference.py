@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,82 @@ from variable_batch_size.shuffle import order
 
 Array = NDArray[np.float64]
 
-# k = B / ref_batchsize -> (factor on the learning rate, factor on what enters the velocity), by class.
-# A class that stands here gets every test of test_contract.py.
-EQUATIONS: dict[type[vbs.CustomOptimizer], Callable[[float], tuple[float, float]]] = {
-    vbs.ConstantOptimizer: lambda k: (1.0, 1.0),
-    vbs.LinearRuleOptimizer: lambda k: (k, 1.0),  # Goyal et al. 2017, section 2.1
-    vbs.RootRuleOptimizer: lambda k: (k**0.5, 1.0),  # Krizhevsky 2014, section 5
-    vbs.LinearRuleMomentumOptimizer: lambda k: (1.0, k),  # Goyal et al. 2017, equation 9
+REF = 64
+SGD = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
+
+# Of each inner optimizer that has a twin. An eps that large keeps m / (sqrt(v) + eps) from making much of rounding.
+ADAM = {"lr": 0.02, "betas": (0.85, 0.95), "eps": 0.01, "weight_decay": 0.1}
+HYPERPARAMETERS: dict[Any, dict[str, Any]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.RMSprop: {"lr": 0.02, "alpha": 0.9, "eps": 0.01, "weight_decay": 0.1},
 }
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an equation may look at."""
+
+    k: float  # B / ref_batchsize
+    u: int  # the number of the update; the first is 1
+    epoch: float  # dataset_size / ref_batchsize: an epoch in updates at the reference
+    gain: float = 1.0  # AdaScale's
+
+    @staticmethod
+    def of(batch_size: int, u: int, dataset_size: int, ref_batchsize: int = REF, gain: float = 1.0) -> Update:
+        return Update(batch_size / ref_batchsize, u, dataset_size / ref_batchsize, gain)
+
+
+@dataclass(frozen=True)
+class Equation:
+    """A class of the package: its factors, in the words of its paper, and how it is made."""
+
+    factors: Callable[[Update], vbs.Scaling]
+    inners: Sequence[type[torch.optim.Optimizer]] = (torch.optim.SGD, torch.optim.Adam)  # the first by default
+    any_inner: bool = True  # whether it takes more than those
+    options: dict[str, Any] = field(default_factory=dict)  # of the constructor
+    noise: bool = False  # whether it depends on the microbatches
+
+
+WARMUP = 5.5  # epochs
+
+# A class that stands here gets every test of test_contract.py.
+EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
+    vbs.ConstantOptimizer: Equation(lambda at: vbs.Scaling()),
+    vbs.LinearRuleOptimizer: Equation(  # Goyal et al. 2017, section 2.1
+        lambda at: vbs.Scaling(lr=at.k, progress=at.k)
+    ),
+    vbs.RootRuleOptimizer: Equation(  # Krizhevsky 2014, section 5
+        lambda at: vbs.Scaling(lr=at.k**0.5, progress=at.k)
+    ),
+    vbs.LinearRuleMomentumOptimizer: Equation(  # Goyal et al. 2017, equation 9
+        lambda at: vbs.Scaling(gradient=at.k, weight_decay=at.k, progress=at.k),
+        inners=(torch.optim.SGD,),
+        any_inner=False,
+    ),
+    vbs.SqrtSDERuleOptimizer: Equation(  # Malladi et al. 2022, section 5
+        lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, progress=at.k),
+        inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
+        any_inner=False,
+    ),
+    vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: the root rule; a batch k times as large warms up k epochs for 1
+        lambda at: vbs.Scaling(
+            lr=at.k**0.5 * min(1, (at.u * at.k / at.epoch) / (at.k * WARMUP)),  # epochs gone, of epochs to go
+            progress=at.k,
+        ),
+        options={"warmup_epochs": WARMUP},
+    ),
+    vbs.AdaScaleOptimizer: Equation(  # Johnson et al. 2020, section 3
+        lambda at: vbs.Scaling(lr=at.gain, progress=at.gain), noise=True
+    ),
+    vbs.AdamScaleOptimizer: Equation(  # Qiao et al. 2021, section 3.2
+        lambda at: vbs.Scaling(lr=at.gain**0.5, progress=at.gain),
+        inners=(torch.optim.Adam, torch.optim.AdamW),
+        noise=True,
+    ),
+}
+LINEAR = EQUATIONS[vbs.LinearRuleOptimizer]
 
 
 def examples(number: int) -> settings:
@@ -50,6 +119,17 @@ def batches(sizes: Sequence[int], dataset_size: int, seed: int = 0) -> Iterator[
         epoch += 1
 
 
+def cut(batch: NDArray[np.int64], minibatch_size: int, fixed_shape: bool = True) -> list[NDArray[np.int64]]:
+    """The microbatches of an update: pieces that divide a full one, the smallest first, and then full ones."""
+    left = len(batch) % minibatch_size
+    pieces = [left] if left and not fixed_shape else []
+    while left and fixed_shape:
+        pieces.append(max(size for size in range(1, left + 1) if minibatch_size % size == 0))
+        left -= pieces[-1]
+    sizes = sorted(pieces) + [minibatch_size] * (len(batch) // minibatch_size)
+    return np.split(batch, np.cumsum(sizes)[:-1])
+
+
 def gradient(weights: Sequence[Array], x: Array, target: Array) -> list[Array]:
     """Of the mean over one big batch of |f(x) - target|^2, where f(x) = W tanh(V x + a) + b."""
     v, a, w, b = weights
@@ -67,26 +147,88 @@ def clipped(gradients: list[Array], max_norm: float | None) -> list[Array]:
     return [g * min(1.0, max_norm / (norm + 1e-6)) for g in gradients]
 
 
-def trained(
-    kind: type[vbs.CustomOptimizer],
-    weights: list[Array],
-    steps: Iterator[tuple[Array, Array]],
-    *,
-    ref_batchsize: int,
-    lr: float,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    max_grad_norm: float | None = None,
+# Of each update: weights -> their gradients, and the factors.
+Updates = Iterable[Callable[[list[Array]], tuple[list[Array], vbs.Scaling]]]
+
+
+def sgd(
+    weights: list[Array], updates: Updates, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> list[Array]:
-    """Weights after plain SGD with one big batch (x, target) an update."""
+    """u = m u + g + decay w, w -= lr u."""
     velocity = [np.zeros_like(w) for w in weights]
-    for x, target in steps:
-        on_lr, on_gradient = EQUATIONS[kind](len(x) / ref_batchsize)
-        whole = clipped(gradient(weights, x, target), max_grad_norm)
-        entering = [on_gradient * (g + weight_decay * w) for g, w in zip(whole, weights, strict=True)]
+    for update in updates:
+        gradients, by = update(weights)
+        decay = by.weight_decay * weight_decay
+        entering = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
         velocity = [momentum * u + e for u, e in zip(velocity, entering, strict=True)]
-        weights = [w - on_lr * lr * u for w, u in zip(weights, velocity, strict=True)]
+        weights = [w - by.lr * lr * u for w, u in zip(weights, velocity, strict=True)]
     return weights
+
+
+def adam(
+    weights: list[Array],
+    updates: Updates,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> list[Array]:
+    """Kingma & Ba 2015, algorithm 1, with betas that change: 1 - beta^t is 1 - the product of those that were used.
+
+    `decoupled`: AdamW (Loshchilov & Hutter 2019, algorithm 2). `amsgrad` as in torch: the largest v, then corrected.
+    """
+    m, v, largest = ([np.zeros_like(w) for w in weights] for _ in range(3))
+    product1 = product2 = 1.0
+    for update in updates:
+        gradients, by = update(weights)
+        beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in betas)
+        rate, decay = by.lr * lr, by.weight_decay * weight_decay
+        gradients = [by.gradient * (-g if maximize else g) for g in gradients]
+        if decoupled:
+            weights = [w - rate * decay * w for w in weights]
+        else:
+            gradients = [g + decay * w for g, w in zip(gradients, weights, strict=True)]
+        m = [beta1 * old + (1 - beta1) * g for old, g in zip(m, gradients, strict=True)]
+        v = [beta2 * old + (1 - beta2) * g**2 for old, g in zip(v, gradients, strict=True)]
+        largest = [np.maximum(old, new) for old, new in zip(largest, v, strict=True)]
+        product1, product2 = product1 * beta1, product2 * beta2
+        means = [average / (1 - product1) for average in m]
+        squares = [average / (1 - product2) for average in (largest if amsgrad else v)]
+        weights = [
+            w - rate * mean / (np.sqrt(square) + by.eps * eps)
+            for w, mean, square in zip(weights, means, squares, strict=True)
+        ]
+    return weights
+
+
+def rmsprop(
+    weights: list[Array], updates: Updates, *, lr: float, alpha: float, eps: float, weight_decay: float = 0.0
+) -> list[Array]:
+    """v = alpha v + (1 - alpha) g^2, w -= lr g / (sqrt(v) + eps)."""
+    v = [np.zeros_like(w) for w in weights]
+    for update in updates:
+        gradients, by = update(weights)
+        moved = 1 - by.one_minus_beta * (1 - alpha)
+        decay = by.weight_decay * weight_decay
+        gradients = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
+        v = [moved * old + (1 - moved) * g**2 for old, g in zip(v, gradients, strict=True)]
+        weights = [
+            w - by.lr * lr * g / (np.sqrt(square) + by.eps * eps)
+            for w, g, square in zip(weights, gradients, v, strict=True)
+        ]
+    return weights
+
+
+TWINS: dict[Any, Callable[..., list[Array]]] = {
+    torch.optim.SGD: sgd,
+    torch.optim.Adam: adam,
+    torch.optim.AdamW: partial(adam, decoupled=True),
+    torch.optim.RMSprop: rmsprop,
+}
 
 
 class NoiseTwin:
@@ -130,8 +272,6 @@ class NoiseTwin:
 # ------------------------------------------------------------------------------------- the training with the package
 
 SIZES = (20, 7, 1, 33, 12, 50, 3)
-REF = 64
-SGD = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 
 
 @dataclass
@@ -196,7 +336,7 @@ def wrap(
 ) -> vbs.CustomOptimizer:
     """Any class of wrapper; `ref_batchsize` is REF where it takes one."""
     reference = {} if kind is vbs.ConstantOptimizer else {"ref_batchsize": REF}
-    return kind(inner, sampler, **(reference | options))
+    return kind(inner, sampler, **(reference | EQUATIONS.get(kind, LINEAR).options | options))
 
 
 def training(
@@ -208,12 +348,18 @@ def training(
     backend: vbs.Backend | None = None,
     dtype: torch.dtype = torch.float64,
     model: nn.Module | None = None,
-    inner: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    hyperparameters: dict[str, Any] = SGD,
+    inner: Callable[..., torch.optim.Optimizer] | None = None,
+    hyperparameters: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
     **options: Any,
 ) -> Training:
-    """A training whose trace holds its last size; `options` are the optimizer's, `sampling` the sampler's."""
+    """A training whose trace holds its last size; `options` are the optimizer's, `sampling` the sampler's.
+
+    `inner` is by default what the class goes around, with the hyperparameters that its twin has.
+    """
+    usual = EQUATIONS.get(kind, LINEAR).inners[0]
+    inner = inner or usual
+    hyperparameters = HYPERPARAMETERS.get(inner, HYPERPARAMETERS[usual]) if hyperparameters is None else hyperparameters
     backend = backend or vbs.LocalBackend()
     model = model or network(dtype)
     sampler = vbs.CustomSampler(
@@ -238,13 +384,43 @@ def twin(
     seed: int = 0,
     max_grad_norm: float | None = None,
     skipped: Collection[int] = (),
+    factors: Callable[[Update], vbs.Scaling] | None = None,
+    inner: type[torch.optim.Optimizer] | None = None,
+    minibatch_size: int = 4,
+    fixed_shape: bool = True,
+    taken: list[vbs.Scaling] | None = None,
+    **hyperparameters: Any,
 ) -> list[Array]:
-    """The weights that `training(kind, sizes, dataset_size)` has to end with after all steps but the `skipped` ones."""
+    """The weights that `training(kind, sizes, dataset_size)` has to end with after all steps but the `skipped` ones.
+
+    `factors`, `inner` and `hyperparameters` are by default the class's own; `taken` gets the factors of each update.
+    """
     x, target = (tensor.to(dtype).double().numpy() for tensor in data(dataset_size))
-    taken = (batch for step, batch in enumerate(batches(sizes, dataset_size, seed)) if step not in skipped)
-    steps = ((x[batch], target[batch]) for batch in taken)
+    factors, inner = factors or EQUATIONS[kind].factors, inner or EQUATIONS[kind].inners[0]
+    noise, taken = NoiseTwin(REF), [] if taken is None else taken
+
+    def update(weights: list[Array], batch: NDArray[np.int64], u: int) -> tuple[list[Array], vbs.Scaling]:
+        groups = [
+            (len(samples), np.concatenate([g.ravel() for g in gradient(weights, x[samples], target[samples])]))
+            for samples in cut(batch, minibatch_size, fixed_shape)
+        ]
+        taken.append(factors(Update.of(len(batch), u, dataset_size, gain=noise.update(groups))))
+        return clipped(gradient(weights, x[batch], target[batch]), max_grad_norm), taken[-1]
+
+    updates = (
+        partial(update, batch=batch, u=step + 1)
+        for step, batch in enumerate(batches(sizes, dataset_size, seed))
+        if step not in skipped
+    )
     start = [parameter.detach().double().numpy() for parameter in network(dtype).parameters()]
-    return trained(kind, start, steps, ref_batchsize=REF, max_grad_norm=max_grad_norm, **SGD)
+    return TWINS[inner](start, updates, **(HYPERPARAMETERS[inner] | hyperparameters))
+
+
+def factors_along(kind: type[vbs.CustomOptimizer], sizes: Sequence[int], dataset_size: int = 50) -> list[vbs.Scaling]:
+    """The factors of each update of `training(kind, sizes, dataset_size)`."""
+    taken: list[vbs.Scaling] = []
+    twin(kind, sizes, dataset_size, taken=taken)
+    return taken
 
 
 def assert_equal(found: Sequence[Array], expected: Sequence[Array], tolerance: float = 1e-12) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import EQUATIONS, REF, SGD, SIZES, Training, assert_equal, examples, network, training, twin, wrap
+from reference import (
+    EQUATIONS,
+    HYPERPARAMETERS,
+    SIZES,
+    Training,
+    assert_equal,
+    examples,
+    factors_along,
+    network,
+    training,
+    twin,
+    wrap,
+)
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -65,7 +76,8 @@ def test_an_update_is_that_of_one_big_batch(
         options: dict[str, Any] = {"minibatch_size": minibatch_size, "reduction": reduction, "dtype": dtype}
         return training(kind, sizes, dataset_size, sampling=sampling, backend=backend, **options).run(len(sizes))
 
-    expected = twin(kind, sizes, dataset_size, dtype=dtype, seed=seed)
+    cut: dict[str, Any] = {"minibatch_size": minibatch_size, "fixed_shape": fixed_shape}
+    expected = twin(kind, sizes, dataset_size, dtype=dtype, seed=seed, **cut)
     ranks = run_ranks(train, world)
     for rank in ranks:
         assert_equal(rank.weights(), expected, tolerance)
@@ -101,14 +113,16 @@ def test_one_call_of_the_collective_makes_an_update(kind: Kind) -> None:
     stop=st.integers(0, len(SIZES)),
     before=st.tuples(st.integers(1, 9), st.integers(1, 4)),
     after=st.tuples(st.integers(1, 9), st.integers(1, 4)),
-    inner=st.sampled_from([torch.optim.SGD, torch.optim.Adam]),
+    choice=st.integers(0, 2),
 )
 def test_a_training_goes_on_in_another_world(
-    kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], inner: Any
+    kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], choice: int
 ) -> None:
-    options: dict[str, Any] = {}
-    if inner is torch.optim.Adam and kind is not vbs.LinearRuleMomentumOptimizer:  # which takes SGD alone
-        options = {"inner": inner, "hyperparameters": {"lr": 0.02}}
+    inners = EQUATIONS[kind].inners
+    inner = inners[choice % len(inners)]
+    options: dict[str, Any] = {"inner": inner}
+    if EQUATIONS[kind].noise:
+        after = before[0], after[1]  # the microbatches are what the noise is measured from
 
     def begin(backend: Backend) -> bytes:
         run = training(kind, SIZES, minibatch_size=before[0], backend=backend, **options).run(stop)
@@ -124,12 +138,11 @@ def test_a_training_goes_on_in_another_world(
         return run.run(len(SIZES) - stop)
 
     saved = run_ranks(begin, before[1])
-    unbroken = training(kind, SIZES, **options).run(len(SIZES))
+    unbroken = training(kind, SIZES, minibatch_size=after[0], **options).run(len(SIZES))
     for rank in run_ranks(go_on, after[1]):
         assert_equal(rank.weights(), unbroken.weights())
-        assert rank.optimizer.progress == unbroken.optimizer.progress
-    if not options:
-        assert_equal(unbroken.weights(), twin(kind, SIZES))
+        assert rank.optimizer.progress == pytest.approx(unbroken.optimizer.progress, rel=1e-12)
+    assert_equal(unbroken.weights(), twin(kind, SIZES, inner=inner, minibatch_size=after[0]))
 
 
 # -------------------------------------------------------------------------------- law 7: the user's stays the user's
@@ -149,55 +162,60 @@ def test_it_is_a_torch_optimizer_that_shares_what_the_inner_one_has(kind: Kind) 
 @every_class
 @pytest.mark.parametrize("fails", [False, True])
 def test_hyperparameters_are_scaled_inside_an_update_only(kind: Kind, fails: bool) -> None:
-    def groups(parameters: Iterable[Tensor], **common: float) -> torch.optim.Optimizer:
+    def groups(parameters: Iterable[Tensor], **common: Any) -> torch.optim.Optimizer:
         own = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(parameters)]
-        return torch.optim.SGD(own, **(common | {"lr": 1.0}))
+        return EQUATIONS[kind].inners[0](own, **common)  # type: ignore[call-arg]
 
     run = training(kind, [20, 7], inner=groups)
     outside = [dict(group) for group in run.optimizer.param_groups]
-    inside: list[tuple[float, float]] = []
+    inside: list[list[float]] = []
+
+    def numbers(group: dict[str, Any]) -> list[float]:
+        return [group["lr"], group["weight_decay"], group.get("eps", 1.0), *group.get("betas", ())]
 
     def look(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        inside.extend((group["lr"], group["weight_decay"]) for group in inner.param_groups)
+        inside.extend(map(numbers, inner.param_groups))
         if fails:
             raise LookupError
 
     run.optimizer.register_step_pre_hook(look)
     with pytest.raises(LookupError) if fails else nullcontext():
         run.run(1)
-    on_lr, on_gradient = EQUATIONS[kind](20 / REF)
-    expected = [(group["lr"] * on_lr, group["weight_decay"] * on_gradient) for group in outside]
-    torch.testing.assert_close(torch.tensor(inside), torch.tensor(expected))
+    (by,) = factors_along(kind, [20])
+    for found, group in zip(inside, outside, strict=True):
+        lr, decay, eps, *betas = numbers(group)
+        moved = [1 - by.one_minus_beta * (1 - beta) for beta in betas]
+        assert found == pytest.approx([lr * by.lr, decay * by.weight_decay, eps * (by.eps if betas else 1), *moved])
     assert run.optimizer.param_groups == outside
 
 
 @every_class
 def test_gain_and_current_lr_tell_about_the_last_update(kind: Kind) -> None:
     run = training(kind, SIZES, sum(SIZES))
-    assert (run.optimizer.gain(), run.optimizer.current_lr()) == (1, SGD["lr"])
-    for size in SIZES:
+    lr = run.optimizer.param_groups[0]["lr"]
+    assert (run.optimizer.gain(), run.optimizer.current_lr()) == (1, lr)
+    for by in factors_along(kind, SIZES, sum(SIZES)):
         run.run(1)
-        factor = math.prod(EQUATIONS[kind](size / REF))
+        factor = by.lr * by.gradient
         assert run.optimizer.gain() == pytest.approx(factor)
-        assert run.optimizer.current_lr() == pytest.approx(SGD["lr"] * factor)
+        assert run.optimizer.current_lr() == pytest.approx(lr * factor)
 
 
 @every_class
 def test_progress_counts_reference_updates(kind: Kind) -> None:
     run = training(kind, SIZES, sum(SIZES)).run(len(SIZES))
-    updates = len(SIZES) if kind is vbs.ConstantOptimizer else sum(SIZES) / REF
-    assert run.optimizer.progress == pytest.approx(updates)
+    expected = sum(by.progress for by in factors_along(kind, SIZES, sum(SIZES)))
+    assert run.optimizer.progress == pytest.approx(expected)
 
 
 @every_class
 def test_a_scheduler_moves_the_reference_rate(kind: Kind) -> None:
-    run, plain = training(kind, SIZES, sum(SIZES)), torch.optim.SGD(network().parameters(), **SGD)
+    inner = EQUATIONS[kind].inners[0]
+    run, plain = training(kind, SIZES, sum(SIZES)), inner(network().parameters(), **HYPERPARAMETERS[inner])
     ours, theirs = (LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in (run.optimizer, plain))
-    for size in SIZES:
+    for _ in SIZES:
         run.run(1)
-        assert run.optimizer.current_lr() == pytest.approx(
-            plain.param_groups[0]["lr"] * math.prod(EQUATIONS[kind](size / REF))
-        )
+        assert run.optimizer.current_lr() == pytest.approx(plain.param_groups[0]["lr"] * run.optimizer.gain())
         plain.step()
         ours.step()
         theirs.step()
@@ -222,7 +240,12 @@ def test_the_state_is_plain_numbers_and_tensors_without_a_world(kind: Kind) -> N
     assert set(state) == {"state", "param_groups", "vbs"}
     position = {"epoch": 0, "step": 3, "samples": sum(SIZES[:3])}
     assert position.items() <= state["vbs"].items()
-    assert {type(value) for value in state["vbs"].values()} <= {int, float, bool, str}
+
+    def leaves(value: Any) -> Iterator[Any]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        yield from [value] if parts is None else (leaf for part in parts for leaf in leaves(part))
+
+    assert {type(leaf) for leaf in leaves(state["vbs"])} <= {int, float, bool, str}
     assert not {"rank", "world", "num_replicas"} & set(state["vbs"])
 
 
@@ -239,6 +262,6 @@ def test_closures_and_wrappers_of_wrappers_are_refused(kind: Kind) -> None:
     run = training(kind, SIZES)
     with pytest.raises(RuntimeError, match="takes no closure; call backward"):
         run.optimizer.step(lambda: 0.0)
-    if kind is not vbs.LinearRuleMomentumOptimizer:  # which takes SGD alone
+    if EQUATIONS[kind].any_inner:
         with pytest.raises(TypeError, match=f"{kind.__name__} cannot be the inner .* wrap the optimizer inside it"):
             wrap(kind, run.optimizer, run.sampler)

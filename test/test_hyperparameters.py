@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import examples
 
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.hyperparameters import Rates, scaled
+from variable_batch_size.hyperparameters import Rates, moved_beta, scaled
 from variable_batch_size.rules import Scaling
 
 BACKEND = LocalBackend()
@@ -20,7 +20,7 @@ BACKEND = LocalBackend()
 def inside(groups: list[dict[str, Any]], scaling: Scaling) -> list[dict[str, Any]]:
     """What the groups hold within the block; checks that they are as before when it is over."""
     before = [dict(group) for group in groups]
-    with scaled(groups, scaling, BACKEND):
+    with scaled(groups, len(groups) * [scaling], BACKEND):
         found = [dict(group) for group in groups]
     assert all(group[name] is old[name] for group, old in zip(groups, before, strict=True) for name in old)
     return found
@@ -64,7 +64,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 
 def test_the_values_are_back_after_an_exception() -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99)}
-    with pytest.raises(LookupError), scaled([group], Scaling(lr=2, one_minus_beta=0.5), BACKEND):
+    with pytest.raises(LookupError), scaled([group], [Scaling(lr=2, one_minus_beta=0.5)], BACKEND):
         raise LookupError
     assert group == {"lr": 0.1, "betas": (0.9, 0.99)}
 
@@ -92,9 +92,31 @@ def test_a_beta_that_would_leave_its_range_is_refused(factor: float) -> None:
         inside([{"lr": 0.1, "betas": (0.95, 0.9)}], Scaling(one_minus_beta=factor))
 
 
+@examples(200)
+@given(thousandths=st.integers(0, 999), reference=st.integers(1, 10**6))
+def test_a_beta_that_is_to_become_zero_does_so_exactly(thousandths: int, reference: int) -> None:
+    beta = thousandths / 1000
+    k = reference * 1000 / (1000 - thousandths) / reference  # 1 / (1 - beta), up to rounding
+    assert moved_beta(beta, k) == 0
+    assert moved_beta(beta, k * (1 + 1e-9)) < 0 < moved_beta(beta, k * (1 - 1e-9)) < 1
+    assert moved_beta(beta, 1.0) == beta
+
+
+def test_each_group_has_a_scaling_of_its_own() -> None:
+    groups = [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
+    with scaled(groups, [Scaling(lr=2), Scaling(lr=3, eps=0.5)], BACKEND):
+        assert groups == [{"lr": 0.2, "eps": 1e-8}, {"lr": 0.2 * 3, "eps": 5e-9}]
+    assert groups == [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
+    with (
+        pytest.raises(ValueError, match="no parameter group has weight_decay"),
+        scaled(groups, [Scaling(), Scaling(weight_decay=2)], BACKEND),
+    ):
+        pass
+
+
 def test_values_that_somebody_else_changes_in_between_are_refused_and_put_back() -> None:
     group = {"lr": 0.1}
-    with pytest.raises(RuntimeError, match="lr changed inside"), scaled([group], Scaling(lr=2), BACKEND):
+    with pytest.raises(RuntimeError, match="lr changed inside"), scaled([group], [Scaling(lr=2)], BACKEND):
         group["lr"] *= 0.9
     assert group == {"lr": 0.1}
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.xla
 
 from xla_training import SAMPLES, Case, train, watch  # noqa: E402
 
+import variable_batch_size as vbs  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
 CASES = [Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)] + [
@@ -31,7 +32,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_updates_are_those_of_one_big_batch(ranks: list[list[list[torch.Tensor]]]) -> None:
     for case, weights in zip(CASES, ranks[0], strict=True):
         tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
-        expected = twin(case.kind, case.sizes, SAMPLES, dtype=case.dtype)
+        expected = twin(case.kind, case.sizes, SAMPLES, dtype=case.dtype, minibatch_size=case.minibatch_size)
         assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
 
 
@@ -41,11 +42,16 @@ def test_all_cores_have_the_same_weights(ranks: list[list[list[torch.Tensor]]]) 
             assert all(map(torch.equal, weights, first))
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(cores: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cores"),
+    [(vbs.ConstantOptimizer, 1), (vbs.ConstantOptimizer, 3), (vbs.SqrtSDERuleOptimizer, 3)],  # the last one moves betas
+)
+def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(
+    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
+) -> None:
     sizes = tuple(random.Random(0).sample(range(1, SAMPLES + 1), 40))
     assert len(set(sizes)) == len(sizes)
-    launch(watch, (tmp_path, Case(next(iter(EQUATIONS)), sizes, 8), 6), cores=cores)
+    launch(watch, (tmp_path, Case(kind, sizes, 8), 6), cores=cores)
     delta = torch.load(tmp_path / "delta.pt")
     assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)  # one an update on each rank
     assert delta == dict.fromkeys(delta, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reference import SGD, data, network, wrap
+from reference import EQUATIONS, HYPERPARAMETERS, data, network, wrap
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -40,7 +40,8 @@ class Replica:
         self.sampler = vbs.CustomSampler(
             SAMPLES, list(case.sizes), world.size, world.rank, case.minibatch_size, on_end="hold"
         )
-        inner = torch.optim.SGD(self.model.parameters(), **SGD)
+        kind = EQUATIONS[case.kind].inners[0]
+        inner: Any = kind(self.model.parameters(), **HYPERPARAMETERS[kind])
         self.optimizer = wrap(case.kind, inner, self.sampler, **options)
         self.x, self.target = (tensor.to(case.dtype) for tensor in data(SAMPLES))
 

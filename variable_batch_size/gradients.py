@@ -128,6 +128,17 @@ class Gradients:
             return
         torch._foreach_mul_(gradients, self._backend.scalar(factor, gradients[0]))
 
+    def spare(self, finite: bool | Tensor) -> None:
+        """Make the whole gradients 0 where a `finite` that nobody may read says no."""
+        if isinstance(finite, Tensor):
+            for gradient in self.present():
+                gradient.masked_fill_(~finite, 0)
+
+    def multiply_each(self, groups: Sequence[dict[str, Any]], factors: Sequence[Any]) -> None:
+        """Multiply the whole gradients of each parameter group by its factor."""
+        for group, factor in zip(groups, factors, strict=True):
+            self.multiply([parameter.grad for parameter in group["params"] if parameter.grad is not None], factor)
+
     def clear(self) -> None:
         """Forget the step: for the next one, or because it was broken off."""
         self._buffer.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -38,8 +38,8 @@ class Rates:
 
 
 @contextmanager
-def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Iterator[None]:
-    """Multiply every group's hyperparameters, and put the user's own values back at the end.
+def scaled(groups: Sequence[Group], scalings: Sequence[Scaling], backend: Backend) -> Iterator[None]:
+    """Multiply each group's hyperparameters by its scaling, and put the user's own values back at the end.
 
     A factor on lr that is a tensor multiplies what happens to the parameters instead, so that nobody has to read it.
 
@@ -47,13 +47,14 @@ def scaled(groups: Sequence[Group], scaling: Scaling, backend: Backend) -> Itera
         ValueError: when a rule scales what no group has, or takes a beta out of [0, 1).
         RuntimeError: when somebody else changes them in between.
     """
-    changes = [_changes(group, scaling, backend) for group in groups]
-    _check_found(changes, scaling)
+    changes = [_changes(group, scaling, backend) for group, scaling in zip(groups, scalings, strict=True)]
+    _check_found(changes, scalings)
     saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
     try:
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
-        with _displaced(groups, scaling.lr) if isinstance(scaling.lr, Tensor) else nullcontext():
+        on_device = [group for group, scaling in zip(groups, scalings, strict=True) if isinstance(scaling.lr, Tensor)]
+        with _displaced(on_device, [scaling.lr for scaling in scalings if isinstance(scaling.lr, Tensor)]):
             yield
         _check_untouched(groups, changes)
     finally:
@@ -70,14 +71,25 @@ def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
             changes[name] = group[name] * factor
     if scaling.one_minus_beta != 1:
         if "betas" in group:
-            changes["betas"] = tuple(_beta(beta, scaling.one_minus_beta) for beta in group["betas"])
+            changes["betas"] = tuple(checked_beta(beta, scaling.one_minus_beta) for beta in group["betas"])
         elif "alpha" in group and "lambd" not in group:  # ASGD's alpha is an exponent
-            changes["alpha"] = _beta(group["alpha"], scaling.one_minus_beta)
+            changes["alpha"] = checked_beta(group["alpha"], scaling.one_minus_beta)
     return changes
 
 
-def _beta(beta: float, factor: float) -> float:
-    moved = 1 - factor * (1 - beta)
+def moved_beta(beta: float, factor: float) -> float:
+    """The beta whose 1 - beta is `factor` times as large; it may lie outside [0, 1), but misses 0 by no rounding."""
+    moved = beta if factor == 1 else 1 - factor * (1 - beta)
+    return 0.0 if abs(moved) <= factor * 2**-51 else moved
+
+
+def checked_beta(beta: float, factor: float) -> float:
+    """The same, inside [0, 1).
+
+    Raises:
+        ValueError: when it is not.
+    """
+    moved = moved_beta(beta, factor)
     if not 0 <= moved < 1:
         raise ValueError(
             f"a rule must leave every beta in [0, 1), but the factor {factor:g} on 1 - beta takes {beta:g} to "
@@ -96,12 +108,12 @@ def _check_untouched(groups: Sequence[Group], changes: Sequence[Group]) -> None:
             )
 
 
-def _check_found(changes: Sequence[Group], scaling: Scaling) -> None:
+def _check_found(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
     asked = {
-        "lr": isinstance(scaling.lr, Tensor) or scaling.lr != 1,
-        "weight_decay": scaling.weight_decay != 1,
-        "eps": scaling.eps != 1,
-        "betas": scaling.one_minus_beta != 1,
+        "lr": any(isinstance(scaling.lr, Tensor) or scaling.lr != 1 for scaling in scalings),
+        "weight_decay": any(scaling.weight_decay != 1 for scaling in scalings),
+        "eps": any(scaling.eps != 1 for scaling in scalings),
+        "betas": any(scaling.one_minus_beta != 1 for scaling in scalings),
     }
     found = {"betas" if name == "alpha" else name for change in changes for name in change}
     if missing := [name for name, wanted in asked.items() if wanted and name not in found]:
@@ -112,14 +124,16 @@ def _check_found(changes: Sequence[Group], scaling: Scaling) -> None:
 
 
 @contextmanager
-def _displaced(groups: Sequence[Group], factor: Tensor) -> Iterator[None]:
+def _displaced(groups: Sequence[Group], factors: Sequence[Tensor]) -> Iterator[None]:
     """w = w_old + factor (w_new - w_old): a factor on lr, where an optimizer's change is proportional to lr."""
-    parameters = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
-    before = [parameter.detach().clone() for parameter in parameters]
+    moving = [[parameter for parameter in group["params"] if parameter.grad is not None] for group in groups]
+    before = [[parameter.detach().clone() for parameter in parameters] for parameters in moving]
     yield
-    torch._foreach_sub_(parameters, before)
-    torch._foreach_mul_(parameters, factor)
-    torch._foreach_add_(parameters, before)
+    for parameters, old, factor in zip(moving, before, factors, strict=True):
+        if parameters:
+            torch._foreach_sub_(parameters, old)
+            torch._foreach_mul_(parameters, factor)
+            torch._foreach_add_(parameters, old)
 
 
 def _identity(lr: object) -> object:

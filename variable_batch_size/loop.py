@@ -18,7 +18,7 @@ class Loop:
     """
 
     def __init__(self, sampler: CustomSampler, world: World) -> None:
-        self.sampler = sampler
+        self.sampler = _checked(sampler, world)
         self.clock: Clock = sampler.attach()
         self._world = world
         self._turn = 0  # microbatches of the due step that came
@@ -127,3 +127,19 @@ class Loop:
         iteration.void = False
         steps = (self.clock.plan.step(self.clock.epoch, number) for number in range(start.step, here.step))
         return sum(step.rounds(self._world) for step in steps) - iteration.first_turn
+
+
+def _checked(sampler: CustomSampler, world: World) -> CustomSampler:
+    if not isinstance(sampler, CustomSampler):
+        raise TypeError(
+            f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; make one "
+            f"and give it to the loader as batch_sampler"
+        )
+    if sampler.world != world:
+        raise ValueError(
+            f"the sampler must deal for the rank that the optimizer runs on, but it deals for rank "
+            f"{sampler.world.rank} of {sampler.world.size} and the optimizer is rank {world.rank} of {world.size}; "
+            f"pass num_replicas and rank of this process, and start torch.distributed (or move the model to its XLA "
+            f"device) before the optimizer is made"
+        )
+    return sampler

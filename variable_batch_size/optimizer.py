@@ -9,31 +9,24 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import ASGD, Adafactor, Optimizer, Rprop
+from torch.optim import Optimizer
 
 from variable_batch_size import agreement
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.clock import Clock
-from variable_batch_size.gradients import Gradients
-from variable_batch_size.hyperparameters import Rates, scaled
+from variable_batch_size.hyperparameters import Rates
 from variable_batch_size.loop import Loop
-from variable_batch_size.moments import Moments
 from variable_batch_size.plan import Microbatch, Step
-from variable_batch_size.progress import Progress
-from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleInput, Scaling, checked_reference
+from variable_batch_size.rules import Noise, Rule, Rules, checked_rules
 from variable_batch_size.sampler import CustomSampler
 from variable_batch_size.tracker import Tracker
-from variable_batch_size.validate import refusal, whole
+from variable_batch_size.updater import Estimator, Reduction, Updater
+from variable_batch_size.validate import whole
 from variable_batch_size.wrapper import OptimizerWrapper
-
-Estimator = Literal["microbatches", "differenced"]
-_NOT_PROPORTIONAL = (ASGD, Adafactor, Rprop)  # to the learning rate is their change
 
 
 class CustomOptimizer(OptimizerWrapper):
@@ -50,7 +43,7 @@ class CustomOptimizer(OptimizerWrapper):
         sampler: the `CustomSampler` that feeds the loop.
         ref_batchsize: samples an update at which the hyperparameters were tuned; needed by every rule but the
             constant one.
-        rule: (batch size, noise) -> factors on the hyperparameters.
+        rule: (batch size, noise) -> factors on the hyperparameters; or a sequence of rules, one a parameter group.
         noise: how to measure the gradient's noise: from the "microbatches" of each update, or also, "differenced",
             from two consecutive updates where one has a single microbatch (one more copy of the gradients); by default
             from microbatches where the rule needs it, else not at all.
@@ -72,46 +65,51 @@ class CustomOptimizer(OptimizerWrapper):
         sampler: CustomSampler,
         ref_batchsize: int | None = None,
         *,
-        rule: Rule | None = None,
+        rule: Rule | Sequence[Rule] | None = None,
         noise: Estimator | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Reduction = "mean",
         max_grad_norm: float | None = None,
         log_steps: int | None = None,
         tracker: Tracker | None = None,
         backend: Backend | None = None,
     ) -> None:
         super().__init__(inner)
-        self.rule: Rule = ConstantRule() if rule is None else rule
-        self.ref_batchsize = checked_reference(self.rule, ref_batchsize)
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one')
-        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-            raise refusal("max_grad_norm must be a number > 0", repr(max_grad_norm), "leave it out to do without")
         value: Any
         kind: Any
         for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one or leave it out")
-        self.reduction, self.max_grad_norm = reduction, max_grad_norm
+        rules, reference = checked_rules(rule, ref_batchsize, len(inner.param_groups))
+        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self._backend = backend if backend is not None else detect(parameters)
+        self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
+        self._loop = Loop(sampler, self._backend.world)
+        self._rates = Rates()
         self.log_steps = 10 if log_steps is None else whole(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
-        self._progress = Progress()
-        self._scaling = Scaling()  # of the last update
-        self._rate: Any = inner.param_groups[0].get("lr", 1.0)  # that it used
-        self._backend = backend if backend is not None else detect(self._parameters())
-        self._loop = Loop(_checked_sampler(sampler, self._backend), self._backend.world)
-        self._gradients = Gradients(self._parameters(), self._backend)
-        self._deferred = self._parameters()[0].device.type != "cpu"  # so numbers that come from gradients stay there
-        self._moments = self._measuring(noise)
-        self._found_inf: Tensor | None = None  # how many gradients of the step were not finite, under a GradScaler
-        self._rates = Rates()
+
+    @property
+    def rule(self) -> Rules:
+        """The rule, or a tuple with one for each parameter group."""
+        return self._updater.rule
+
+    @property
+    def ref_batchsize(self) -> int | None:
+        """Samples an update at which the hyperparameters were tuned."""
+        return self._updater.ref_batchsize
+
+    @property
+    def reduction(self) -> Reduction:
+        """What the loss does over the rows of a microbatch."""
+        return self._updater.reduction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; which of them have gradients is agreed anew at the next update."""
         if self._made:
             self._refuse_inside_step("add_param_group()")
+            checked_rules(self.rule, self.ref_batchsize, len(self.param_groups) + 1)
             super().add_param_group(param_group)
-            self._gradients = Gradients(self._parameters(), self._backend)
+            self._updater.renew()
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -133,11 +131,11 @@ class CustomOptimizer(OptimizerWrapper):
     @property
     def progress(self) -> float:
         """How far the training is, in updates at `ref_batchsize`: the sum of the updates' gains."""
-        return float(self._progress)
+        return float(self._updater.progress)
 
     def progress_later(self) -> Callable[[], float]:
         """The progress as it stands now, to be read later without holding up a device."""
-        return self._progress.later()
+        return self._updater.progress.later()
 
     @property
     def microbatch(self) -> Microbatch:
@@ -155,7 +153,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     def discard_step(self) -> None:
         """Drop the microbatches of a step that was broken off, so that it can begin again."""
-        self._clear()
+        self._updater.clear()
         self._loop.restart()
 
     @torch.no_grad()
@@ -172,42 +170,34 @@ class CustomOptimizer(OptimizerWrapper):
         """
         if closure is not None:
             raise RuntimeError("step() runs a microbatch once and takes no closure; call backward() before it instead")
-        if not (self._gradients.agreed or self._loop.inside_step):  # before ranks go on with unequal microbatches
-            agreement.refuse_distributed_data_parallel(self._gradients.parameters)
-        self._rates.check(self.param_groups, inside_step=self._loop.inside_step)
-        microbatch = self._loop.arrive()
-        self._gradients.check(replay=microbatch.samples == 0)
-        weight, grad_scale = self._weight(microbatch), self._take_grad_scale(microbatch)
-        aside = grad_scale is not None or self._moments is not None
-        if self._moments is not None:
-            factor = microbatch.samples / self._rows(microbatch) ** 2
-            self._moments.add(self._gradients.present(), factor, grad_scale)
-        if aside:
-            self._gradients.put_aside(weight, grad_scale)
-            weight = 1.0
-        updated, due = False, self._loop.step
-        if microbatch.ends_step:
-            updated = self._update(weight)
-            self._commit()
-        else:
-            if not aside:
-                self._gradients.keep(weight / self._weight(self._loop.microbatch(ahead=1)))
-            self._loop.next_turn()
+        gradients, loop = self._updater.gradients, self._loop
+        if not (gradients.agreed or loop.inside_step):  # before ranks go on with unequal microbatches
+            agreement.refuse_distributed_data_parallel(gradients.parameters)
+        self._rates.check(self.param_groups, inside_step=loop.inside_step)
+        microbatch = loop.arrive()
+        gradients.check(replay=microbatch.samples == 0)
+        following = None if microbatch.ends_step else loop.microbatch(ahead=1)
+        # Both are set by a GradScaler, for this call.
+        self._updater.add(microbatch, following, getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        if not microbatch.ends_step:
+            loop.next_turn()
+            self._backend.mark_step()
+            return False
+        step, updated = loop.step, self._update()
         self._backend.mark_step()
-        if microbatch.ends_step:
-            self._track(due)
+        self._track(step)
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # so that torch runs hooks of all optimizers in the inner step alone
 
     def gain(self) -> float:
-        """How far the last update went, in updates at `ref_batchsize`: the rule's factor on the length of its step."""
-        return float(self._scaling.lr) * float(self._scaling.gradient)
+        """How far the last update went, in updates at `ref_batchsize`: the (first) rule's factor on its length."""
+        scaling = self._updater.scaling
+        return float(scaling.lr) * float(scaling.gradient)
 
     def current_lr(self) -> float:
         """The effective learning rate of the last update, in the first parameter group."""
-        on_device = float(self._scaling.lr) if isinstance(self._scaling.lr, Tensor) else 1.0
-        return float(self._rate) * on_device * float(self._scaling.gradient)
+        return float(self._updater.rate) * float(self._updater.scaling.gradient)
 
     def noise(self) -> Noise:
         """The gradient's noise as it is known now; sigma2 and mu2 are nan before the first estimate.
@@ -215,11 +205,11 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: where nothing measures it.
         """
-        if self._moments is None:
+        if self._updater.moments is None:
             raise RuntimeError(
                 f'noise() needs a measurement, but {self.rule} does without; pass noise="microbatches" to the optimizer'
             )
-        noise = self._moments.noise()
+        noise = self._updater.moments.noise()
         return Noise(float(noise.sigma2), float(noise.mu2), float(noise.gain), int(noise.updates))
 
     # State. ------------------------------------------------------------------------------------------------------
@@ -232,9 +222,8 @@ class CustomOptimizer(OptimizerWrapper):
         """
         self._refuse_inside_step("state_dict()")
         clock = self._loop.clock
-        position = {**clock.state_dict(), "samples": clock.samples, "progress": self.progress}
-        noise = {} if self._moments is None else {"noise": self._moments.state_dict()}
-        return {**self.inner.state_dict(), "vbs": {**position, **noise, **self._loop.sampler.fingerprint()}}
+        own = {**clock.state_dict(), "samples": clock.samples, **self._updater.state_dict()}
+        return {**self.inner.state_dict(), "vbs": {**own, **self._loop.sampler.fingerprint()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore what `state_dict()` gave, on any world; the sampler follows.
@@ -252,7 +241,6 @@ class CustomOptimizer(OptimizerWrapper):
             if strict:
                 sampler.check_fingerprint(position)
             clock.load_state_dict(position)
-            progress = float(position["progress"])
         elif strict:
             raise ValueError(
                 'a state to go on from holds under "vbs" where the training stood, but this one does not, as if a '
@@ -260,77 +248,24 @@ class CustomOptimizer(OptimizerWrapper):
             )
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self.discard_step()
+        self._updater.load_state_dict(position or {})
         if position is not None:
             self._loop.clock.follow(clock)
             sampler.follow(clock)
-            self._progress = Progress(progress)
-            if self._moments is not None and "noise" in position:
-                self._moments.load_state_dict(position["noise"], self._gradients.parameters)
 
     # An update. --------------------------------------------------------------------------------------------------
 
-    def _update(self, weight: float) -> bool:
-        """Make this rank's gradients everybody's, and step; False where they are not finite."""
+    def _update(self) -> bool:
         # What this rank still has to compute, of its own and of the user's, may differ from what others have: it must
         # not end up in one graph with the collective, which has to be the same on all.
         self._backend.mark_step()
-        if not self._gradients.agreed:
+        if not self._updater.gradients.agreed:
             self._agree()
-        moments, due = self._moments, self._loop.step
-        gradients = self._gradients.whole(weight)
-        squares = [] if moments is None else [moments.share(gradients)]
-        found_inf = [] if self._found_inf is None else [self._found_inf]
-        self._backend.all_reduce_sum([*gradients, *squares, *found_inf])
-        if any(self._backend.host(found).item() for found in found_inf):
-            return False
-        reference = due.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        noise, finite = None, True if moments is None else moments.finite(squares[0])
-        if moments is not None:
-            if finite is False:
-                return False
-            if isinstance(finite, Tensor):
-                for gradient in gradients:
-                    gradient.masked_fill_(~finite, 0)
-            noise = moments.update(
-                squares[0],
-                gradients,
-                finite,
-                batch_size=due.batch_size,
-                groups=due.num_microbatches,
-                ref=reference,
-            )
         clock = self._loop.clock
-        scaling = self.rule(RuleInput(due.batch_size, reference, clock.step, clock.samples, noise))
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._gradients.parameters, self.max_grad_norm)
-        self._gradients.multiply(gradients, scaling.gradient)
-        if isinstance(finite, Tensor):
-            scaling = self._guarded(scaling, finite)
-        with scaled(self.param_groups, scaling, self._backend):
-            self._rate = self.param_groups[0].get("lr", 1.0)
-            self.inner.step()
-        self._progress.add(scaling.progress)
-        self._scaling = scaling
-        return True
-
-    def _guarded(self, scaling: Scaling, finite: Tensor) -> Scaling:
-        """Factors on the device, which are 0 where `finite` says no."""
-        counts = finite.float()
-        lr, progress = (
-            factor * counts if isinstance(factor, Tensor) else self._backend.scalar(factor, counts) * counts
-            for factor in (scaling.lr, scaling.progress)
-        )
-        return replace(scaling, lr=lr, progress=progress)
-
-    def _commit(self) -> None:
-        self._clear()
+        updated = self._updater.apply(self._loop.step, clock.step, clock.samples)
+        self._updater.clear()
         self._loop.commit()
-
-    def _clear(self) -> None:
-        self._gradients.clear()
-        self._found_inf = None
-        if self._moments is not None:
-            self._moments.clear()
+        return updated
 
     def _track(self, passed: Step) -> None:
         clock = self._loop.clock
@@ -350,7 +285,7 @@ class CustomOptimizer(OptimizerWrapper):
             "vbs/lr_factor": self.gain(),
             "vbs/samples": self._loop.clock.samples,
         }
-        if self._moments is None:
+        if self._updater.moments is None:
             return scalars
         noise = self.noise()
         return scalars | {
@@ -361,33 +296,21 @@ class CustomOptimizer(OptimizerWrapper):
             "vbs/mu2": noise.mu2,
         }
 
-    def _measuring(self, noise: Estimator | None) -> Moments | None:
-        if noise is not None and noise not in get_args(Estimator):
-            raise ValueError(
-                f'noise must be "microbatches" or "differenced", got {noise!r:.60}; pass one or leave it out'
-            )
-        if noise is None and not getattr(self.rule, "needs_noise", False):
-            return None
-        if self._deferred and isinstance(self.inner, _NOT_PROPORTIONAL):
-            raise TypeError(
-                f"a learning rate that depends on the noise is applied on the device, to a change that is proportional "
-                f"to it, but that of {type(self.inner).__name__} is not; use another inner optimizer, or the CPU"
-            )
-        return Moments(self._backend, deferred=self._deferred, differenced=noise == "differenced")
-
     def _agree(self) -> None:
         """Before the first update: compare the ranks, and fix which parameters have gradients."""
-        mask = self._gradients.mask()
+        gradients = self._updater.gradients
+        mask = gradients.mask()
         if self._backend.world.size > 1:
-            device = self._gradients.parameters[0].device
+            device = gradients.parameters[0].device
             agreement.compare(self._facts(), self._backend, device)
             mask = agreement.union(mask, self._backend, device)
-        self._gradients.agree(mask)
+        gradients.agree(mask)
 
     def _facts(self) -> dict[str, int]:
         """What has to be the same on every rank, as numbers below 2**64."""
-        plan, samples, parameters = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._gradients.parameters
-        rule = f"{self.rule} {self.reduction} {self.max_grad_norm}"  # without addresses, which differ
+        plan, samples, updater = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._updater
+        parameters = updater.gradients.parameters
+        rule = f"{updater.rule} {updater.reduction} {updater.max_grad_norm}"  # without addresses, which differ
         return {
             **self._loop.clock.state_dict(),
             **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
@@ -400,46 +323,9 @@ class CustomOptimizer(OptimizerWrapper):
             "parameters": agreement.checksum(parameters, self._backend),
         }
 
-    def _weight(self, microbatch: Microbatch) -> float:
-        """The factor on a microbatch's gradient that makes the step's one the mean over its samples."""
-        return microbatch.samples / (microbatch.batch_size * self._rows(microbatch))
-
-    def _rows(self, microbatch: Microbatch) -> int:
-        """What a microbatch's gradient is divided by to be that of its mean loss."""
-        return microbatch.rows if self.reduction == "sum" else 1
-
-    def _take_grad_scale(self, microbatch: Microbatch) -> Tensor | None:
-        """The scale of this microbatch's loss; None unless a `GradScaler` drives `step()`, to which it gives both."""
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return None
-        found_inf = found_inf * (microbatch.samples > 0)
-        self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        return torch.ones_like(found_inf) if grad_scale is None else grad_scale
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def _refuse_inside_step(self, what: str) -> None:
         if self._loop.inside_step:
             raise RuntimeError(
                 f"{what} needs whole steps, but some microbatches of step {self._loop.clock.step} are accumulated and "
                 f"others are due; call it when optimizer.step() has returned True"
             )
-
-
-def _checked_sampler(sampler: CustomSampler, backend: Backend) -> CustomSampler:
-    if not isinstance(sampler, CustomSampler):
-        raise TypeError(
-            f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; make one "
-            f"and give it to the loader as batch_sampler"
-        )
-    if sampler.world != backend.world:
-        raise ValueError(
-            f"the sampler must deal for the rank that the optimizer runs on, but it deals for rank "
-            f"{sampler.world.rank} of {sampler.world.size} and the optimizer's {type(backend).__name__} is rank "
-            f"{backend.world.rank} of {backend.world.size}; pass num_replicas and rank of this process, and start "
-            f"torch.distributed (or move the model to its XLA device) before the optimizer is made"
-        )
-    return sampler

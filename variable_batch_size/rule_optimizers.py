@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer, RMSprop
 
+from variable_batch_size.hyperparameters import moved_beta
 from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.rules import (
     AdamScaleRule,
     AdaScaleRule,
     ConstantRule,
+    LEGWRule,
     LinearMomentumRule,
     LinearRule,
     RootRule,
+    SqrtSDERule,
 )
 from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.validate import number
 
 
 @final
@@ -59,6 +63,71 @@ class LinearRuleMomentumOptimizer(CustomOptimizer):
 
 
 @final
+class SqrtSDERuleOptimizer(CustomOptimizer):
+    """lr * sqrt(k), (1 - beta) * k, eps / sqrt(k) with k = B / ref_batchsize, for Adam, AdamW and RMSprop.
+
+    Malladi et al. 2022, arXiv 2205.10287, section 5. Adam's bias correction goes by the betas that were used, not by
+    the present one; for this a hook of the inner step finds lr, eps and a decoupled decay moved a little further.
+    RMSprop's alpha is the beta here, and its momentum, which the paper does without, stays. Arguments: see
+    `CustomOptimizer`.
+
+    Raises:
+        ValueError: besides the others, when the largest batch size of the trace takes a beta out of [0, 1).
+    """
+
+    def __init__(self, inner: Optimizer, sampler: CustomSampler, ref_batchsize: int, **options: Any) -> None:
+        if not isinstance(inner, (Adam, RMSprop)):
+            raise TypeError(
+                f"SqrtSDERuleOptimizer scales the betas of adaptive optimizers, so its inner optimizer must be a "
+                f"torch.optim.Adam, AdamW or RMSprop, got {type(inner).__name__}; use RootRuleOptimizer, or "
+                f"LinearRuleOptimizer for SGD"
+            )
+        super().__init__(inner, sampler, ref_batchsize, rule=SqrtSDERule(), **options)
+        self._check_betas(sampler.plan.trace.max_batch_size)
+
+    def _check_betas(self, largest: int) -> None:
+        reference = self.ref_batchsize or 1
+        names = "alpha" if isinstance(self.inner, RMSprop) else "betas"
+        beta = min(float(beta) for group in self.param_groups for beta in _several(group[names]))
+        k = largest / reference
+        if moved_beta(beta, k) < 0:
+            fitting = int(reference / (1 - beta))
+            fitting += moved_beta(beta, (fitting + 1) / reference) >= 0  # by the rounding of beta
+            raise ValueError(
+                f"every beta must stay in [0, 1) when 1 - beta is multiplied by k = B / ref_batchsize, but the largest "
+                f"batch size is {largest}, where k = {k:g} takes {beta:g} of {names} to {moved_beta(beta, k):g}; cut "
+                f"the batch sizes to at most {fitting}, or choose a beta of at least {1 - 1 / k:g}"
+            )
+
+
+@final
+class LEGWRuleOptimizer(CustomOptimizer):
+    """lr * sqrt(B / ref_batchsize) * min(1, u / U) at update u = 1, 2, ...: LEGW (You et al. 2019, arXiv 1901.08256).
+
+    The warm-up's length in epochs is proportional to the batch size, so it takes
+    U = warmup_epochs * dataset_size / ref_batchsize updates whatever the trace does; only after it is the factor at
+    `ref_batchsize` 1. Leave out a warm-up of your own.
+
+    Args:
+        inner: see `CustomOptimizer`, as for all that is not named here.
+        sampler: its dataset's size says how long an epoch is.
+        ref_batchsize: samples an update at which the learning rate and the warm-up were tuned.
+        warmup_epochs: the warm-up's length at `ref_batchsize`; 0 for none.
+        **options: those of `CustomOptimizer`.
+
+    Raises:
+        ValueError: besides the others, when warmup_epochs is no finite number >= 0.
+    """
+
+    def __init__(
+        self, inner: Optimizer, sampler: CustomSampler, ref_batchsize: int, *, warmup_epochs: float, **options: Any
+    ) -> None:
+        epochs = number(warmup_epochs, "warmup_epochs", "pass the warm-up's length at ref_batchsize, 0 for none")
+        super().__init__(inner, sampler, ref_batchsize, rule=LEGWRule(0), **options)  # which checks the arguments
+        self._updater.rule = LEGWRule(epochs * sampler.plan.dataset_size / (self.ref_batchsize or 1))
+
+
+@final
 class AdaScaleOptimizer(CustomOptimizer):
     """lr * gain, gain = (sigma^2 / ref + mu^2) / (sigma^2 / B + mu^2) (Johnson et al. 2020, arXiv 2007.05105).
 
@@ -89,3 +158,7 @@ class AdamScaleOptimizer(CustomOptimizer):
 
     def __init__(self, inner: Optimizer, sampler: CustomSampler, ref_batchsize: int, **options: Any) -> None:
         super().__init__(inner, sampler, ref_batchsize, rule=AdamScaleRule(), **options)
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

@@ -1,16 +1,17 @@
 """Learning-rate rules: pure functions of the batch size, and of the gradient's noise where they need it.
 
 A new rule is a frozen dataclass with one method; `CustomOptimizer(inner, sampler, rule=MyRule(), ref_batchsize=128)`
-uses it. At `batch_size == ref_batchsize` every factor is 1.
+uses it. At `batch_size == ref_batchsize` every factor is 1 (LEGW's when its warm-up is over).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, final
 
-from variable_batch_size.validate import whole
+from variable_batch_size.validate import number, refusal, whole
 
 Factor: TypeAlias = Any  # a float, or a 0-D tensor where it depends on the noise and parameters are not on the CPU
 
@@ -86,7 +87,8 @@ class Scaling:
         lr: on the learning rate of every parameter group.
         gradient: on the whole gradient, after clipping.
         weight_decay: on the weight decay.
-        one_minus_beta: on 1 - beta, for every beta (Adam) or alpha (RMSprop) of a group.
+        one_minus_beta: on 1 - beta, for every beta (Adam) or alpha (RMSprop) of a group. Adam and AdamW then correct
+            their bias by the betas that were used; others (NAdam, RAdam, Adamax) by the present ones, as by themselves.
         eps: on eps.
         progress: in reference updates.
     """
@@ -113,12 +115,16 @@ def checked_reference(rule: Rule, ref_batchsize: object) -> int | None:
     Raises:
         TypeError, ValueError: naming what was found.
     """
-    if isinstance(rule, type) or not callable(rule):
-        raise TypeError(f"rule must be an object to call, such as LinearRule(), got {rule!r:.60}; pass one")
+    _check_rule(rule)
     if ref_batchsize is None and not isinstance(rule, ConstantRule):
         raise ValueError(f"{rule} needs ref_batchsize, the batch size at which the learning rate was tuned; pass it")
     remedy = "pass the batch size at which the learning rate was tuned"
     return None if ref_batchsize is None else whole(ref_batchsize, "ref_batchsize", 1, remedy=remedy)
+
+
+def _check_rule(rule: object) -> None:
+    if isinstance(rule, type) or not callable(rule):
+        raise TypeError(f"rule must be an object to call, such as LinearRule(), got {rule!r:.60}; pass one")
 
 
 @final
@@ -170,6 +176,50 @@ class LinearMomentumRule:
 
 @final
 @dataclass(frozen=True, slots=True)
+class SqrtSDERule:
+    """lr * sqrt(k), (1 - beta) * k, eps / sqrt(k), for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287).
+
+    The square-root scaling rule of section 5: the optimizer keeps to the same stochastic differential equation, in
+    which time is counted in samples, so its averages reach as many samples back as at the reference. Betas that this
+    takes out of [0, 1) are refused.
+    """
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Factor sqrt(k) on lr, k on 1 - beta and 1 / sqrt(k) on eps."""
+        root = update.ratio**0.5
+        return Scaling(lr=root, one_minus_beta=update.ratio, eps=1 / root, progress=update.ratio)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LEGWRule:
+    """lr * sqrt(k) * min(1, u / U) at update number u = 1, 2, ...: LEGW (You et al. 2019, arXiv 1901.08256).
+
+    "Linear-epoch gradual warm-up": its length in epochs grows as the batch size does, so in updates it is always U.
+    The one rule with a warm-up of its own: its factor is 1 at the reference only when that is over.
+
+    Args:
+        warmup_updates: U, in updates; 0 for none.
+
+    Raises:
+        ValueError: when U is no finite number >= 0.
+    """
+
+    warmup_updates: float
+
+    def __post_init__(self) -> None:
+        checked = number(self.warmup_updates, "warmup_updates", "pass how many updates the learning rate grows for")
+        object.__setattr__(self, "warmup_updates", checked)
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Factor sqrt(k) on lr, and less of it in the warm-up, which begins with 1 / U and not with 0."""
+        begun = update.updates + 1
+        grown = begun / self.warmup_updates if begun < self.warmup_updates else 1.0
+        return Scaling(lr=update.ratio**0.5 * grown, progress=update.ratio)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class AdaScaleRule:
     """lr * gain, the gain of `adascale_gain`: as much progress an update as its noise allows (Johnson et al. 2020)."""
 
@@ -199,7 +249,67 @@ class AdamScaleRule:
 
 def _measured(rule: Rule, update: RuleInput) -> Noise:
     if update.noise is None:
-        raise ValueError(
-            f"{rule} needs the gradient's noise, but nothing has measured it; let a CustomOptimizer call it"
-        )
+        raise ValueError(f"{rule} needs the gradient's noise, but the input has none; let a CustomOptimizer call it")
     return update.noise
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ConstantTimescale:
+    """Another rule, with lambda * k / (its factor on lr) for weight decay: B / (lr * lambda) stays what it was.
+
+    That is the timescale, in samples, over which AdamW averages its updates (Wang & Aitchison 2024, arXiv 2405.13698).
+    Without it every rule but the momentum one leaves lambda alone, and the timescale moves by k / (factor on lr).
+
+    Args:
+        rule: gives all the other factors.
+
+    Raises:
+        TypeError: when that is no rule.
+    """
+
+    rule: Rule
+
+    def __post_init__(self) -> None:
+        _check_rule(self.rule)
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the rule does."""
+        return needs_noise(self.rule)
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """The rule's own factors, but k / (factor on lr) on weight decay."""
+        scaling = self.rule(update)
+        return replace(scaling, weight_decay=update.ratio / scaling.lr)
+
+
+# One rule for all parameter groups, or one for each. -----------------------------------------------------------------
+
+Rules = Rule | tuple[Rule, ...]
+
+
+def checked_rules(rule: Rule | Sequence[Rule] | None, ref_batchsize: object, groups: int) -> tuple[Rules, int | None]:
+    """One rule, the constant one by default, or one for each of so many groups; and the reference they share.
+
+    Raises:
+        TypeError, ValueError: naming what was found.
+    """
+    if rule is None:
+        rule = ConstantRule()
+    if not isinstance(rule, Sequence) or isinstance(rule, str):  # type: ignore[unreachable]
+        return rule, checked_reference(rule, ref_batchsize)
+    if len(rule) != groups:
+        raise refusal(
+            "a sequence of rules must hold one for each parameter group",
+            f"{len(rule)} for {groups}",
+            "pass as many, or one rule for all; to add a group later, add it to the inner optimizer and wrap that anew",
+        )
+    references = [checked_reference(one, ref_batchsize) for one in rule]
+    return tuple(rule), references[0]
+
+
+def needs_noise(rules: Rules) -> bool:
+    """Whether one of them looks at the gradient's noise."""
+    every = rules if isinstance(rules, tuple) else (rules,)
+    return any(getattr(rule, "needs_noise", False) for rule in every)

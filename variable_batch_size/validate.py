@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import numpy as np
@@ -20,6 +21,14 @@ def integer(value: object) -> int | None:
         return None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def number(value: object, name: str, remedy: str) -> float:
+    """The float that `value` is, if it is a number >= 0 and finite; ValueError otherwise."""
+    real = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))
+    if not (real and math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
+        raise refusal(f"{name} must be a finite number >= 0", f"{value!r:.60}", remedy)
+    return float(value)  # type: ignore[arg-type]
 
 
 def whole(value: object, name: str, least: int = 0, most: int | None = None, remedy: str = "pass such an int") -> int:

@@ -1,0 +1,195 @@
+"""From the gradients of a step's microbatches to new weights: weigh, add up over the ranks, measure, scale, step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import ASGD, Adafactor, Optimizer, Rprop
+
+from variable_batch_size.backend import Backend
+from variable_batch_size.bias_correction import BiasCorrection
+from variable_batch_size.gradients import Gradients
+from variable_batch_size.hyperparameters import scaled
+from variable_batch_size.moments import Moments
+from variable_batch_size.plan import Microbatch, Step
+from variable_batch_size.progress import Progress
+from variable_batch_size.rules import ConstantTimescale, RuleInput, Rules, Scaling, needs_noise
+from variable_batch_size.validate import refusal
+
+Reduction = Literal["mean", "sum"]
+Estimator = Literal["microbatches", "differenced"]
+
+_NOT_PROPORTIONAL = (ASGD, Adafactor, Rprop)  # to the learning rate is their change
+
+
+@final
+class Updater:
+    """Accumulates this rank's microbatches of one step, and then makes the update; see `CustomOptimizer`.
+
+    Attributes:
+        gradients: of the step.
+        moments: the gradient's noise, where it is measured.
+        progress: of the training, in reference updates.
+        scaling: of the last update, in the first parameter group.
+        rate: the learning rate that it used there.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        backend: Backend,
+        rule: Rules,
+        ref_batchsize: int | None,
+        noise: Estimator | None,
+        reduction: Reduction,
+        max_grad_norm: float | None,
+    ) -> None:
+        if reduction not in get_args(Reduction):
+            raise ValueError(f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one')
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise refusal("max_grad_norm must be a number > 0", repr(max_grad_norm), "leave it out to do without")
+        if noise is not None and noise not in get_args(Estimator):
+            raise refusal('noise must be "microbatches" or "differenced"', f"{noise!r:.60}", "pass one or leave it out")
+        self.rule, self.ref_batchsize = rule, ref_batchsize
+        self.reduction, self.max_grad_norm = reduction, max_grad_norm
+        self.progress = Progress()
+        self.scaling = Scaling()
+        self.rate: Any = inner.param_groups[0].get("lr", 1.0)
+        self._inner, self._backend = inner, backend
+        self._bias_correction = BiasCorrection(inner, backend)
+        self.renew()
+        self.moments = self._measuring(noise)
+
+    def renew(self) -> None:
+        """Begin with the parameters that the inner optimizer has now."""
+        parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        self.gradients = Gradients(parameters, self._backend)
+        self._found_inf: Tensor | None = None  # how many gradients of the step were not finite, under a GradScaler
+        self._weight = 1.0  # by which the gradients have still to be multiplied
+
+    def clear(self) -> None:
+        """Forget the step: for the next one, or because it was broken off."""
+        self.gradients.clear()
+        self._found_inf, self._weight = None, 1.0
+        if self.moments is not None:
+            self.moments.clear()
+
+    def add(
+        self, microbatch: Microbatch, following: Microbatch | None, found_inf: Tensor | None, grad_scale: Tensor | None
+    ) -> None:
+        """Count a microbatch whose gradient has come.
+
+        Args:
+            microbatch: which it was.
+            following: the one that follows on this rank in the same step, if any.
+            found_inf: under a `GradScaler`, 0-D or (1,): whether the gradient is not finite.
+            grad_scale: what the loss was multiplied with, likewise.
+        """
+        weight = self._weight_of(microbatch)
+        if found_inf is not None:
+            found_inf = found_inf * (microbatch.samples > 0)
+            self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
+            grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
+        if self.moments is not None:
+            factor = microbatch.samples / self._divisor(microbatch) ** 2
+            self.moments.add(self.gradients.present(), factor, grad_scale)
+        if self.moments is not None or grad_scale is not None:
+            self.gradients.put_aside(weight, grad_scale)
+        elif following is None:
+            self._weight = weight
+        else:
+            self.gradients.keep(weight / self._weight_of(following))
+
+    def apply(self, step: Step, updates: int, samples: int) -> bool:
+        """Make this rank's gradients everybody's, and step; False where they are not finite.
+
+        Args:
+            step: what was accumulated.
+            updates: how many the training had before.
+            samples: of these.
+        """
+        gradients, moments = self.gradients.whole(self._weight), self.moments
+        squares = [] if moments is None else [moments.share(gradients)]
+        found_inf = [] if self._found_inf is None else [self._found_inf]
+        self._backend.all_reduce_sum([*gradients, *squares, *found_inf])
+        if any(self._backend.host(found).item() for found in found_inf):
+            return False
+        noise, finite = None, True if moments is None else moments.finite(squares[0])
+        if not isinstance(finite, Tensor) and not finite:
+            return False
+        reference = self.ref_batchsize or step.batch_size
+        if moments is not None:
+            self.gradients.spare(finite)
+            noise = moments.update(
+                squares[0], gradients, finite, batch_size=step.batch_size, groups=step.num_microbatches, ref=reference
+            )
+        scalings = self._scalings(RuleInput(step.batch_size, reference, updates, samples, noise), finite)
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.max_grad_norm)
+        self._step_inner(scalings)
+        self.scaling = scalings[0]
+        self.progress.add(self.scaling.progress)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress, noise and bias correction, as far as there are any."""
+        noise = {} if self.moments is None else {"noise": self.moments.state_dict()}
+        return {"progress": float(self.progress), **noise, **self._bias_correction.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        if "progress" in state:
+            self.progress = Progress(float(state["progress"]))
+        self._bias_correction.load_state_dict(state)
+        if self.moments is not None and "noise" in state:
+            self.moments.load_state_dict(state["noise"], self.gradients.parameters)
+
+    def _step_inner(self, scalings: Sequence[Scaling]) -> None:
+        groups = self._inner.param_groups
+        self.gradients.multiply_each(groups, [scaling.gradient for scaling in scalings])
+        self.rate = groups[0].get("lr", 1.0) * scalings[0].lr
+        with self._bias_correction.corrected(scalings) as corrected, scaled(groups, corrected, self._backend):
+            self._inner.step()
+
+    def _scalings(self, update: RuleInput, finite: bool | Tensor) -> list[Scaling]:
+        """The factors of each parameter group; on a device they are 0 where `finite` says no."""
+        made = [rule(update) for rule in (self.rule if isinstance(self.rule, tuple) else (self.rule,))]
+        if isinstance(finite, Tensor):
+            made = [self._guarded(scaling, finite.float()) for scaling in made]
+        return made if isinstance(self.rule, tuple) else made * len(self._inner.param_groups)
+
+    def _guarded(self, scaling: Scaling, counts: Tensor) -> Scaling:
+        lr, progress = (
+            (factor if isinstance(factor, Tensor) else self._backend.scalar(factor, counts)) * counts
+            for factor in (scaling.lr, scaling.progress)
+        )
+        return replace(scaling, lr=lr, progress=progress)
+
+    def _weight_of(self, microbatch: Microbatch) -> float:
+        """The factor on a microbatch's gradient that makes the step's one the mean over its samples."""
+        return microbatch.samples / (microbatch.batch_size * self._divisor(microbatch))
+
+    def _divisor(self, microbatch: Microbatch) -> int:
+        """What a microbatch's gradient is divided by to be that of its mean loss."""
+        return microbatch.rows if self.reduction == "sum" else 1
+
+    def _measuring(self, noise: Estimator | None) -> Moments | None:
+        if noise is None and not needs_noise(self.rule):
+            return None
+        deferred = self.gradients.parameters[0].device.type != "cpu"  # numbers that come from gradients stay there
+        if deferred and isinstance(self._inner, _NOT_PROPORTIONAL):
+            raise TypeError(
+                f"a learning rate that depends on the noise is applied on the device, to a change that has to be "
+                f"proportional to it, but that of {type(self._inner).__name__} is not; use another inner optimizer"
+            )
+        rules = self.rule if isinstance(self.rule, tuple) else (self.rule,)
+        if deferred and any(isinstance(rule, ConstantTimescale) and rule.needs_noise for rule in rules):
+            raise TypeError(
+                f"a weight decay must be known on the host, but that of {self.rule} depends on the noise, which stays "
+                f"on the device; use the rule without ConstantTimescale"
+            )
+        return Moments(self._backend, deferred=deferred, differenced=noise == "differenced")
