@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "testing": {"backend", "backend.xla", "world"},
     "tracker": set(),
     "sampler": {"backend", "clock", "plan", "shuffle", "trace", "validate", "world"},
-    "loop": {"clock", "plan", "sampler", "world"},
+    "loop": {"backend", "clock", "plan", "sampler"},
     "gradients": {"backend"},
     "moments": {"backend", "rules"},
     "progress": set(),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
+from variable_batch_size.backend import Backend
 from variable_batch_size.clock import Clock
 from variable_batch_size.plan import Microbatch, Step
 from variable_batch_size.sampler import CustomSampler, Iteration
-from variable_batch_size.world import World
 
 
 @final
@@ -17,10 +17,10 @@ class Loop:
     It reads the plan and counts for itself, because what the sampler has yielded may only have been prefetched.
     """
 
-    def __init__(self, sampler: CustomSampler, world: World) -> None:
-        self.sampler = _checked(sampler, world)
+    def __init__(self, sampler: CustomSampler, backend: Backend) -> None:
+        self.sampler = _checked(sampler, backend)
         self.clock: Clock = sampler.attach()
-        self._world = world
+        self._world = backend.world
         self._turn = 0  # microbatches of the due step that came
         self._step: Step | None = None
         self._cut: dict[int, Microbatch] = {}  # of the due step, by turn: each is asked for several times
@@ -129,17 +129,18 @@ class Loop:
         return sum(step.rounds(self._world) for step in steps) - iteration.first_turn
 
 
-def _checked(sampler: CustomSampler, world: World) -> CustomSampler:
+def _checked(sampler: CustomSampler, backend: Backend) -> CustomSampler:
     if not isinstance(sampler, CustomSampler):
         raise TypeError(
             f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; make one "
             f"and give it to the loader as batch_sampler"
         )
+    world = backend.world
     if sampler.world != world:
         raise ValueError(
             f"the sampler must deal for the rank that the optimizer runs on, but it deals for rank "
-            f"{sampler.world.rank} of {sampler.world.size} and the optimizer is rank {world.rank} of {world.size}; "
-            f"pass num_replicas and rank of this process, and start torch.distributed (or move the model to its XLA "
-            f"device) before the optimizer is made"
+            f"{sampler.world.rank} of {sampler.world.size} and the optimizer's {type(backend).__name__} is rank "
+            f"{world.rank} of {world.size}; pass num_replicas and rank of this process, and start torch.distributed "
+            f"(or move the model to its XLA device) before the optimizer is made"
         )
     return sampler

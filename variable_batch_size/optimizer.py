@@ -83,7 +83,7 @@ class CustomOptimizer(OptimizerWrapper):
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters)
         self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
-        self._loop = Loop(sampler, self._backend.world)
+        self._loop = Loop(sampler, self._backend)
         self._rates = Rates()
         self.log_steps = 10 if log_steps is None else whole(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
