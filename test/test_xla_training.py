@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from reference import EQUATIONS, assert_equal, twin
+from reference import EQUATIONS, assert_equal, training, twin
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
-from xla_training import SAMPLES, Case, train, watch  # noqa: E402
+from xla_training import SAMPLES, Case, gains, train, watch  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
@@ -57,3 +58,32 @@ def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(
     assert delta == dict.fromkeys(delta, 0)
     rows = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
     assert len(rows) == 1 + len(sizes) // 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores"), [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2)]
+)
+def test_nothing_is_read_but_the_progress_of_earlier_updates(
+    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
+) -> None:
+    sizes = tuple(random.Random(1).sample(range(1, SAMPLES + 1), 40))
+    launch(watch, (tmp_path, Case(kind, sizes, 8), 6, True), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)
+    assert delta.pop("to host") == (len(sizes) - 6) * cores
+    assert delta == dict.fromkeys(delta, 0)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8])
+def test_gains_are_those_of_one_process_on_the_cpu(cores: int, tmp_path: Path) -> None:
+    sizes = (20, 7, 1, 33, 12, 50, 3)
+    run, expected = training(vbs.AdaScaleOptimizer, sizes), []
+    for _ in sizes:
+        expected.append(run.run(1).optimizer.gain())
+    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 4)), cores=cores)
+    for rank in range(cores):
+        found, noise, progress, lr = torch.load(tmp_path / f"gains{rank}.pt", weights_only=False)
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert dataclasses.astuple(noise) == pytest.approx(dataclasses.astuple(run.optimizer.noise()), rel=1e-12)
+        assert progress == pytest.approx(run.optimizer.progress, rel=1e-12)
+        assert lr == pytest.approx(run.optimizer.current_lr(), rel=1e-12)

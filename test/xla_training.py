@@ -81,18 +81,24 @@ def gains(folder: Path, case: Case) -> None:
             found.append(replica.optimizer.gain())
             if len(found) == len(case.sizes):
                 break
-    noise, optimizer = replica.optimizer.noise(), replica.optimizer
-    rest = [noise.sigma2, noise.mu2, noise.gain, noise.updates, optimizer.progress, optimizer.current_lr()]
-    torch.save([found, rest, replica.weights()], folder / f"gains{replica.backend.world.rank}.pt")
+    optimizer = replica.optimizer
+    rest = optimizer.noise(), optimizer.progress, optimizer.current_lr()
+    torch.save([found, *rest], folder / f"gains{replica.backend.world.rank}.pt")
 
 
-def watch(folder: Path, case: Case, warm: int) -> None:
-    """What torch_xla's metrics say of the updates after `warm` ones, while lr changes at each, also to 1 and to 0."""
+def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> None:
+    """What torch_xla's metrics say of the updates after `warm` ones, while lr changes at each, also to 1 and to 0.
+
+    By progress, whenever the training has passed another reference update.
+    """
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
 
-    replica = Replica(case, log_steps=5, tracker=vbs.Tracker(folder / "log"))
-    schedule = LambdaLR(replica.optimizer, lambda update: (1.0, 50.0, 0.0, 25.0)[update % 4])
+    logging: dict[str, Any] = {} if by_progress else {"log_steps": 5, "tracker": vbs.Tracker(folder / "log")}
+    replica = Replica(case, **logging)
+    schedule: Any = LambdaLR(replica.optimizer, lambda update: (1.0, 50.0, 0.0, 25.0)[update % 4])
+    if by_progress:
+        schedule = vbs.ProgressScheduler(schedule, replica.optimizer)
     barrier = replica.backend.barrier
     collectives, reduce = [], xm.all_reduce
     barrier()
@@ -115,6 +121,7 @@ def watch(folder: Path, case: Case, warm: int) -> None:
     after = counters(met) | {"all_reduce": len(collectives)}
     barrier()
     if replica.backend.world.rank == 0:
+        assert not by_progress or schedule.passed > 4
         torch.save({name: count - before.get(name, 0) for name, count in after.items()}, folder / "delta.pt")
 
 

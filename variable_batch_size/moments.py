@@ -128,6 +128,7 @@ class Moments:
         self._squares: Tensor | None = None  # sum of n_j |g_j|^2 over this rank's microbatches
         self._averages = Averages()
         self._gain: Any = 1.0  # of the last update
+        self._packed: Tensor | None = None  # both, (5,), where they are on a device: one transfer reads them
         self._earlier: Earlier | None = None
 
     def add(self, gradients: Sequence[Tensor], factor: float, scale: Tensor | None = None) -> None:
@@ -192,19 +193,17 @@ class Moments:
         )
         self._averages = Averages(*(_where(finite, *either) for either in zip(new, old, strict=True)))
         self._gain = self._gain_at(size, reference)
-        return self.noise()
+        self._packed = torch.stack([*self._averages, self._gain]) if self._deferred else None
+        return _noise(self._averages, self._gain)
 
     def noise(self) -> Noise:
-        """The averages, nan before the first estimate, and the gain of the last update."""
-        sigma2, mu2, weight, updates = self._averages
-        if isinstance(weight, float):
-            weight = weight or math.nan
-        return Noise(sigma2 / weight, mu2 / weight, self._gain, updates)
+        """The averages, nan before the first estimate, and the gain of the last update; reads them from the device."""
+        *averages, gain = self._read()
+        return _noise(Averages(*averages), gain)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, and the tensors of the last gradient where it is kept; reads them from the device."""
-        state = {name: float(value) for name, value in self._averages._asdict().items()}
-        state["gain"] = float(self._gain)
+        state: dict[str, Any] = dict(zip((*Averages._fields, "gain"), self._read(), strict=True))
         if self._earlier is None:
             return state
         gradients, square, size = self._earlier
@@ -213,12 +212,15 @@ class Moments:
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         """Restore what `state_dict` gave."""
         self._averages = Averages(*(float(state[name]) for name in Averages._fields))
-        self._gain = float(state["gain"])
+        self._gain, self._packed = float(state["gain"]), None
         self._earlier = None
         if self._differenced and "earlier" in state:
             pairs = zip(state["earlier"], parameters, strict=True)
             gradients = [gradient.to(parameter.device, copy=True) for gradient, parameter in pairs]
             self._earlier = Earlier(gradients, float(state["square"]), float(state["size"]))
+
+    def _read(self) -> list[float]:
+        return [*self._averages, self._gain] if self._packed is None else self._packed.cpu().tolist()
 
     def _number(self, value: Tensor) -> Any:
         return value if self._deferred else value.item()
@@ -248,6 +250,13 @@ class Moments:
             torch._foreach_copy_(kept, list(gradients))
         self._earlier = Earlier(kept, _where(finite, square, earlier_square), _where(finite, size, earlier_size))
         return of_pair(square, size, earlier_square, earlier_size, difference)
+
+
+def _noise(averages: Averages, gain: Any) -> Noise:
+    sigma2, mu2, weight, updates = averages
+    if isinstance(weight, float):
+        weight = weight or math.nan
+    return Noise(sigma2 / weight, mu2 / weight, gain, updates)
 
 
 def _where(finite: bool | Tensor, new: Any, old: Any) -> Any:

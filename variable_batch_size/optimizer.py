@@ -154,6 +154,7 @@ class CustomOptimizer(OptimizerWrapper):
     def discard_step(self) -> None:
         """Drop the microbatches of a step that was broken off, so that it can begin again."""
         self._updater.clear()
+        self._backend.mark_step()  # so that what is cleared does not make the next microbatch's graph another one
         self._loop.restart()
 
     @torch.no_grad()
@@ -197,7 +198,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     def current_lr(self) -> float:
         """The effective learning rate of the last update, in the first parameter group."""
-        return float(self._updater.rate) * float(self._updater.scaling.gradient)
+        return float(self._updater.rate) * self.gain()
 
     def noise(self) -> Noise:
         """The gradient's noise as it is known now; sigma2 and mu2 are nan before the first estimate.
@@ -209,8 +210,7 @@ class CustomOptimizer(OptimizerWrapper):
             raise RuntimeError(
                 f'noise() needs a measurement, but {self.rule} does without; pass noise="microbatches" to the optimizer'
             )
-        noise = self._updater.moments.noise()
-        return Noise(float(noise.sigma2), float(noise.mu2), float(noise.gain), int(noise.updates))
+        return self._updater.moments.noise()
 
     # State. ------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class Updater:
         moments: the gradient's noise, where it is measured.
         progress: of the training, in reference updates.
         scaling: of the last update, in the first parameter group.
-        rate: the learning rate that it used there.
+        rate: the reference learning rate that it scaled there.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class Updater:
     def _step_inner(self, scalings: Sequence[Scaling]) -> None:
         groups = self._inner.param_groups
         self.gradients.multiply_each(groups, [scaling.gradient for scaling in scalings])
-        self.rate = groups[0].get("lr", 1.0) * scalings[0].lr
+        lr = groups[0].get("lr", 1.0)
+        self.rate = lr.clone() if isinstance(lr, Tensor) else lr
         with self._bias_correction.corrected(scalings) as corrected, scaled(groups, corrected, self._backend):
             self._inner.step()
 
