@@ -25,12 +25,17 @@ import variable_batch_size as vbs
 from variable_batch_size.backend import xla
 
 TRACES = Path(__file__).parent.parent / "traces"
-RULES = {
-    "constant": vbs.ConstantRule(),
-    "linear": vbs.LinearRule(),
-    "root": vbs.RootRule(),
-    "linear-momentum": vbs.LinearMomentumRule(),
+RULES: dict[str, type[vbs.CustomOptimizer]] = {
+    "constant": vbs.ConstantOptimizer,
+    "linear": vbs.LinearRuleOptimizer,
+    "root": vbs.RootRuleOptimizer,
+    "linear-momentum": vbs.LinearRuleMomentumOptimizer,
+    "legw": vbs.LEGWRuleOptimizer,
+    "adascale": vbs.AdaScaleOptimizer,
+    "sqrt-sde": vbs.SqrtSDERuleOptimizer,
+    "adamscale": vbs.AdamScaleOptimizer,
 }
+FOR_ADAM = {"sqrt-sde", "adamscale"}
 
 
 def train(flags: argparse.Namespace) -> None:
@@ -59,11 +64,8 @@ def train(flags: argparse.Namespace) -> None:
     # The optimizer accumulates, sums over the ranks once an update, and scales lr by the rule.
     model = make_model(flags.seed).to(device)
     tracker = vbs.Tracker(flags.logdir)  # scalars, and a progress bar where standard error is a terminal
-    inner = torch.optim.SGD(model.parameters(), lr=flags.lr, momentum=flags.momentum)
-    rule = RULES[flags.rule]
-    optimizer = vbs.CustomOptimizer(
-        inner, sampler, flags.ref_batchsize, rule=rule, tracker=tracker, log_steps=flags.log_steps
-    )
+    optimizer = make_optimizer(flags, model, sampler, tracker)
+    scheduler = make_scheduler(flags, optimizer, len(train_set))
     backend = vbs.detect(model.parameters())
     loss_fn = nn.CrossEntropyLoss()
 
@@ -74,7 +76,8 @@ def train(flags: argparse.Namespace) -> None:
         optimizer.set_epoch(epoch)
         for images, labels in loader:  # one microbatch a turn
             loss_fn(model(images.to(device)), labels.to(device)).backward()
-            optimizer.step()  # True when this one completed an update
+            if optimizer.step() and scheduler:  # True when this one completed an update
+                scheduler.step()
         accuracy = evaluate(model, test_set, device, backend)
         best = max(best, accuracy)
         backend.print0(
@@ -117,6 +120,31 @@ def make_model(seed: int) -> nn.Module:
     return model
 
 
+def make_optimizer(
+    flags: argparse.Namespace, model: nn.Module, sampler: vbs.CustomSampler, tracker: vbs.Tracker
+) -> vbs.CustomOptimizer:
+    """The rule's own class, around SGD or Adam."""
+    inner: torch.optim.Optimizer
+    if flags.rule in FOR_ADAM:
+        inner = torch.optim.Adam(model.parameters(), lr=flags.lr or 0.001)
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr=flags.lr or 0.01, momentum=flags.momentum)
+    own = {"constant": {}, "legw": {"ref_batchsize": flags.ref_batchsize, "warmup_epochs": flags.warmup_epochs}}
+    options = own.get(flags.rule, {"ref_batchsize": flags.ref_batchsize})
+    return RULES[flags.rule](inner, sampler, tracker=tracker, log_steps=flags.log_steps, **options)
+
+
+def make_scheduler(
+    flags: argparse.Namespace, optimizer: vbs.CustomOptimizer, samples: int
+) -> vbs.ProgressScheduler | None:
+    """A cosine over the epochs, written in updates at ref-batchsize and read where the training's progress is."""
+    if not flags.cosine:
+        return None
+    total = flags.epochs * samples // flags.ref_batchsize
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
+    return vbs.ProgressScheduler(cosine, optimizer, total=total)
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device, backend: vbs.Backend) -> float:
     """The accuracy over the whole test set, of which each rank looks at its part."""
@@ -156,9 +184,11 @@ def parse() -> argparse.Namespace:
     add("--trace", default=str(TRACES / "test_trace.csv"), help='a CSV, or a schedule such as "0:128 500:256"')
     add("--rule", choices=RULES, default="linear", help="how lr follows the batch size")
     add("--epochs", type=int, default=5)
-    add("--lr", type=float, default=0.01, help="learning rate at ref-batchsize")
+    add("--lr", type=float, help="learning rate at ref-batchsize, by default 0.01, for Adam 0.001")
     add("--momentum", type=float, default=0.5)
     add("--ref-batchsize", type=int, default=128)
+    add("--warmup-epochs", type=float, default=0.5, help="of the rule legw, at ref-batchsize")
+    add("--cosine", action="store_true", help="let lr fall along a cosine that is read at the training's progress")
     add("--microbatch", type=int, default=32, help="rows that a rank computes at once")
     add("--device", choices=["xla", "cuda", "cpu"], default=default_device())
     add("--cores", type=int, help="XLA cores on a CPU, by default 4; a TPU uses all it has")
