@@ -234,8 +234,10 @@ TWINS: dict[Any, Callable[..., list[Array]]] = {
 class NoiseTwin:
     """The gradient's noise and AdaScale's gain (Johnson et al. 2020), one update at a time."""
 
-    def __init__(self, ref_batchsize: int) -> None:
+    def __init__(self, ref_batchsize: int, differenced: bool = False) -> None:
         self.ref = ref_batchsize
+        self.differenced = differenced
+        self.earlier: tuple[int, Array] | None = None  # samples and gradient of the last update
         self.updates = 0
         self.average_sigma2 = self.average_mu2 = 0.0  # drawn to 0 by what they began with
         self.product = 1.0  # of all thetas: how much of the 0 is left
@@ -250,19 +252,33 @@ class NoiseTwin:
         """Squared norm of the true gradient."""
         return self.average_mu2 / (1 - self.product)
 
-    def update(self, groups: Sequence[tuple[int, Array]]) -> float:
-        """The gain of an update whose microbatches have so many samples and these mean gradients."""
+    @staticmethod
+    def estimate(groups: Sequence[tuple[int, Array]]) -> tuple[float, float]:
+        """sigma^2 and mu^2 from two microbatches or more."""
         batch_size, number = sum(n for n, _ in groups), len(groups)
         whole = sum(n / batch_size * g for n, g in groups)
         mean_square = sum(n / batch_size * (g**2).sum() for n, g in groups)
-        if number > 1:
-            sigma2 = batch_size * (mean_square - (whole**2).sum()) / (number - 1)
-            mu2 = (number * (whole**2).sum() - mean_square) / (number - 1)
-            theta = max(0.0, 1 - batch_size / self.ref / 1000)
-            self.average_sigma2 = theta * self.average_sigma2 + (1 - theta) * sigma2
-            self.average_mu2 = theta * self.average_mu2 + (1 - theta) * mu2
-            self.product *= theta
-            self.updates += 1
+        sigma2 = batch_size * (mean_square - (whole**2).sum()) / (number - 1)
+        mu2 = (number * (whole**2).sum() - mean_square) / (number - 1)
+        return sigma2, mu2
+
+    def average(self, batch_size: int, sigma2: float, mu2: float) -> None:
+        """Average first; the division by what is not 0 comes after."""
+        theta = max(0.0, 1 - batch_size / self.ref / 1000)
+        self.average_sigma2 = theta * self.average_sigma2 + (1 - theta) * sigma2
+        self.average_mu2 = theta * self.average_mu2 + (1 - theta) * mu2
+        self.product *= theta
+        self.updates += 1
+
+    def update(self, groups: Sequence[tuple[int, Array]]) -> float:
+        """The gain of an update whose microbatches have so many samples and these mean gradients."""
+        batch_size = sum(n for n, _ in groups)
+        now = batch_size, sum(n / batch_size * g for n, g in groups)
+        if len(groups) == 1 and self.differenced and self.earlier is not None:
+            groups = [self.earlier, now]
+        if len(groups) > 1:
+            self.average(batch_size, *self.estimate(groups))
+        self.earlier = now
         if self.updates == 0:
             return 1.0
         sigma2, mu2 = max(self.sigma2, 1e-6), max(self.mu2, 0.0)

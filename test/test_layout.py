@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "sampler": {"backend", "clock", "plan", "shuffle", "trace", "validate", "world"},
     "loop": {"backend", "clock", "plan", "sampler"},
     "gradients": {"backend"},
-    "moments": {"backend", "rules"},
+    "moments": {"backend", "gradients", "rules"},
     "progress": set(),
     "agreement": {"backend"},
     "hyperparameters": {"backend", "rules"},

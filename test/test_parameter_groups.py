@@ -145,7 +145,7 @@ def test_ranks_with_unlike_rules_are_refused() -> None:
         options: dict[str, Any] = {"rule": rules if backend.world.rank else rules[::-1], "ref_batchsize": REF}
         training(vbs.CustomOptimizer, inner=layers, backend=backend, **options).run(1)
 
-    with pytest.raises(RuntimeError, match="rule, reduction and max_grad_norm"):
+    with pytest.raises(RuntimeError, match="rule, reduction, max_grad_norm and noise"):
         run_ranks(train, 2)
 
 

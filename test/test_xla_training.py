@@ -13,7 +13,7 @@ from reference import EQUATIONS, assert_equal, training, twin
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
-from xla_training import SAMPLES, Case, gains, train, watch  # noqa: E402
+from xla_training import SAMPLES, Case, gains, refuse, spoil, train, watch  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
@@ -74,16 +74,41 @@ def test_nothing_is_read_but_the_progress_of_earlier_updates(
     assert delta == dict.fromkeys(delta, 0)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 8])
-def test_gains_are_those_of_one_process_on_the_cpu(cores: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cores", "noise"), [(1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches")]
+)
+def test_gains_are_those_of_one_process_on_the_cpu(cores: int, noise: str, tmp_path: Path) -> None:
     sizes = (20, 7, 1, 33, 12, 50, 3)
-    run, expected = training(vbs.AdaScaleOptimizer, sizes), []
+    run, expected = training(vbs.AdaScaleOptimizer, sizes, noise=noise), []
     for _ in sizes:
         expected.append(run.run(1).optimizer.gain())
-    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 4)), cores=cores)
+    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 4), noise), cores=cores)
     for rank in range(cores):
-        found, noise, progress, lr = torch.load(tmp_path / f"gains{rank}.pt", weights_only=False)
+        found, measured, progress, lr = torch.load(tmp_path / f"gains{rank}.pt", weights_only=False)
         assert found == pytest.approx(expected, rel=1e-12)
-        assert dataclasses.astuple(noise) == pytest.approx(dataclasses.astuple(run.optimizer.noise()), rel=1e-12)
+        assert dataclasses.astuple(measured) == pytest.approx(dataclasses.astuple(run.optimizer.noise()), rel=1e-12)
         assert progress == pytest.approx(run.optimizer.progress, rel=1e-12)
         assert lr == pytest.approx(run.optimizer.current_lr(), rel=1e-12)
+
+
+def test_an_update_that_is_not_finite_leaves_weights_noise_and_progress(tmp_path: Path) -> None:
+    launch(spoil, (tmp_path, Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3), cores=2)
+    for rank in range(2):
+        before, spoiled, after = torch.load(tmp_path / f"spoiled{rank}.pt")
+        assert all(map(torch.equal, before[0], spoiled[0]))
+        assert before[1:3] == spoiled[1:3]
+        assert not all(map(torch.equal, spoiled[0], after[0]))
+        assert after[1][2] == before[1][2] + 1
+        for weights, *_, seen_by_hook in (before, spoiled, after):
+            assert all(map(torch.equal, weights, seen_by_hook))
+
+
+def test_what_cannot_be_scaled_on_a_device_is_refused(tmp_path: Path) -> None:
+    launch(refuse, (tmp_path,), cores=1)
+    *kinds, half, timescale = torch.load(tmp_path / "said.pt")
+    for name, text in zip(("Rprop", "ASGD", "Adafactor"), kinds, strict=True):
+        assert text.startswith("on xla a learning rate that depends on the noise needs an optimizer whose change is")
+        assert f"that of {name} is not; use another" in text
+    assert "at least 32 bits" in half
+    assert "some are torch.bfloat16; keep the parameters in float32" in half
+    assert timescale.endswith("use the rule without ConstantTimescale")

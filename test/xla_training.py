@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,15 @@ class Replica:
         inner: Any = kind(self.model.parameters(), **HYPERPARAMETERS[kind])
         self.optimizer = wrap(case.kind, inner, self.sampler, **options)
         self.x, self.target = (tensor.to(case.dtype) for tensor in data(SAMPLES))
+        self.spoil: Callable[[], bool] = lambda: False  # whether the gradient that is due has to be infinite
 
     def turns(self) -> Iterator[bool]:
         """Train for ever; yields what `step()` returned."""
         while True:
             for indices in self.sampler:
                 x, target = self.x[indices].to(self.device), self.target[indices].to(self.device)
-                (self.model(x) - target).square().sum(dim=1).mean().backward()
+                loss = (self.model(x) - target).square().sum(dim=1).mean()
+                (loss * torch.inf if self.spoil() else loss).backward()
                 yield self.optimizer.step()
             self.sampler.set_epoch(self.sampler.epoch + 1)
             self.optimizer.set_epoch(self.optimizer.epoch + 1)
@@ -73,9 +75,9 @@ def train(folder: Path, cases: Sequence[Case]) -> None:
     torch.save(found, folder / f"rank{vbs.XlaBackend().world.rank}.pt")
 
 
-def gains(folder: Path, case: Case) -> None:
+def gains(folder: Path, case: Case, noise: str) -> None:
     """Rank r leaves the gain after each update, and the noise and progress at the end, in `gains<r>.pt`."""
-    replica, found = Replica(case), []
+    replica, found = Replica(case, noise=noise), []
     for updated in replica.turns():
         if updated:
             found.append(replica.optimizer.gain())
@@ -84,6 +86,48 @@ def gains(folder: Path, case: Case) -> None:
     optimizer = replica.optimizer
     rest = optimizer.noise(), optimizer.progress, optimizer.current_lr()
     torch.save([found, *rest], folder / f"gains{replica.backend.world.rank}.pt")
+
+
+def spoil(folder: Path, case: Case, spoiled: int) -> None:
+    """The weights, noise and progress around an update that has an infinite gradient on the last rank.
+
+    And what a hook of the inner step sees; all in `spoiled<r>.pt`.
+    """
+    replica, updates, found, seen = Replica(case), 0, [], []
+    optimizer, world = replica.optimizer, replica.backend.world
+    optimizer.register_step_post_hook(lambda *_: seen.append(replica.weights()))
+    replica.spoil = lambda: optimizer.microbatch.step == spoiled and world.rank == world.size - 1
+    for updated in replica.turns():
+        updates += updated
+        if updated and updates in (spoiled, spoiled + 1, spoiled + 2):
+            noise = optimizer.noise()
+            found.append((replica.weights(), (noise.sigma2, noise.mu2, noise.updates), optimizer.progress, seen[-1]))
+        if updates == spoiled + 2:
+            break
+    torch.save(found, folder / f"spoiled{world.rank}.pt")
+
+
+def refuse(folder: Path) -> None:
+    """What AdaScale says to optimizers and parameters that it cannot serve on a device."""
+    import torch_xla
+
+    said = []
+    sampler = vbs.CustomSampler(8, 4, 1, 0, 2)
+    kinds = (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor, torch.optim.SGD)
+    for kind in kinds:
+        dtype = torch.bfloat16 if kind is torch.optim.SGD else torch.float32
+        weight = torch.zeros(2, dtype=dtype).to(torch_xla.device()).requires_grad_()
+        try:
+            vbs.AdaScaleOptimizer(kind([weight]), sampler, 2)  # type: ignore[abstract, call-arg]
+        except TypeError as error:
+            said.append(str(error))
+    weight = torch.zeros(2).to(torch_xla.device()).requires_grad_()
+    rule = vbs.ConstantTimescale(vbs.AdaScaleRule())
+    try:
+        vbs.CustomOptimizer(torch.optim.AdamW([weight]), sampler, 2, rule=rule)
+    except TypeError as error:
+        said.append(str(error))
+    torch.save(said, folder / "said.pt")
 
 
 def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> None:

@@ -18,6 +18,11 @@ from torch import Tensor
 from variable_batch_size.backend import Backend
 
 
+def precision(tensors: Sequence[Tensor]) -> torch.dtype:
+    """float64 where one of the tensors has numbers of 64 bits, else float32."""
+    return torch.float64 if any(torch.finfo(tensor.dtype).bits == 64 for tensor in tensors) else torch.float32
+
+
 @final
 class Gradients:
     """This rank's gradients of `parameters`, from the first microbatch of a step to its update."""
@@ -82,21 +87,18 @@ class Gradients:
     def put_aside(self, weight: float, scale: Tensor | None = None) -> None:
         """Add `weight` / `scale` (0-D) times this microbatch's gradient to the buffer, and clear it."""
         pairs = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        share = 1.0
         if scale is not None or self._backend.static_graph:
             self._weigh([gradient for _, gradient in pairs], weight, scale)
-        elif weight:  # of the first microbatch it is left to the end
-            self._unit = self._unit or weight
-            share = weight / self._unit
+        elif weight:  # by Horner's scheme here, too
+            if self._unit not in (0, weight):
+                self.multiply(list(self._buffer.values()), self._unit / weight)
+            self._unit = weight
         else:
             pairs = []
         known = [(self._buffer[parameter], gradient) for parameter, gradient in pairs if parameter in self._buffer]
-        new = [(parameter, gradient) for parameter, gradient in pairs if parameter not in self._buffer]
         if known:
-            torch._foreach_add_([old for old, _ in known], [gradient for _, gradient in known], alpha=share)
-        if share != 1:
-            self.multiply([gradient for _, gradient in new], share)
-        self._buffer.update(new)
+            torch._foreach_add_([old for old, _ in known], [new for _, new in known])
+        self._buffer.update((parameter, gradient) for parameter, gradient in pairs if parameter not in self._buffer)
         for parameter in self.parameters:
             parameter.grad = None
         self._left = []
@@ -113,8 +115,7 @@ class Gradients:
         if scale is None or not (weight or self._backend.static_graph):
             self.multiply(gradients, weight)
         elif gradients:
-            precise = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else scale.dtype
-            torch._foreach_mul_(gradients, weight / scale.to(precise))
+            torch._foreach_mul_(gradients, weight / scale.to(precision(gradients)))
 
     def multiply(self, gradients: list[Tensor], factor: Any) -> None:
         """Multiply in place, by a float or a 0-D tensor; where graphs are static, whatever the factor is."""
@@ -128,7 +129,7 @@ class Gradients:
             return
         torch._foreach_mul_(gradients, self._backend.scalar(factor, gradients[0]))
 
-    def spare(self, finite: bool | Tensor) -> None:
+    def spare(self, finite: Any) -> None:
         """Make the whole gradients 0 where a `finite` that nobody may read says no."""
         if isinstance(finite, Tensor):
             for gradient in self.present():

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.rules import Scaling
@@ -41,7 +42,7 @@ class Rates:
 def scaled(groups: Sequence[Group], scalings: Sequence[Scaling], backend: Backend) -> Iterator[None]:
     """Multiply each group's hyperparameters by its scaling, and put the user's own values back at the end.
 
-    A factor on lr that is a tensor multiplies what happens to the parameters instead, so that nobody has to read it.
+    A factor on lr that is a tensor is left to `Displacement`.
 
     Raises:
         ValueError: when a rule scales what no group has, or takes a beta out of [0, 1).
@@ -53,9 +54,7 @@ def scaled(groups: Sequence[Group], scalings: Sequence[Scaling], backend: Backen
     try:
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
-        on_device = [group for group, scaling in zip(groups, scalings, strict=True) if isinstance(scaling.lr, Tensor)]
-        with _displaced(on_device, [scaling.lr for scaling in scalings if isinstance(scaling.lr, Tensor)]):
-            yield
+        yield
         _check_untouched(groups, changes)
     finally:
         for group, values in zip(groups, saved, strict=True):
@@ -123,19 +122,38 @@ def _check_found(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
         )
 
 
-@contextmanager
-def _displaced(groups: Sequence[Group], factors: Sequence[Tensor]) -> Iterator[None]:
-    """w = w_old + factor (w_new - w_old): a factor on lr, where an optimizer's change is proportional to lr."""
-    moving = [[parameter for parameter in group["params"] if parameter.grad is not None] for group in groups]
-    before = [[parameter.detach().clone() for parameter in parameters] for parameters in moving]
-    yield
-    for parameters, old, factor in zip(moving, before, factors, strict=True):
-        if parameters:
-            torch._foreach_sub_(parameters, old)
-            torch._foreach_mul_(parameters, factor)
-            torch._foreach_add_(parameters, old)
-
-
 def _identity(lr: object) -> object:
     """Shows whether a rate was changed, without reading it from a device."""
     return (id(lr), lr._version) if isinstance(lr, Tensor) else lr
+
+
+@final
+class Displacement:
+    """A factor on lr that nobody may read: w = w_old + factor (w_new - w_old) after the optimizer's own step.
+
+    It is right where an optimizer's change is proportional to lr. It happens in the first of the step's post-hooks, so
+    that those which are registered later see the new weights; pre-hooks see the reference lr.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._moves: list[tuple[list[Tensor], list[Tensor], Tensor]] = []  # parameters, what they were, factor
+        inner.register_step_post_hook(self._displace)
+
+    @contextmanager
+    def by(self, groups: Sequence[Group], scalings: Sequence[Scaling]) -> Iterator[None]:
+        """For the length of a step, where a group's factor on lr is a tensor."""
+        for group, scaling in zip(groups, scalings, strict=True):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters and isinstance(scaling.lr, Tensor):
+                self._moves.append((parameters, [parameter.detach().clone() for parameter in parameters], scaling.lr))
+        try:
+            yield
+        finally:
+            self._moves.clear()
+
+    def _displace(self, *_: object) -> None:
+        with torch.no_grad():
+            for parameters, before, factor in self._moves:
+                torch._foreach_sub_(parameters, before)
+                torch._foreach_mul_(parameters, factor)
+                torch._foreach_add_(parameters, before)

@@ -163,8 +163,9 @@ class CustomOptimizer(OptimizerWrapper):
 
         Returns:
             Whether the weights changed: False in the middle of a step, and where a `GradScaler`, or a measurement of
-            the noise on the CPU, found a gradient that is not finite. (On another device such an update leaves
-            weights, noise and progress as they are, too, but nobody reads that, and the answer is True.)
+            the noise on the CPU, found a gradient that is not finite. On another device nobody reads that, so that the
+            answer is True: weights, noise and progress stay all the same, `gain()` is 0, and the inner optimizer's
+            averages decay as by a gradient of 0.
 
         Raises:
             RuntimeError: when the loop does not feed the optimizer what its sampler deals; the text says what to do.
@@ -310,7 +311,7 @@ class CustomOptimizer(OptimizerWrapper):
         """What has to be the same on every rank, as numbers below 2**64."""
         plan, samples, updater = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._updater
         parameters = updater.gradients.parameters
-        rule = f"{updater.rule} {updater.reduction} {updater.max_grad_norm}"  # without addresses, which differ
+        rule = f"{updater.rule} {updater.reduction} {updater.max_grad_norm} {updater.noise_from}"
         return {
             **self._loop.clock.state_dict(),
             **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
@@ -318,7 +319,8 @@ class CustomOptimizer(OptimizerWrapper):
             "minibatch_size": plan.minibatch_size,
             "fixed_shape": int(plan.fixed_shape),
             "ref_batchsize": self.ref_batchsize or 0,
-            "rule, reduction and max_grad_norm": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
+            # Without addresses, which differ.
+            "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
             "number of parameters": len(parameters),
             "parameters": agreement.checksum(parameters, self._backend),
         }

@@ -36,9 +36,13 @@ class Noise:
     updates: Factor = 0
 
     @property
-    def noise_scale(self) -> float:
+    def noise_scale(self) -> Factor:
         """B_noise = sigma^2 / mu^2, in samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.9)."""
-        return math.inf if self.mu2 <= 0 else self.sigma2 / self.mu2
+        if not isinstance(self.mu2, float):
+            return self.sigma2 / self.mu2.clamp(min=0)  # without reading it
+        if math.isnan(self.mu2):
+            return math.nan
+        return self.sigma2 / self.mu2 if self.mu2 > 0 else math.inf
 
 
 def adascale_gain(sigma2: Any, mu2: Any, batch_size: Any, ref_batchsize: Any) -> Any:
@@ -281,6 +285,8 @@ class ConstantTimescale:
     def __call__(self, update: RuleInput) -> Scaling:
         """The rule's own factors, but k / (factor on lr) on weight decay."""
         scaling = self.rule(update)
+        if isinstance(scaling.lr, (int, float)) and scaling.lr == 0:
+            raise refusal(f"{self} divides by a factor on lr, which must not be 0", "0", "let the rule give another")
         return replace(scaling, weight_decay=update.ratio / scaling.lr)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
@@ -46,7 +47,8 @@ class Tracker:
             self._close_files = Finalize(self, _close, self._files, exitpriority=_BEFORE_QUEUES)
         writer, table = self._files
         for tag, value in scalars.items():
-            writer.add_scalar(tag, value, update)
+            if math.isfinite(value):  # of others tensorboardX prints that they came
+                writer.add_scalar(tag, value, update)
         csv.writer(table, lineterminator="\n").writerow([update, *scalars.values()])
         table.flush()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -13,7 +16,7 @@ from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 from variable_batch_size.backend import Backend
 from variable_batch_size.bias_correction import BiasCorrection
 from variable_batch_size.gradients import Gradients
-from variable_batch_size.hyperparameters import scaled
+from variable_batch_size.hyperparameters import Displacement, scaled
 from variable_batch_size.moments import Moments
 from variable_batch_size.plan import Microbatch, Step
 from variable_batch_size.progress import Progress
@@ -23,6 +26,10 @@ from variable_batch_size.validate import refusal
 Reduction = Literal["mean", "sum"]
 Estimator = Literal["microbatches", "differenced"]
 
+_NOT_FINITE = (
+    "an update was left out, because the gradient of one of its microbatches is not finite; look at the loss, if this "
+    "goes on"
+)
 _NOT_PROPORTIONAL = (ASGD, Adafactor, Rprop)  # to the learning rate is their change
 
 
@@ -61,6 +68,8 @@ class Updater:
         self.rate: Any = inner.param_groups[0].get("lr", 1.0)
         self._inner, self._backend = inner, backend
         self._bias_correction = BiasCorrection(inner, backend)
+        self._displacement: Displacement | None = None
+        self.noise_from = noise
         self.renew()
         self.moments = self._measuring(noise)
 
@@ -86,8 +95,8 @@ class Updater:
         Args:
             microbatch: which it was.
             following: the one that follows on this rank in the same step, if any.
-            found_inf: under a `GradScaler`, 0-D or (1,): whether the gradient is not finite.
-            grad_scale: what the loss was multiplied with, likewise.
+            found_inf: under a `GradScaler`, whether the gradient is not finite, 0-D.
+            grad_scale: what the loss was multiplied with, 0-D.
         """
         weight = self._weight_of(microbatch)
         if found_inf is not None:
@@ -118,21 +127,24 @@ class Updater:
         self._backend.all_reduce_sum([*gradients, *squares, *found_inf])
         if any(self._backend.host(found).item() for found in found_inf):
             return False
-        noise, finite = None, True if moments is None else moments.finite(squares[0])
-        if not isinstance(finite, Tensor) and not finite:
-            return False
-        reference = self.ref_batchsize or step.batch_size
+        noise, finite, reference = None, True, self.ref_batchsize or step.batch_size
         if moments is not None:
+            sums = moments.sums(squares[0], gradients)
+            finite = sums.finite
+            if finite is False:
+                warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=5)
+                return False
             self.gradients.spare(finite)
-            noise = moments.update(
-                squares[0], gradients, finite, batch_size=step.batch_size, groups=step.num_microbatches, ref=reference
-            )
+            size, groups = step.batch_size, step.num_microbatches
+            noise = moments.update(sums, gradients, batch_size=size, groups=groups, ref=reference)
         scalings = self._scalings(RuleInput(step.batch_size, reference, updates, samples, noise), finite)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.max_grad_norm)
         self._step_inner(scalings)
         self.scaling = scalings[0]
         self.progress.add(self.scaling.progress)
+        if moments is not None:
+            moments.commit()
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,26 +153,32 @@ class Updater:
         return {"progress": float(self.progress), **noise, **self._bias_correction.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` gave; what is not in it begins anew, but the progress stays."""
         if "progress" in state:
             self.progress = Progress(float(state["progress"]))
         self._bias_correction.load_state_dict(state)
-        if self.moments is not None and "noise" in state:
-            self.moments.load_state_dict(state["noise"], self.gradients.parameters)
+        if self.moments is not None:
+            self.moments.load_state_dict(state.get("noise"))
 
     def _step_inner(self, scalings: Sequence[Scaling]) -> None:
         groups = self._inner.param_groups
         self.gradients.multiply_each(groups, [scaling.gradient for scaling in scalings])
         lr = groups[0].get("lr", 1.0)
         self.rate = lr.clone() if isinstance(lr, Tensor) else lr
-        with self._bias_correction.corrected(scalings) as corrected, scaled(groups, corrected, self._backend):
+        with (
+            self._bias_correction.corrected(scalings) as corrected,
+            scaled(groups, corrected, self._backend),
+            self._displacement.by(groups, corrected) if self._displacement else nullcontext(),
+        ):
             self._inner.step()
 
-    def _scalings(self, update: RuleInput, finite: bool | Tensor) -> list[Scaling]:
+    def _scalings(self, update: RuleInput, finite: Any) -> list[Scaling]:
         """The factors of each parameter group; on a device they are 0 where `finite` says no."""
-        made = [rule(update) for rule in (self.rule if isinstance(self.rule, tuple) else (self.rule,))]
-        if isinstance(finite, Tensor):
-            made = [self._guarded(scaling, finite.float()) for scaling in made]
+        made = []
+        for rule in self.rule if isinstance(self.rule, tuple) else (self.rule,):
+            scaling = rule(update)
+            _check_finite(rule, scaling)
+            made.append(self._guarded(scaling, finite.float()) if isinstance(finite, Tensor) else scaling)
         return made if isinstance(self.rule, tuple) else made * len(self._inner.param_groups)
 
     def _guarded(self, scaling: Scaling, counts: Tensor) -> Scaling:
@@ -181,16 +199,48 @@ class Updater:
     def _measuring(self, noise: Estimator | None) -> Moments | None:
         if noise is None and not needs_noise(self.rule):
             return None
-        deferred = self.gradients.parameters[0].device.type != "cpu"  # numbers that come from gradients stay there
-        if deferred and isinstance(self._inner, _NOT_PROPORTIONAL):
+        if self.ref_batchsize is None:
+            raise refusal(
+                "the noise is averaged over 1000 reference updates, so measuring it needs ref_batchsize",
+                "none",
+                "pass the batch size at which the learning rate was tuned",
+            )
+        parameters = self.gradients.parameters
+        if len({parameter.device for parameter in parameters}) > 1:
+            raise ValueError("the noise is measured on one device, but parameters are on several; move them to one")
+        deferred = parameters[0].device.type != "cpu"  # numbers that come from gradients stay there
+        if deferred:
+            self._check_device_factors()
+            self._displacement = Displacement(self._inner)
+        return Moments(self._backend, deferred=deferred, differenced=noise == "differenced")
+
+    def _check_device_factors(self) -> None:
+        """Refuse what a factor on lr cannot do that stays on the device."""
+        device = self.gradients.parameters[0].device.type
+        if isinstance(self._inner, _NOT_PROPORTIONAL):
             raise TypeError(
-                f"a learning rate that depends on the noise is applied on the device, to a change that has to be "
+                f"on {device} a learning rate that depends on the noise needs an optimizer whose change is "
                 f"proportional to it, but that of {type(self._inner).__name__} is not; use another inner optimizer"
             )
-        rules = self.rule if isinstance(self.rule, tuple) else (self.rule,)
-        if deferred and any(isinstance(rule, ConstantTimescale) and rule.needs_noise for rule in rules):
+        if small := {str(p.dtype) for p in self.gradients.parameters if torch.finfo(p.dtype).bits < 32}:
             raise TypeError(
-                f"a weight decay must be known on the host, but that of {self.rule} depends on the noise, which stays "
-                f"on the device; use the rule without ConstantTimescale"
+                f"on {device} a learning rate that depends on the noise needs parameters of at least 32 bits, because "
+                f"it multiplies what happened to them, but some are {' and '.join(sorted(small))}; keep the "
+                f"parameters in float32, and use torch.autocast"
             )
-        return Moments(self._backend, deferred=deferred, differenced=noise == "differenced")
+        rules = self.rule if isinstance(self.rule, tuple) else (self.rule,)
+        if any(isinstance(rule, ConstantTimescale) and rule.needs_noise for rule in rules):
+            raise TypeError(
+                f"on {device} a weight decay must not depend on the noise, which is not read there, but that of "
+                f"{self.rule} does; use the rule without ConstantTimescale"
+            )
+
+
+def _check_finite(rule: object, scaling: Scaling) -> None:
+    for factor in fields(scaling):
+        value = getattr(scaling, factor.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(
+                f"every factor of a rule must be finite, but {rule} gave {factor.name}={value}; let it give 1 where it "
+                f"cannot know, as before the first estimate of the noise"
+            )
