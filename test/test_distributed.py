@@ -229,14 +229,28 @@ SCENARIOS = (
 )
 
 
+def gains(folder: Path) -> tuple[list[list[float]], list[dict[torch.dtype, int]]]:
+    """AdaScale's, in float64 and float32, and the collectives of each update but the first."""
+    found, messages = [], []
+    for dtype in (torch.float64, torch.float32):
+        run = training(vbs.AdaScaleOptimizer, dtype=dtype, backend=vbs.DistributedBackend()).run(1)
+        found.append([])
+        for _ in SIZES[1:]:
+            with counted() as calls:
+                found[-1].append(run.run(1).optimizer.gain())
+            messages.append(dict(calls))
+    return found, messages
+
+
 def process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    for size in WORLDS:
+    for size in (8, *WORLDS):
         if rank < size:
             store = dist.FileStore(str(folder / f"store{size}"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-            facts = {scenario.__name__: scenario(folder) for scenario in SCENARIOS}
+            scenarios = (gains, *SCENARIOS) if size in WORLDS else (gains,)
+            facts = {scenario.__name__: scenario(folder) for scenario in scenarios}
             torch.save(facts, folder / f"world{size}-rank{rank}.pt")
             dist.destroy_process_group()
 
@@ -247,7 +261,7 @@ def process(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(process, (folder,), nprocs=max(WORLDS))
+    mp.spawn(process, (folder,), nprocs=8)
     return folder
 
 
@@ -256,6 +270,16 @@ def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     """The facts of every rank."""
     size = request.param
     return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [8, *WORLDS])
+def test_gains_are_those_of_one_process_in_one_message(folder: Path, size: int) -> None:
+    for rank in range(size):
+        found, messages = torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False)["gains"]
+        for dtype, tolerance, those in zip((torch.float64, torch.float32), (1e-12, 1e-4), found, strict=True):
+            run = training(vbs.AdaScaleOptimizer, dtype=dtype).run(1)
+            assert those == pytest.approx([run.run(1).optimizer.gain() for _ in SIZES[1:]], rel=tolerance)
+        assert messages == (len(SIZES) - 1) * [{torch.float64: 1}] + (len(SIZES) - 1) * [{torch.float32: 1}]
 
 
 def test_an_update_is_that_of_one_big_batch(ranks: list[dict[str, Any]]) -> None:
