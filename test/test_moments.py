@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -430,6 +431,29 @@ def test_a_rule_that_needs_no_noise_may_have_it_measured() -> None:
 def test_another_estimator_is_refused(noise: Any) -> None:
     with pytest.raises(ValueError, match='noise must be "microbatches" or "differenced", got'):
         training(vbs.LinearRuleOptimizer, SIZES, noise=noise)
+
+
+@pytest.mark.parametrize("noise", [None, "differenced"])
+def test_it_takes_one_more_copy_of_the_gradients(noise: str | None) -> None:
+    """And another one where updates are compared; counted where the most is held: after each backward, in each step."""
+    shape = (3, 211, 2)  # of nothing else
+    weight = torch.nn.Parameter(torch.ones(shape))
+    sampler = vbs.CustomSampler(16, [4, 5, 7], 1, 0, 4)
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD([weight], lr=0.1), sampler, 16, noise=noise)
+    held: list[int] = []
+
+    def count(*_: object) -> None:
+        _ = weight.grad  # which has a Python object only from now on
+        alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        held.append(len({tensor.data_ptr() for tensor in alive if tensor.shape == shape}) - 1)
+
+    optimizer.register_step_pre_hook(count)
+    optimizer.register_step_post_hook(count)
+    for indices in sampler:
+        (weight.sum() * len(indices)).backward()
+        count()
+        optimizer.step()
+    assert max(held) == (3 if noise else 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ norms

@@ -105,10 +105,12 @@ class Gradients:
 
     def whole(self, factor: float) -> list[Tensor]:
         """`factor` times this rank's share of the step's gradient, in `.grad`: what has been accumulated."""
+        weighed = self._buffer and not self._unit
         for parameter, gradient in self._buffer.items():
             parameter.grad = gradient
         gradients = self._complete()
-        self.multiply(gradients, factor * (self._unit or 1.0))
+        if not (weighed and factor == 1):
+            self.multiply(gradients, factor * (self._unit or 1.0))
         return gradients
 
     def _weigh(self, gradients: list[Tensor], weight: float, scale: Tensor | None) -> None:

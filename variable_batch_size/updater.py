@@ -121,29 +121,35 @@ class Updater:
             updates: how many the training had before.
             samples: of these.
         """
-        gradients, moments = self.gradients.whole(self._weight), self.moments
-        squares = [] if moments is None else [moments.share(gradients)]
+        moments, reference = self.moments, self.ref_batchsize or step.batch_size
+        update = RuleInput(step.batch_size, reference, updates, samples)
+        scalings = [] if moments else self._scalings(update)
+        # One factor for all gradients, which is known by now and does not come after clipping, rides on their weight.
+        rides = not (moments or self.max_grad_norm or isinstance(self.rule, tuple))
+        gradients = self.gradients.whole(self._weight * (scalings[0].gradient if rides else 1))
+        squares = [moments.share(gradients)] if moments else []
         found_inf = [] if self._found_inf is None else [self._found_inf]
         self._backend.all_reduce_sum([*gradients, *squares, *found_inf])
         if any(self._backend.host(found).item() for found in found_inf):
             return False
-        noise, finite, reference = None, True, self.ref_batchsize or step.batch_size
-        if moments is not None:
+        if moments:
             sums = moments.sums(squares[0], gradients)
-            finite = sums.finite
-            if finite is False:
+            if sums.finite is False:
                 warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=5)
                 return False
-            self.gradients.spare(finite)
+            self.gradients.spare(sums.finite)
             size, groups = step.batch_size, step.num_microbatches
             noise = moments.update(sums, gradients, batch_size=size, groups=groups, ref=reference)
-        scalings = self._scalings(RuleInput(step.batch_size, reference, updates, samples, noise), finite)
+            scalings = self._scalings(replace(update, noise=noise), sums.finite)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.max_grad_norm)
+        factors = [scaling.gradient for scaling in scalings]
+        if not rides and any(isinstance(factor, Tensor) or factor != 1 or not moments for factor in factors):
+            self.gradients.multiply_each(self._inner.param_groups, factors)
         self._step_inner(scalings)
         self.scaling = scalings[0]
         self.progress.add(self.scaling.progress)
-        if moments is not None:
+        if moments:
             moments.commit()
         return True
 
@@ -162,7 +168,6 @@ class Updater:
 
     def _step_inner(self, scalings: Sequence[Scaling]) -> None:
         groups = self._inner.param_groups
-        self.gradients.multiply_each(groups, [scaling.gradient for scaling in scalings])
         lr = groups[0].get("lr", 1.0)
         self.rate = lr.clone() if isinstance(lr, Tensor) else lr
         with (
@@ -172,7 +177,7 @@ class Updater:
         ):
             self._inner.step()
 
-    def _scalings(self, update: RuleInput, finite: Any) -> list[Scaling]:
+    def _scalings(self, update: RuleInput, finite: Any = True) -> list[Scaling]:
         """The factors of each parameter group; on a device they are 0 where `finite` says no."""
         made = []
         for rule in self.rule if isinstance(self.rule, tuple) else (self.rule,):
