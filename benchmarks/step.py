@@ -45,6 +45,7 @@ MODELS: dict[str, Make] = {
 def ours(kind: Callable[..., vbs.CustomOptimizer], make: Make, batches: Batches) -> Callable[[], None]:
     """One update by the library."""
     model, world = make().to(batches[0][0].device), vbs.backend.current_world()
+    vbs.broadcast_parameters(model)  # cores that are threads draw from one generator
     size = ROWS * len(batches) * world.size
     sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
