@@ -10,7 +10,8 @@ T = 4096 updates there; every other run reads it by `ProgressScheduler`, whose `
 - by samples for the rules that count k reference updates an update, and for the constant rule, which counts 1 and
   would else see k times the samples. So all of these see the same T * 32 samples, in T / k updates.
 - by progress for AdaScale and AdamScale, as in the paper: an update counts as its gain, between 1 and k, so they make
-  more than T / k updates and see more samples. Both numbers are in the table.
+  more than T / k updates and see more samples. Both numbers are in the table, and `--updates` with a longer T gives
+  as many samples to the others: whether the rule or the samples kept the accuracy.
 
 SGD has momentum 0.9, as in the paper; Adam has torch's betas. LEGW warms up over T / 256 updates: a quarter of the run
 at k = 64. AdaScale measures the noise between 4, 16 and 16 microbatches; k = 1 is a single one, for the gain is 1 there
@@ -22,7 +23,7 @@ the best. The largest, because that is what the rules multiply: with a smaller o
 `--tune` does it and prints the grid; `TUNED` holds what came out, and RESULTS.md the grids.
 
 "Refused" is a rule that will not be made for that size, "diverged" a run whose loss is not finite, and "at chance" one
-that is no better than naming one class in the end.
+that is no better than naming one class in the end. Means and standard deviations are over the runs that are left.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ def compare(flags: argparse.Namespace) -> None:
     print()
     for data, optimizer, rule in dict.fromkeys(cell[:3] for cell in cells):
         by_size = {times: cells[data, optimizer, rule, times] for times in flags.sizes}
-        answer = "; ".join(f"{k}x: {points(cell)}{sample_ratio(cell, flags.updates)}" for k, cell in by_size.items())
+        answer = "; ".join(f"{k}x: {points(cell)}{sample_ratio(cell)}" for k, cell in by_size.items())
         say(flags, f"accuracy by batch / {REF}, {data}, {optimizer} at lr {TUNED[data, optimizer]:g}, {rule}", answer)
 
 
@@ -283,9 +284,9 @@ def points(outcomes: list[Outcome]) -> str:
     return ", ".join(said)
 
 
-def sample_ratio(outcomes: list[Outcome], updates: int) -> str:
-    """How many samples were seen, against the reference's, where that is not 1."""
-    ratio = statistics.mean(outcome.samples for outcome in outcomes) / (REF * updates)
+def sample_ratio(outcomes: list[Outcome]) -> str:
+    """How many samples were seen, against those of `UPDATES` at the reference, where that is not 1."""
+    ratio = statistics.mean(outcome.samples for outcome in outcomes) / (REF * UPDATES)
     return "" if outcomes[0].end != "trained" or abs(ratio - 1) < 0.05 else f" with {ratio:.1f}x the samples"
 
 
