@@ -23,7 +23,7 @@ the best. The largest, because that is what the rules multiply: with a smaller o
 `--tune` does it and prints the grid; `TUNED` holds what came out, and RESULTS.md the grids.
 
 "Refused" is a rule that will not be made for that size, "diverged" a run whose loss is not finite, and "at chance" one
-that is no better than naming one class in the end. Means and standard deviations are over the runs that are left.
+that is no better than naming one class in the end. The accuracy's mean and standard deviation are over the other runs.
 """
 
 from __future__ import annotations
@@ -266,12 +266,15 @@ def compare(flags: argparse.Namespace) -> None:
 
 
 def row(data: str, optimizer: str, rule: str, times: int, outcomes: list[Outcome]) -> str:
-    numbers = ["-"] * 3
-    if any(outcome.updates for outcome in outcomes):
-        numbers = [
-            f"{statistics.mean(getattr(o, name) for o in outcomes):,.0f}" for name in ("updates", "samples", "progress")
-        ]
+    means = [mean_of(name, outcomes) for name in ("updates", "samples", "progress")]
+    numbers = [f"{mean:,.0f}" if mean else "-" for mean in means]
     return f"| {' | '.join([data, optimizer, rule, str(times), points(outcomes), *numbers])} |"
+
+
+def mean_of(name: str, outcomes: list[Outcome]) -> float:
+    """Over the runs that came to their end; 0 where none did."""
+    values = [getattr(outcome, name) for outcome in outcomes if outcome.end in ("trained", "at chance")]
+    return statistics.mean(values) if values else 0.0
 
 
 def points(outcomes: list[Outcome]) -> str:
@@ -286,8 +289,8 @@ def points(outcomes: list[Outcome]) -> str:
 
 def sample_ratio(outcomes: list[Outcome]) -> str:
     """How many samples were seen, against those of `UPDATES` at the reference, where that is not 1."""
-    ratio = statistics.mean(outcome.samples for outcome in outcomes) / (REF * UPDATES)
-    return "" if outcomes[0].end != "trained" or abs(ratio - 1) < 0.05 else f" with {ratio:.1f}x the samples"
+    ratio = mean_of("samples", outcomes) / (REF * UPDATES)
+    return f" with {ratio:.1f}x the samples" if ratio and abs(ratio - 1) >= 0.05 else ""
 
 
 def say(flags: argparse.Namespace, question: str, answer: str) -> None:
