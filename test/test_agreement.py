@@ -169,13 +169,13 @@ def begin(backend: Backend, of_rank: Callable[[int], dict[str, Any]], epoch: int
         (lambda rank: {"dataset_size": 50 + rank}, "dataset_size", "pass the same value"),
         (lambda rank: {"sizes": (20, 7 + rank)}, "trace", "pass the same value"),
         (lambda rank: {"ref_batchsize": REF + rank}, "ref_batchsize", "pass the same value"),
-        (lambda rank: {"rule": Halve(1 + rank)}, "rule, reduction and max_grad_norm", "pass the same value"),
+        (lambda rank: {"rule": Halve(1 + rank)}, "rule, reduction, max_grad_norm and noise", "pass the same value"),
         (
             lambda rank: {"reduction": ("mean", "sum", "sum")[rank]},
-            "rule, reduction and max_grad_norm",
+            "rule, reduction, max_grad_norm and noise",
             "pass the same",
         ),
-        (lambda rank: {"max_grad_norm": 1.0 + rank}, "rule, reduction and max_grad_norm", "pass the same value"),
+        (lambda rank: {"max_grad_norm": 1.0 + rank}, "rule, reduction, max_grad_norm and noise", "pass the same value"),
         (
             lambda rank: {"inner": lambda ps, **o: torch.optim.SGD(list(ps)[: 3 + (rank == 0)], **o)},
             "number of",
