@@ -69,6 +69,7 @@ ARROWS: dict[str, set[str]] = {
         "wrapper",
     },
     "schedules": {"optimizer", "validate"},
+    "fit": {"backend", "plan", "validate"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
 WITHOUT_TORCH = {
