@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -229,28 +230,30 @@ import resource, torch, variable_batch_size as vbs
 from pathlib import Path
 
 torch.set_num_threads(1)
-ROW = 1 << 18  # numbers, of 4 bytes, that the loss holds for each row until its backward
+ROW = 1 << 17  # numbers, of 4 bytes, that the loss holds for each row until its backward
 
 def loss(model, x):
     return (model(x).expand(-1, ROW).exp() * x).mean()  # two such: the exponential and the product
 
-def fits(rows):
+def below(rows):
     return vbs.find_minibatch_size(lambda: torch.nn.Linear(1, 1), loss, torch.ones(1, 1), start=rows, limit=rows)
 
-fits(1)  # what is loaded and started for good
-room = 256 << 20
+below(1)  # what is loaded and started for good
+room = 128 << 20
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
 found = vbs.find_minibatch_size(lambda: torch.nn.Linear(1, 1), loss, torch.ones(1, 1))
-assert fits(found) == found
-assert fits(2 * found) < 2 * found
+assert below(found + 1) == found
 print(found, room // (4 * ROW))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 def test_memory_that_is_really_exhausted() -> None:
-    done = subprocess.run([sys.executable, "-c", ALLOCATE], capture_output=True, text=True, check=False, timeout=120)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is the system's again, unbroken
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATE], capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
     assert done.returncode == 0, done.stderr
     found, rows = map(int, done.stdout.split())
     assert rows / 5 < found <= rows / 2  # a row is held two times at least

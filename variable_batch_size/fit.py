@@ -37,16 +37,17 @@ class Fit(NamedTuple):
 
 
 def fit(global_batch_size: int, max_minibatch_size: int, world_size: int) -> Fit:
-    """The microbatch size, up to what memory holds, with which a step of this batch keeps its ranks least busy.
+    """The microbatch size, up to what memory holds, with which a step of this batch takes the fewest rounds.
 
-    The fewest rounds come first; then the fewest rows that are computed beyond the batch, where the replays of ranks
-    without a share count too, because a rank computes them while another might have had less to do; then the smallest
-    microbatch, whose rounds are the shortest. With c microbatches of m rows, which is what the sampler's cut makes of
-    the batch (with a fixed shape), these are ceil(c / world_size), m max(c, world_size) - batch, and m.
+    Of several it takes that with the fewest rows computed beyond the batch, where the replays of ranks without a share
+    count too: so a small batch is spread over the ranks. Of those that are left it takes the smallest, whose rounds are
+    the shortest. With the c microbatches of m rows that the sampler's cut makes of B samples, for W ranks, the three
+    are ceil(c / W), m max(c, W) - B, and m.
 
     Args:
         global_batch_size: samples of a step, any number >= 1.
-        max_minibatch_size: rows that fit into a device's memory, as `find_minibatch_size` finds them.
+        max_minibatch_size: rows that fit into a device's memory, as `find_minibatch_size` finds them; all sizes up to
+            it are looked at (4096 take a millisecond).
         world_size: ranks.
 
     Raises:
@@ -93,7 +94,7 @@ def find_minibatch_size(
         optimizer_fn: makes an optimizer from the model's parameters.
 
     Raises:
-        ValueError: where `start`, `limit` or the example's shape is none.
+        TypeError, ValueError: where `start` or `limit` is no size, or the example no batch of one row.
         MemoryError: where not even one row fits.
         Exception: whatever else the model, the loss or the optimizer raises.
     """
