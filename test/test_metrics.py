@@ -119,7 +119,7 @@ def test_no_graph_is_kept_and_any_number_is_taken() -> None:
     for indices in run.sampler:
         loss = run.loss(indices)
         metrics.add(loss=loss)
-        metrics.add(half=torch.tensor([[2.5]], dtype=torch.bfloat16), whole=torch.tensor(3), number=7)
+        metrics.add(half=torch.tensor([[2.5]], dtype=torch.bfloat16), whole=torch.tensor(3), number=np.float32(7))
         loss.backward()
         run.optimizer.step()
     found = metrics.read()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,7 +142,7 @@ class Accumulator:
                     f"{name} must be a mean over the microbatch's rows, got a tensor of shape {tuple(mean.shape)}; "
                     f"pass its .mean()"
                 )
-        elif not isinstance(mean, (int, float)):
+        elif not isinstance(mean, (int, float, np.floating, np.integer)):
             raise TypeError(f"{name} must be a number or a 0-D tensor, got {mean!r:.60}; pass a mean over the rows")
 
     def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
