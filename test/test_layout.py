@@ -68,7 +68,9 @@ ARROWS: dict[str, set[str]] = {
         "validate",
         "wrapper",
     },
+    "metrics": {"agreement", "optimizer", "plan"},
     "schedules": {"optimizer", "validate"},
+    "fit": {"backend", "plan", "validate"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
 WITHOUT_TORCH = {

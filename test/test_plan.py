@@ -14,7 +14,7 @@ from reference import examples
 from strategies import Case, cases, cut, rows_of, updates, worlds
 
 from variable_batch_size import plan as plan_module
-from variable_batch_size.plan import Deal, Epoch, Microbatch, Plan, divisors, pieces
+from variable_batch_size.plan import Deal, Epoch, Microbatch, Plan, counts, divisors, pieces
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.world import World
 
@@ -46,6 +46,19 @@ def test_the_cut_of_the_design_and_its_longest_ones() -> None:
     assert pieces(17, 32) == (1, 16)
     assert max(len(pieces(rest, 64)) for rest in range(64)) == 6  # log2
     assert max(len(pieces(rest, 61)) for rest in range(61)) == 60  # a prime
+
+
+@pytest.mark.parametrize("largest", [*range(1, 27), 61, 64])
+def test_counts_are_those_of_the_cut(largest: int) -> None:
+    for batch_size in (*range(1, 140), 4001):
+        expected = [batch_size // m + len(pieces(batch_size % m, m)) for m in range(1, largest + 1)]
+        assert counts(batch_size, largest).tolist() == expected
+
+
+def test_counts_of_large_sizes_are_those_of_the_cut() -> None:
+    found = counts(2**53 - 111, 4096)
+    for m in (1, 2, 63, 64, 65, 3600, 4032, 4093, 4096):
+        assert found[m - 1] == (2**53 - 111) // m + len(pieces((2**53 - 111) % m, m))
 
 
 @given(st.integers(1, 10**6))

@@ -50,6 +50,8 @@ def test_the_python_blocks_run_in_turn(capsys: pytest.CaptureFixture[str]) -> No
     for block in blocks("python"):
         exec(block, names)
     assert isinstance(names["optimizer"], vbs.CustomOptimizer)
+    assert (names["minibatch_size"], names["rounds"], names["microbatches"]) == (40, 2, 5)
+    assert names["means"]["samples"] == 1000  # type: ignore[index]
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 ")
 
 

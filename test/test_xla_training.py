@@ -6,14 +6,15 @@ import dataclasses
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from reference import EQUATIONS, assert_equal, training, twin
+from reference import EQUATIONS, assert_equal, batches, data, training, twin
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
-from xla_training import SAMPLES, Case, gains, refuse, spoil, train, watch  # noqa: E402
+from xla_training import SAMPLES, Case, gains, measure, refuse, spoil, train, watch  # noqa: E402
 
 import variable_batch_size as vbs  # noqa: E402
 from variable_batch_size.backend.xla import launch  # noqa: E402
@@ -101,6 +102,25 @@ def test_an_update_that_is_not_finite_leaves_weights_noise_and_progress(tmp_path
         assert after[1][2] == before[1][2] + 1
         for weights, *_, seen_by_hook in (before, spoiled, after):
             assert all(map(torch.equal, weights, seen_by_hook))
+
+
+@pytest.mark.parametrize(("cores", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)])
+def test_means_are_those_of_one_process_and_adding_compiles_and_reads_nothing(
+    cores: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    sizes, warm = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 30)), 6
+    used, x = list(batches(sizes, SAMPLES)), data(SAMPLES)[0][:, 0]
+    launch(measure, (tmp_path, Case(vbs.ConstantOptimizer, sizes, 8, dtype), warm), cores=cores)
+    for rank in range(cores):
+        found, delta = torch.load(tmp_path / f"means{rank}.pt")
+        assert delta == dict.fromkeys(delta, 0)
+        for means, updates in zip(found, (used[:warm], used[warm:]), strict=True):
+            samples = np.concatenate(updates)
+            assert 0 < means.pop("loss") < 10
+            steep = (len(updates[0]) * 2**30 + 0.5 * (len(samples) - len(updates[0]))) / len(samples)
+            assert means.pop("steep") == pytest.approx(steep, rel=1e-12)  # float32 alone is 1e-8 too small
+            expected = {"x": float(x[samples].mean()), "number": 2, "samples": len(samples)}
+            assert means == pytest.approx(expected, rel=1e-12 if dtype is torch.float64 else 1e-6)
 
 
 def test_what_cannot_be_scaled_on_a_device_is_refused(tmp_path: Path) -> None:

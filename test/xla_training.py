@@ -45,6 +45,7 @@ class Replica:
         self.optimizer = wrap(case.kind, inner, self.sampler, **options)
         self.x, self.target = (tensor.to(case.dtype) for tensor in data(SAMPLES))
         self.spoil: Callable[[], bool] = lambda: False  # whether the gradient that is due has to be infinite
+        self.look: Callable[[Tensor, Tensor], None] = lambda loss, x: None  # before the step
 
     def turns(self) -> Iterator[bool]:
         """Train for ever; yields what `step()` returned."""
@@ -53,6 +54,7 @@ class Replica:
                 x, target = self.x[indices].to(self.device), self.target[indices].to(self.device)
                 loss = (self.model(x) - target).square().sum(dim=1).mean()
                 (loss * torch.inf if self.spoil() else loss).backward()
+                self.look(loss, x)
                 yield self.optimizer.step()
             self.sampler.set_epoch(self.sampler.epoch + 1)
             self.optimizer.set_epoch(self.optimizer.epoch + 1)
@@ -167,6 +169,41 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> Non
     if replica.backend.world.rank == 0:
         assert not by_progress or schedule.passed > 4
         torch.save({name: count - before.get(name, 0) for name, count in after.items()}, folder / "delta.pt")
+
+
+def measure(folder: Path, case: Case, warm: int) -> None:
+    """Means over the first `warm` updates, and then over the others, in `means<r>.pt`.
+
+    And what torch_xla's metrics say of the others, until their mean is read.
+    """
+    import torch_xla.debug.metrics as met
+
+    replica, updates, before, found = Replica(case), 0, {}, []
+    metrics, barrier = vbs.Accumulator(replica.optimizer), replica.backend.barrier
+
+    def look(loss: Tensor, x: Tensor) -> None:
+        steep = 2.0**30 if replica.optimizer.microbatch.step in (0, warm) else 0.5
+        metrics.add(loss=loss, x=x[:, 0].mean(), number=2.0, steep=torch.tensor(steep).to(replica.device))
+
+    replica.look = look
+    for updated in replica.turns():
+        updates += updated
+        if updated and updates == warm:
+            found.append(metrics.read())
+            metrics.reset()
+            barrier()
+            before = counters(met)
+            barrier()
+        if updates == len(case.sizes):
+            break
+    barrier()
+    after = counters(met)
+    barrier()
+    found.append(metrics.read())
+    barrier()
+    compiled = counters(met)["compiled"] - after["compiled"]
+    delta = {name: count - before.get(name, 0) for name, count in after.items()} | {"compiled by read": compiled}
+    torch.save((found, delta), folder / f"means{replica.backend.world.rank}.pt")
 
 
 def counters(met: Any) -> dict[str, int]:

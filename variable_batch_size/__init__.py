@@ -2,6 +2,8 @@
 
 from variable_batch_size.agreement import broadcast_parameters
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, World, XlaBackend, detect
+from variable_batch_size.fit import Fit, find_minibatch_size, fit
+from variable_batch_size.metrics import Accumulator
 from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.plan import Microbatch
 from variable_batch_size.rule_optimizers import (
@@ -36,6 +38,7 @@ from variable_batch_size.trace import BatchTrace
 from variable_batch_size.tracker import Tracker
 
 __all__ = [
+    "Accumulator",
     "AdaScaleOptimizer",
     "AdaScaleRule",
     "AdamScaleOptimizer",
@@ -48,6 +51,7 @@ __all__ = [
     "CustomOptimizer",
     "CustomSampler",
     "DistributedBackend",
+    "Fit",
     "LEGWRule",
     "LEGWRuleOptimizer",
     "LinearMomentumRule",
@@ -71,4 +75,6 @@ __all__ = [
     "adascale_gain",
     "broadcast_parameters",
     "detect",
+    "find_minibatch_size",
+    "fit",
 ]

@@ -45,7 +45,7 @@ def compare(facts: Mapping[str, int], backend: Backend, device: torch.device) ->
         RuntimeError: on every rank, naming what differs, both values and a rank that has each.
     """
     digits = [fact // BASE**place % BASE for fact in facts.values() for place in range(DIGITS)]
-    rows = _gather(digits, backend, device).view(backend.world.size, len(facts), DIGITS)
+    rows = gather(digits, backend, device).long().view(backend.world.size, len(facts), DIGITS)
     for rank in range(1, backend.world.size):
         for name, first, other in zip(facts, rows[0].tolist(), rows[rank].tolist(), strict=True):
             if first != other:
@@ -57,7 +57,16 @@ def compare(facts: Mapping[str, int], backend: Backend, device: torch.device) ->
 
 def union(mask: Sequence[bool], backend: Backend, device: torch.device) -> list[bool]:
     """What is true on any rank."""
-    return _gather([int(entry) for entry in mask], backend, device).any(dim=0).tolist()
+    return gather([int(entry) for entry in mask], backend, device).any(dim=0).tolist()
+
+
+def gather(row: Sequence[float], backend: Backend, device: torch.device) -> Tensor:
+    """Each rank's row of as many float32 numbers, (world size, len(row)) on the host, by a sum of one-hot rows."""
+    rows = torch.zeros(backend.world.size, len(row), dtype=torch.float32)
+    rows[backend.world.rank] = torch.tensor(row, dtype=torch.float32)
+    rows = rows.to(device)
+    backend.all_reduce_sum([rows])
+    return backend.host(rows)
 
 
 def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
@@ -93,15 +102,6 @@ _REMEDIES = {
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
 }
-
-
-def _gather(row: Sequence[int], backend: Backend, device: torch.device) -> Tensor:
-    """Each rank's row, (world size, len(row)) on the host, by a sum of one-hot rows."""
-    rows = torch.zeros(backend.world.size, len(row), dtype=torch.float32)
-    rows[backend.world.rank] = torch.tensor(row, dtype=torch.float32)
-    rows = rows.to(device)
-    backend.all_reduce_sum([rows])
-    return backend.host(rows).long()
 
 
 def _number(digits: Sequence[int]) -> int:

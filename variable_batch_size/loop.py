@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Protocol, final
+from weakref import WeakSet
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.clock import Clock
 from variable_batch_size.plan import Microbatch, Step
 from variable_batch_size.sampler import CustomSampler, Iteration
+
+
+class Watcher(Protocol):
+    """What counts microbatches too, and has to know which of them count."""
+
+    def commit(self) -> None:
+        """The step that was accumulated was committed."""
+
+    def discard(self) -> None:
+        """A step, if one was accumulated, begins again, or never."""
 
 
 @final
@@ -20,6 +31,7 @@ class Loop:
     def __init__(self, sampler: CustomSampler, backend: Backend) -> None:
         self.sampler = _checked(sampler, backend)
         self.clock: Clock = sampler.attach()
+        self.watchers: WeakSet[Watcher] = WeakSet()
         self._world = backend.world
         self._turn = 0  # microbatches of the due step that came
         self._step: Step | None = None
@@ -93,12 +105,16 @@ class Loop:
         self.clock.advance()
         self.sampler.follow(self.clock)
         self._turn, self._step, self._cut = 0, None, {}
+        for watcher in self.watchers:
+            watcher.commit()
 
     def restart(self) -> None:
         """Be due for the first microbatch of the step where the clock stands, from a new iteration."""
         if self._iteration is not None:
             self._iteration.void = True
         self._turn, self._step, self._cut, self._iteration = 0, None, {}, None
+        for watcher in self.watchers:
+            watcher.discard()
 
     def _begin(self, iteration: Iteration) -> int:
         """How many microbatches an iteration has before the one that is due, which it must lead to."""

@@ -19,7 +19,7 @@ from variable_batch_size import agreement
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.clock import Clock
 from variable_batch_size.hyperparameters import Rates
-from variable_batch_size.loop import Loop
+from variable_batch_size.loop import Loop, Watcher
 from variable_batch_size.plan import Microbatch, Step
 from variable_batch_size.rules import Noise, Rule, Rules, checked_rules
 from variable_batch_size.sampler import CustomSampler
@@ -111,6 +111,11 @@ class CustomOptimizer(OptimizerWrapper):
             super().add_param_group(param_group)
             self._updater.renew()
 
+    @property
+    def backend(self) -> Backend:
+        """How ranks communicate."""
+        return self._backend
+
     # The loop. ---------------------------------------------------------------------------------------------------
 
     @property
@@ -156,6 +161,10 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater.clear()
         self._backend.mark_step()  # so that what is cleared does not make the next microbatch's graph another one
         self._loop.restart()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher`, for as long as somebody else holds it, when a step is committed and when one is dropped."""
+        self._loop.watchers.add(watcher)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]

@@ -7,6 +7,7 @@ the same, which a test holds together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import final
@@ -35,6 +36,28 @@ def pieces(rest: int, minibatch_size: int, fixed_shape: bool = True) -> tuple[in
         times, rest = divmod(rest, divisor)
         sizes += [divisor] * times
     return tuple(reversed(sizes))
+
+
+@lru_cache(maxsize=4)  # of a batch, for several worlds
+def counts(batch_size: int, largest: int) -> Ints:
+    """Microbatches of a step for minibatch_size = 1, 2, ..., `largest`, with a fixed shape; (largest,), read-only.
+
+    As `pieces`, a full microbatch being the first divisor, but for all sizes at once. The divisors of each size come
+    in descending order: size / 1, size / 2, ... in one pass a quotient, and those that are left in one pass a divisor.
+    """
+    left, found = np.full(largest + 1, batch_size), np.zeros(largest + 1, dtype=np.int64)
+
+    def take(sizes: slice, divisor: Ints | int) -> None:
+        times, left[sizes] = np.divmod(left[sizes], divisor)
+        found[sizes] += times
+
+    last = math.isqrt(largest)
+    for quotient in range(1, last + 1):
+        take(slice(quotient, None, quotient), np.arange(1, largest // quotient + 1))
+    for divisor in range(largest // (last + 1), 0, -1):
+        take(slice(divisor * (last + 1), None, divisor), divisor)
+    found.flags.writeable = False
+    return found[1:]
 
 
 @lru_cache(maxsize=64)
