@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -425,6 +427,21 @@ def test_a_rule_that_needs_no_noise_may_have_it_measured() -> None:
     assert measured.optimizer.noise().updates == len(SIZES) - 1  # a step of one sample gives no estimate
     with pytest.raises(RuntimeError, match=r'LinearRule\(\) does without; pass noise="microbatches"'):
         plain.optimizer.noise()
+
+
+def test_the_noise_is_logged_with_the_other_scalars(tmp_path: Path) -> None:
+    with vbs.Tracker(tmp_path) as tracker:
+        run = training(vbs.AdaScaleOptimizer, (4, 12, 20), tracker=tracker, log_steps=1).run(3)
+    rows = list(csv.DictReader((tmp_path / "scalars.csv").open()))
+    noise, last = run.optimizer.noise(), rows[-1]
+    assert {name: float(last[f"vbs/{name}"]) for name in ("gain", "progress", "noise_scale", "sigma2", "mu2")} == {
+        "gain": noise.gain,
+        "progress": run.optimizer.progress,
+        "noise_scale": noise.noise_scale,
+        "sigma2": noise.sigma2,
+        "mu2": noise.mu2,
+    }
+    assert rows[0]["vbs/sigma2"] == "nan"  # of one microbatch
 
 
 @pytest.mark.parametrize("noise", ["differences", True, 0])

@@ -4,7 +4,7 @@ A rank's share of G = sum_j w_j g_j, with w_j = n_j / B where losses are means o
 scheme: after microbatch j what has been accumulated is multiplied by w_j / w_(j+1), and after the last one by its
 weight. So autograd's own accumulation is the only buffer. Where each microbatch's own gradient is needed, because its
 noise is measured or because the scale of a `GradScaler` may change between microbatches, it is added to a buffer and
-cleared: the gradient of the first microbatch becomes that buffer.
+cleared: each gradient becomes the buffer, to which the one before is added.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Gradients:
         else:
             pairs = []
         known = [(self._buffer[parameter], gradient) for parameter, gradient in pairs if parameter in self._buffer]
-        if known:
-            torch._foreach_add_([old for old, _ in known], [new for _, new in known])
-        self._buffer.update((parameter, gradient) for parameter, gradient in pairs if parameter not in self._buffer)
+        if known:  # into the new one: were that freed, the youngest memory, malloc would return it to the system
+            torch._foreach_add_([new for _, new in known], [old for old, _ in known])
+        self._buffer.update(pairs)
         for parameter in self.parameters:
             parameter.grad = None
         self._left = []
