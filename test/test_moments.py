@@ -432,7 +432,7 @@ def test_a_rule_that_needs_no_noise_may_have_it_measured() -> None:
 def test_the_noise_is_logged_with_the_other_scalars(tmp_path: Path) -> None:
     with vbs.Tracker(tmp_path) as tracker:
         run = training(vbs.AdaScaleOptimizer, (4, 12, 20), tracker=tracker, log_steps=1).run(3)
-    rows = list(csv.DictReader((tmp_path / "scalars.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "scalars.csv").read_text().splitlines()))
     noise, last = run.optimizer.noise(), rows[-1]
     assert {name: float(last[f"vbs/{name}"]) for name in ("gain", "progress", "noise_scale", "sigma2", "mu2")} == {
         "gain": noise.gain,
