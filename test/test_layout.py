@@ -69,6 +69,8 @@ ARROWS: dict[str, set[str]] = {
         "wrapper",
     },
     "schedules": {"optimizer", "validate"},
+    "checkpoint_folder": set(),
+    "checkpoint": {"backend", "checkpoint_folder", "optimizer", "validate"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
 WITHOUT_TORCH = {
@@ -80,6 +82,7 @@ WITHOUT_TORCH = {
     "rules",
     "plan",
     "clock",
+    "checkpoint_folder",
     "backend._xla_launch",
     "tracker",
 }

@@ -2,6 +2,7 @@
 
 from variable_batch_size.agreement import broadcast_parameters
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, World, XlaBackend, detect
+from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.plan import Microbatch
 from variable_batch_size.rule_optimizers import (
@@ -42,6 +43,7 @@ __all__ = [
     "AdamScaleRule",
     "Backend",
     "BatchTrace",
+    "Checkpoint",
     "ConstantOptimizer",
     "ConstantRule",
     "ConstantTimescale",
