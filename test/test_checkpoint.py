@@ -1,20 +1,13 @@
-"""Checkpoints on real files: what they bring back, and what they survive."""
+"""Checkpoints on real files: what they bring back, what they refuse, and when they are made."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import json
-import os
-import pickle
 import random
-import shutil
-import signal
-import subprocess
-import sys
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,14 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import checkpoint, cut_off, names, start, two_saved
 from reference import SIZES, Training, assert_equal, training
 from torch import nn
+from xla_checkpoints import restore, save
+from xla_training import Case
 
 import variable_batch_size as vbs
 from variable_batch_size import checkpoint as module
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint_folder import MANIFEST, STATE, _sealed, whole
-from variable_batch_size.testing import run_ranks
+from variable_batch_size.checkpoint_folder import MANIFEST, STATE
+from variable_batch_size.testing import launch, run_ranks
 
 STOP = 3
 STATES = {
@@ -40,23 +36,9 @@ STATES = {
 }
 
 
-def checkpoint(folder: Path, run: Training, **options: Any) -> vbs.Checkpoint:
-    return vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, sampler=run.sampler, **options)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with checkpoints of updates 1 and 2; the newest is whole."""
-    run = training()
-    with checkpoint(tmp_path / "saved", run) as saves:
-        for _ in range(2):
-            run.run(1)
-            saves.save()
-    return tmp_path / "saved"
+    return two_saved(tmp_path / "saved")
 
 
 # --------------------------------------------------------------------------------------------- what is brought back
@@ -117,22 +99,28 @@ def test_random_states_come_back_in_a_world_of_the_same_size_only(tmp_path: Path
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), np.random.random(), random.random()
 
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        np.random.seed(number)
+        random.seed(number)
+
+    seed(1)
     run = training().run(1)
     with checkpoint(tmp_path, run) as saves:
         saves.save()
         expected = draw()
         saves.restore()
         assert draw() == expected
-    torch.manual_seed(2), np.random.seed(2), random.seed(2)
 
-    def restore(backend: Backend) -> None:
+    def restored(backend: Backend) -> None:
         with checkpoint(tmp_path, training(backend=backend)) as saves:
+            seed(2)
+            backend.exchange(b"")
             assert saves.restore()
 
-    run_ranks(restore, 2)
+    run_ranks(restored, 2)
     other = draw()
-    torch.manual_seed(2), np.random.seed(2), random.seed(2)
+    seed(2)
     assert draw() == other
 
 
@@ -145,13 +133,9 @@ def test_each_rank_gets_its_own_random_states(tmp_path: Path, monkeypatch: pytes
             saves.restore()
 
     def give() -> dict[str, Any]:
-        import threading
-
         return {"name": threading.current_thread().name}
 
     def take(states: dict[str, Any]) -> None:
-        import threading
-
         mine[threading.get_ident()] = states["name"] == threading.current_thread().name
 
     monkeypatch.setattr(module, "_random_states", give)
@@ -171,7 +155,11 @@ def test_all_kinds_of_plain_values_come_back(tmp_path: Path) -> None:
             self.state = state
 
     part, run = Part(), training().run(1)
-    plain = {"a": [1, 2.5, (True, None, "text", b"bytes")], 3: Counter([4, 4]), "b": OrderedDict(c=torch.float16)}
+    plain: dict[Any, Any] = {
+        "a": [1, 2.5, (True, None, "text", b"bytes")],
+        3: Counter([4, 4]),
+        "b": OrderedDict(c=torch.float16, d=torch.Size([2])),
+    }
     with checkpoint(tmp_path, run, part=part) as saves:
         part.state = plain
         saves.save()
@@ -201,125 +189,6 @@ def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     with checkpoint(tmp_path / "new" / "folder", training()) as saves:
         assert not saves.restore()
         assert saves.latest is None
-
-
-# ------------------------------------------------------------------------------------------------ damage is noticed
-
-
-def test_no_truncated_file_is_whole(saved: Path) -> None:
-    folder = saved / "update-00000002"
-    assert whole(folder) is not None
-    for file in (folder / STATE, folder / MANIFEST):
-        contents = file.read_bytes()
-        for length in {*range(0, len(contents), 4096), len(contents) - 1}:
-            file.write_bytes(contents[:length])
-            assert whole(folder) is None, (file, length)
-        file.write_bytes(contents + b"\0")
-        assert whole(folder) is None
-        file.unlink()
-        assert whole(folder) is None
-        file.write_bytes(contents)
-    assert whole(folder) is not None
-
-
-def test_no_file_with_another_bit_is_whole(saved: Path) -> None:
-    seed = 20
-    print("seed", seed)
-    rng, folder = random.Random(seed), saved / "update-00000002"
-    files = {name: bytearray((folder / name).read_bytes()) for name in (STATE, MANIFEST)}
-    for turn in range(1000):
-        name = MANIFEST if turn % 4 == 0 else STATE
-        contents, bit = files[name], rng.randrange(8 * len(files[name]))
-        contents[bit // 8] ^= 1 << bit % 8
-        (folder / name).write_bytes(contents)
-        assert whole(folder) is None, (seed, name, bit)
-        contents[bit // 8] ^= 1 << bit % 8
-        (folder / name).write_bytes(contents)
-    assert whole(folder) is not None
-
-
-def cut_off(folder: Path) -> None:
-    os.truncate(folder / STATE, 4096)
-
-
-def half_deleted(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
-
-
-def a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("not a folder")
-
-
-def another_shape_of_manifest(folder: Path) -> None:
-    (folder / MANIFEST).write_text("[1, 2]")
-
-
-DAMAGES = [cut_off, half_deleted, a_file, another_shape_of_manifest]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_the_one_before_a_damaged_one_is_used(damage: Callable[[Path], None], saved: Path) -> None:
-    damage(saved / "update-00000002")
-    run = training()
-    with checkpoint(saved, run) as saves:
-        with pytest.warns(RuntimeWarning, match=r"update-00000002 cannot be read .* goes on from update-00000001"):
-            assert saves.restore()
-        assert saves.latest == saved / "update-00000001"
-        assert run.optimizer.updates == 1
-        run.run(1)
-        saves.save()  # again, beside what is damaged, which goes
-        assert names(saved) == ["update-00000001", "update-00000002-1"]
-        again = training()
-        saves.close()
-        with checkpoint(saved, again) as other:
-            assert other.restore()
-        assert again.optimizer.updates == 2
-
-
-def test_where_all_are_damaged_the_training_begins_anew(saved: Path) -> None:
-    for name in names(saved):
-        cut_off(saved / name)
-    run = training()
-    with (
-        checkpoint(saved, run) as saves,
-        pytest.warns(RuntimeWarning, match="update-00000002 and update-00000001 cannot .* begins anew"),
-    ):
-        assert not saves.restore()
-    assert run.optimizer.updates == 0
-
-
-class Trap:
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.target,)
-
-
-@pytest.mark.parametrize("form", ["pickle", "torch", "shape"])
-def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: Path) -> None:
-    import hashlib
-
-    folder, trap = saved / "update-00000002", tmp_path / "executed"
-    if form == "pickle":
-        (folder / STATE).write_bytes(pickle.dumps(Trap(trap)))
-        pickle.loads((folder / STATE).read_bytes())
-    else:
-        torch.save({"parts": Trap(trap), "rng": []} if form == "torch" else [1, 2], folder / STATE)
-        torch.load(folder / STATE, weights_only=False)
-    assert trap.exists() == (form != "shape")
-    trap.unlink(missing_ok=True)
-    contents = (folder / STATE).read_bytes()
-    about = {"name": STATE, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
-    facts = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(_sealed({**{k: v for k, v in facts.items() if k != "seal"}, "file": about}))
-    assert whole(folder) is not None  # so that it is opened at all
-    run = training()
-    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="goes on from update-00000001"):
-        assert saves.restore()
-    assert run.optimizer.updates == 1
-    assert not trap.exists()
 
 
 # -------------------------------------------------------------------------------------- what does not fit is refused
@@ -407,12 +276,14 @@ def test_the_newest_stay(tmp_path: Path) -> None:
             run.run(1)
             saves.save()
         assert names(tmp_path) == [f"update-0000000{update}" for update in (3, 4, 5)]
-        cut_off(tmp_path / "update-00000004")  # what it has written itself is not read again
-    with checkpoint(tmp_path, run, keep=2) as saves:
-        assert saves.restore()
+    cut_off(tmp_path / "update-00000004")
+    with checkpoint(tmp_path, run, keep=3) as saves:
+        run.run(1)
+        saves.save()  # three that are whole, and the damaged one among them
+        assert names(tmp_path) == [f"update-0000000{update}" for update in (3, 4, 5, 6)]
         run.run(1)
         saves.save()
-    assert names(tmp_path) == [f"update-0000000{update}" for update in (4, 5, 6)]
+        assert names(tmp_path) == [f"update-0000000{update}" for update in (5, 6, 7)]
 
 
 def test_the_same_update_can_be_saved_again(tmp_path: Path) -> None:
@@ -461,8 +332,6 @@ def test_a_call_inside_an_accumulation_waits_for_the_next_update(tmp_path: Path)
 
 
 def test_every_so_long_on_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     now: dict[str, float] = {}  # by thread: only rank 0's counts
     monkeypatch.setattr(module.time, "monotonic", lambda: now[threading.current_thread().name])
 
@@ -486,151 +355,6 @@ def test_without_every_step_does_nothing(tmp_path: Path) -> None:
         run.run(1)
         assert not saves.step()
     assert names(tmp_path) == []
-
-
-# -------------------------------------------------------------------------------------------------- writers and disks
-
-
-def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    run = training()
-    with checkpoint(tmp_path, run):
-        with pytest.raises(RuntimeError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*; close\(\) that"):
-            checkpoint(tmp_path, run)
-        with checkpoint(tmp_path / "other", run):
-            pass
-    with checkpoint(tmp_path, run):
-        pass
-
-
-def test_a_file_in_the_place_of_the_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said = []
-
-    def train(backend: Backend) -> None:
-        with contextlib.suppress(RuntimeError):
-            try:
-                checkpoint(tmp_path / "file", training(backend=backend))
-            except RuntimeError as error:
-                said.append(str(error))
-                raise
-
-    run_ranks(train, 2)
-    assert len(said) == 2
-    assert len(set(said)) == 1
-    assert said[0].startswith(f"dir must be a folder that can be written, but {tmp_path / 'file'} is not (File exists)")
-
-
-HEAD = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-import variable_batch_size as vbs
-from reference import training
-from test_checkpoint import checkpoint, names
-from variable_batch_size.testing import run_ranks
-folder = Path(sys.argv[1])
-"""
-
-
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(vbs.__file__).parent.parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", HEAD + script, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def test_a_full_disk_leaves_no_trace(tmp_path: Path) -> None:
-    script = """
-def train(backend):
-    run = training(backend=backend).run(1)
-    said = []
-    with checkpoint(folder, run, blob=torch.nn.Linear(300, 300)) as saves:
-        saves.save()
-        run.run(1)
-        for limit in (1, 200, 5000, 10500, 100_000, 360_000):
-            backend.exchange(b"")
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                saves.save()
-            except RuntimeError as error:
-                said.append(str(error))
-            assert names(folder) == ["update-00000001"], names(folder)
-        backend.exchange(b"")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        saves.save()
-    return said
-
-
-said = run_ranks(train, 2)
-print(names(folder), [len(rank) for rank in said], *{text for rank in said for text in rank}, sep="\\n")
-"""
-    out, err = start(script, tmp_path).communicate(timeout=100)
-    listing, numbers, text = out.splitlines()
-    assert (listing, numbers, err) == ("['update-00000001', 'update-00000002']", "[6, 6]", "")
-    assert text == (
-        f"a checkpoint must be written whole, but the one of update 2 could not be, in {tmp_path} (File too large); "
-        f"make room or choose another folder (earlier checkpoints are as they were)"
-    )
-
-
-def test_a_writer_that_is_killed_leaves_a_whole_one(tmp_path: Path) -> None:
-    script = """
-run = training(sizes=[5])
-with checkpoint(folder, run, blob=torch.nn.Linear(700, 700)) as saves:
-    saves.restore()
-    while True:
-        run.run(1)
-        saves.save()
-        print(run.optimizer.updates, flush=True)
-"""
-    seed = 5
-    print("seed", seed)
-    rng, reached = random.Random(seed), 0
-    for _ in range(3):
-        writer = start(script, tmp_path)
-        assert writer.stdout is not None
-        for _ in range(3):
-            reached = int(writer.stdout.readline())
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            writer.wait(timeout=rng.uniform(0, 0.05))
-        writer.send_signal(signal.SIGKILL)
-        rest, _ = writer.communicate()
-        reached = int((rest.split() or [reached])[-1])
-        run = training(sizes=[5])
-        with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
-            assert saves.restore()
-        assert reached <= run.optimizer.updates <= reached + 1
-    run.run(1)
-    with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
-        saves.save()
-    assert all(name.startswith("update-") for name in names(tmp_path))
-
-
-def test_what_a_killed_writer_has_left_is_no_checkpoint_and_goes(saved: Path) -> None:
-    shutil.copytree(saved / "update-00000002", saved / ".update-00000003.part")
-    (saved / ".update-00000001.old").write_text("")
-    run = training()
-    with checkpoint(saved, run) as saves:
-        assert saves.restore()
-        assert run.optimizer.updates == 2
-        run.run(1)
-        saves.save()
-    assert names(saved) == ["update-00000002", "update-00000003"]
-
-
-def test_ranks_that_see_other_folders_are_told(tmp_path: Path) -> None:
-    def save(backend: Backend) -> None:
-        with checkpoint(tmp_path / "0", training(backend=backend).run(1)) as saves:
-            saves.save()
-
-    def restore(backend: Backend) -> None:
-        run = training(backend=backend)
-        with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
-            saves.restore()
-
-    run_ranks(save, 2)
-    with pytest.raises(RuntimeError, match=r"update-00000001 on rank 1 is another one than on rank 0"):
-        run_ranks(restore, 2)
 
 
 # ---------------------------------------------------------------------------------------------------- real processes
@@ -662,23 +386,12 @@ dist.destroy_process_group()
         assert_equal(torch.load(tmp_path / f"{rank}.pt", weights_only=False), training().run(5).weights())
 
 
-@pytest.fixture
-def cores() -> Iterator[Callable[..., None]]:
-    if importlib.util.find_spec("torch_xla") is None:
-        pytest.skip("torch_xla is not installed")
-    from variable_batch_size.backend.xla import launch
-
-    yield launch
-
-
 @pytest.mark.xla
-def test_cores_save_without_compiling_and_another_number_goes_on(cores: Callable[..., None], tmp_path: Path) -> None:
-    import xla_checkpoints
-    from xla_training import Case
-
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
+def test_cores_save_without_compiling_and_another_number_goes_on(tmp_path: Path) -> None:
     case = Case(vbs.AdaScaleOptimizer, SIZES, 4)
-    cores(xla_checkpoints.save, (tmp_path, case, STOP), cores=2)
-    cores(xla_checkpoints.restore, (tmp_path, case), cores=1)
+    launch(save, (tmp_path, case, STOP), cores=2)
+    launch(restore, (tmp_path, case), cores=1)
     compiled, weights = torch.load(tmp_path / "unbroken0.pt")
     restored, stood, resumed = torch.load(tmp_path / "resumed0.pt")
     assert compiled == [0] * STOP
