@@ -185,12 +185,6 @@ def test_the_manifest_tells_where_the_training_stood(saved: Path) -> None:
     assert state["parts"]["model"]._metadata == training().model.state_dict()._metadata  # type: ignore[attr-defined]
 
 
-def test_an_empty_folder_has_none(tmp_path: Path) -> None:
-    with checkpoint(tmp_path / "new" / "folder", training()) as saves:
-        assert not saves.restore()
-        assert saves.latest is None
-
-
 # -------------------------------------------------------------------------------------- what does not fit is refused
 
 

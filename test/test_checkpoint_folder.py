@@ -101,6 +101,12 @@ def test_the_one_before_a_damaged_one_is_used(damage: Callable[[Path], None], sa
         assert again.optimizer.updates == 2
 
 
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+    with checkpoint(tmp_path / "new" / "folder", training()) as saves:
+        assert not saves.restore()
+        assert saves.latest is None
+
+
 def test_where_all_are_damaged_the_training_begins_anew(saved: Path) -> None:
     for name in names(saved):
         cut_off(saved / name)
@@ -270,9 +276,3 @@ def test_ranks_that_see_other_folders_are_told(tmp_path: Path) -> None:
     run_ranks(begin, 2)
     with pytest.raises(RuntimeError, match=r"update-00000001 on rank 1 is another one than on rank 0"):
         run_ranks(go_on, 2)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_ranks_hear_what_each_has_to_say(world: int) -> None:
-    said = [b"", b"\x00\xff", b"12345"][:world]
-    assert run_ranks(lambda backend: backend.exchange(said[backend.world.rank]), world) == world * [said]

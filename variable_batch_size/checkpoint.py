@@ -198,7 +198,9 @@ class Checkpoint:
     def _lock(self) -> str:
         try:
             self._folder.lock()
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
+            if error.errno is None:  # not the system's, but that there is another writer
+                raise
             raise OSError(
                 f"dir must be a folder that can be written, but {self._folder.path} is not ({error.strerror}); choose "
                 f"another one"
