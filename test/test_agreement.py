@@ -236,3 +236,9 @@ def test_ranks_that_were_made_equal_train_together() -> None:
 
 def test_one_rank_alone_compares_nothing() -> None:
     assert run_ranks(lambda backend: begin(backend, lambda rank: {}), 1) == [""]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_hear_what_each_has_to_say(world: int) -> None:
+    said = [b"", b"\x00\xff", b"12345"][:world]
+    assert run_ranks(lambda backend: backend.exchange(said[backend.world.rank]), world) == world * [said]

@@ -71,6 +71,8 @@ ARROWS: dict[str, set[str]] = {
     "metrics": {"agreement", "optimizer", "plan"},
     "schedules": {"optimizer", "validate"},
     "fit": {"backend", "plan", "validate"},
+    "checkpoint_folder": set(),
+    "checkpoint": {"backend", "checkpoint_folder", "optimizer", "validate"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
 WITHOUT_TORCH = {
@@ -82,6 +84,7 @@ WITHOUT_TORCH = {
     "rules",
     "plan",
     "clock",
+    "checkpoint_folder",
     "backend._xla_launch",
     "tracker",
 }

@@ -2,6 +2,7 @@
 
 from variable_batch_size.agreement import broadcast_parameters
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, World, XlaBackend, detect
+from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.fit import Fit, find_minibatch_size, fit
 from variable_batch_size.metrics import Accumulator
 from variable_batch_size.optimizer import CustomOptimizer
@@ -45,6 +46,7 @@ __all__ = [
     "AdamScaleRule",
     "Backend",
     "BatchTrace",
+    "Checkpoint",
     "ConstantOptimizer",
     "ConstantRule",
     "ConstantTimescale",

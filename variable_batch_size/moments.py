@@ -233,7 +233,8 @@ class Moments:
             return state
         gradients, *numbers = self._earlier
         kept = dict(zip(Earlier._fields[1:], map(float, numbers), strict=True))
-        return {**state, "earlier": {**kept, "gradients": [*map(torch.clone, gradients)]}}
+        copy = self._backend.host if self._deferred else torch.clone  # a clone on the device would be a graph more
+        return {**state, "earlier": {**kept, "gradients": [*map(copy, gradients)]}}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore what `state_dict` gave; from None, begin anew."""

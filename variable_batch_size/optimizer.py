@@ -94,6 +94,11 @@ class CustomOptimizer(OptimizerWrapper):
         return self._updater.rule
 
     @property
+    def backend(self) -> Backend:
+        """How its ranks communicate."""
+        return self._backend
+
+    @property
     def ref_batchsize(self) -> int | None:
         """Samples an update at which the hyperparameters were tuned."""
         return self._updater.ref_batchsize
@@ -110,11 +115,6 @@ class CustomOptimizer(OptimizerWrapper):
             checked_rules(self.rule, self.ref_batchsize, len(self.param_groups) + 1)
             super().add_param_group(param_group)
             self._updater.renew()
-
-    @property
-    def backend(self) -> Backend:
-        """How ranks communicate."""
-        return self._backend
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -137,6 +137,11 @@ class CustomOptimizer(OptimizerWrapper):
     def progress(self) -> float:
         """How far the training is, in updates at `ref_batchsize`: the sum of the updates' gains."""
         return float(self._updater.progress)
+
+    @property
+    def inside_step(self) -> bool:
+        """Whether some microbatches of a step are accumulated and others are due."""
+        return self._loop.inside_step
 
     def progress_later(self) -> Callable[[], float]:
         """The progress as it stands now, to be read later without holding up a device."""

@@ -84,6 +84,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self._size, self._here, self._round, self._left = size, 0, 0, False
         self._change = threading.Condition()
+        self._said = [b""] * size
 
     def wait(self) -> None:
         """Return when all ranks have come.
@@ -103,6 +104,14 @@ class Meeting:
                     f"every rank must take part in each update, but {threading.current_thread().name} waits for one "
                     f"that has returned; give all ranks the same number of updates"
                 )
+
+    def exchange(self, rank: int, message: bytes) -> list[bytes]:
+        """What each rank has to say, by rank."""
+        self._said[rank] = message
+        self.wait()
+        said = list(self._said)
+        self.wait()  # nobody says the next thing before all have heard this one
+        return said
 
     def leave(self) -> None:
         """Say that this rank will not come again."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
+import torch
 from torch import Tensor
 
 from variable_batch_size.world import World
@@ -46,6 +47,19 @@ class Backend(ABC):
     def host(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` in host memory; waits for the device."""
         return tensor.detach().cpu()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """What each rank has to say, by rank; waits on the host until all have come."""
+        world = self.world
+        if world.size == 1:
+            return [message]
+        lengths = torch.zeros(world.size, dtype=torch.int64)
+        lengths[world.rank] = len(message)
+        self.all_reduce_sum([lengths])
+        rows = torch.zeros(world.size, int(lengths.max()), dtype=torch.uint8)
+        rows[world.rank, : len(message)] = torch.tensor(list(message), dtype=torch.uint8)
+        self.all_reduce_sum([rows])
+        return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def print0(self, *values: object) -> None:
         """Print on rank 0 only."""

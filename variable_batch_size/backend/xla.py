@@ -109,6 +109,15 @@ class XlaBackend(Backend):
         elif self.world.size > 1:
             _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size")
 
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Without a graph where the replicas are threads of one process."""
+        if _meeting is not None:
+            return _meeting.exchange(self.world.rank, message)
+        if self.world.size == 1:
+            return [message]
+        said: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
+        return said
+
 
 def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | None = None) -> None:
     """Call `fn(*args)` once on every core, and return when all calls have returned.

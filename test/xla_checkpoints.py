@@ -1,0 +1,42 @@
+"""What the replicas of test_checkpoint.py run; here, because a child process has to import it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from xla_training import Case, Replica
+
+import variable_batch_size as vbs
+from variable_batch_size.backend.xla import compiled_graphs
+
+
+def save(folder: Path, case: Case, stop: int) -> None:
+    """Train to the end and save after each update up to `stop`; what compiled for it, and the last weights."""
+    replica, compiled, updates = Replica(case, noise="differenced"), [], 0
+    checkpoint = vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer)
+    for updated in replica.turns():
+        if updated:
+            updates += 1
+            if updates <= stop:
+                replica.backend.barrier()
+                before = compiled_graphs()
+                replica.backend.barrier()
+                checkpoint.save()
+                compiled.append(compiled_graphs() - before)
+                replica.backend.barrier()
+            if updates == len(case.sizes):
+                break
+    torch.save((compiled, replica.weights()), folder / f"unbroken{replica.backend.world.rank}.pt")
+
+
+def restore(folder: Path, case: Case) -> None:
+    """Train from the checkpoint to the end."""
+    replica = Replica(case, noise="differenced")
+    with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
+        restored = checkpoint.restore()
+    stood = replica.optimizer.updates
+    for _ in replica.turns():
+        if replica.optimizer.updates == len(case.sizes):
+            break
+    torch.save((restored, stood, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
