@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,21 @@ def test_a_tour_trains(line: str) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^best accuracy +[5-9]\d\.\d\d%$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^samples +60,000$", done.stdout, re.MULTILINE)
+
+
+def test_a_tour_goes_on_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
+    where = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
+    short = [*SHORT, "--epochs", "2", "--trace", "0:1000 90:500"]  # 90 updates, and 60 more; saved at 25, 50, 75, ...
+    whole = run([sys.executable, TOUR, *where, *short], OMP_NUM_THREADS="1")
+    assert whole.returncode == 0, whole.stderr
+    for late in sorted(tmp_path.glob("update-*"))[1:]:
+        shutil.rmtree(late)
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=3", TOUR]
+    again = run([*torchrun, *where, *short], OMP_NUM_THREADS="1")
+    assert again.returncode == 0, again.stderr
+    tables = [re.findall(r"^(updates.*|samples.*)$", done.stdout, re.MULTILINE) for done in (whole, again)]
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 3
 
 
 def test_a_tour_that_misses_its_target_exits_with_21() -> None:

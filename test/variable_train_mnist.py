@@ -66,18 +66,27 @@ def train(flags: argparse.Namespace) -> None:
     tracker = vbs.Tracker(flags.logdir)  # scalars, and a progress bar where standard error is a terminal
     optimizer = make_optimizer(flags, model, sampler, tracker)
     scheduler = make_scheduler(flags, optimizer, len(train_set))
+    # With --checkpoint a run goes on where the last one stopped, on as many ranks as there are now.
+    checkpoint = None
+    if flags.checkpoint:
+        parts = {"scheduler": scheduler} if scheduler else {}
+        checkpoint = vbs.Checkpoint(flags.checkpoint, model=model, optimizer=optimizer, every=flags.save_every, **parts)
+        checkpoint.restore()
+
     backend = vbs.detect(model.parameters())
     loss_fn = nn.CrossEntropyLoss()
 
     began, best = time.monotonic(), 0.0
     backend.print0(f"{world.size} x {device.type}, rule {flags.rule}, {flags.epochs} epochs of {flags.trace}")
-    for epoch in range(flags.epochs):
+    for epoch in range(optimizer.epoch, flags.epochs):
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         for images, labels in loader:  # one microbatch a turn
             loss_fn(model(images.to(device)), labels.to(device)).backward()
             if optimizer.step() and scheduler:  # True when this one completed an update
                 scheduler.step()
+            if checkpoint:
+                checkpoint.step()
         accuracy = evaluate(model, test_set, device, backend)
         best = max(best, accuracy)
         backend.print0(
@@ -85,6 +94,8 @@ def train(flags: argparse.Namespace) -> None:
             f"last lr {optimizer.current_lr():.4g}, {time.monotonic() - began:.1f} s"
         )
     tracker.close()
+    if checkpoint:
+        checkpoint.close()
     report(optimizer, best, time.monotonic() - began, device, backend)
     if best < flags.target:
         backend.print0(f"the best accuracy, {best:.2%}, is below the target of {flags.target:.2%}")
@@ -194,6 +205,8 @@ def parse() -> argparse.Namespace:
     add("--cores", type=int, help="XLA cores on a CPU, by default 4; a TPU uses all it has")
     add("--on-end", choices=["error", "hold", "cycle"], help="what follows the trace's last step")
     add("--data-dir", help="folder with MNIST's idx files; by default they are downloaded once")
+    add("--checkpoint", help="folder of checkpoints, from which a run goes on; by default there are none")
+    add("--save-every", type=int, default=50, help="updates from one checkpoint to the next")
     add("--logdir", help="folder for TensorBoard files and scalars.csv; by default nothing is written")
     add("--log-steps", type=int, default=10, help="updates between two rows there")
     add("--num-workers", type=int, default=0, help="processes that load data, on each rank")
