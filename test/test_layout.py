@@ -32,7 +32,6 @@ ARROWS: dict[str, set[str]] = {
     "backend._xla_launch": set(),
     "backend.xla": {"backend.base", "backend._xla_launch", "world"},
     "backend": BACKENDS | {"world"},
-    "testing": {"backend", "backend.xla", "world"},
     "tracker": set(),
     "sampler": {"backend", "clock", "plan", "shuffle", "trace", "validate", "world"},
     "loop": {"backend", "clock", "plan", "sampler"},
@@ -73,6 +72,7 @@ ARROWS: dict[str, set[str]] = {
     "fit": {"backend", "plan", "validate"},
     "checkpoint_folder": set(),
     "checkpoint": {"backend", "checkpoint_folder", "optimizer", "validate"},
+    "testing": {"backend", "backend.xla", "optimizer", "sampler", "world"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
 WITHOUT_TORCH = {

@@ -1,0 +1,71 @@
+"""The helper that tells whether a training resumes: of every class of the package, and of trainings that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from reference import EQUATIONS, SIZES, data, training
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import assert_resumes_identically
+
+X, TARGET = data(50)
+
+
+def loss(model: nn.Module, indices: list[int]) -> Tensor:
+    output: Tensor = model(X[indices])
+    return (output - TARGET[indices]).square().sum(dim=1).mean()
+
+
+def builder(kind: type[vbs.CustomOptimizer], **options: Any) -> Any:
+    def build(backend: Backend) -> Any:
+        run = training(kind, SIZES, backend=backend, **options)
+        return run.model, run.sampler, run.optimizer
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "options"),
+    [(kind, inner, {}) for kind, equation in EQUATIONS.items() for inner in equation.inners]
+    + [(kind, equation.inners[0], {"noise": "differenced"}) for kind, equation in EQUATIONS.items() if equation.noise],
+    ids=lambda thing: getattr(thing, "__name__", str(thing)),
+)
+def test_every_class_resumes(kind: type[vbs.CustomOptimizer], inner: Any, options: dict[str, Any]) -> None:
+    assert_resumes_identically(builder(kind, inner=inner, **options), loss, updates=12, seed=1)
+
+
+def test_what_an_update_reads_and_a_state_does_not_hold_is_found() -> None:
+    def build(backend: Backend) -> Any:
+        calls: list[int] = []
+
+        def rule(update: vbs.RuleInput) -> vbs.Scaling:
+            calls.append(update.batch_size)
+            return vbs.Scaling(lr=len(calls))
+
+        return builder(vbs.CustomOptimizer, rule=rule)(backend)
+
+    message = (
+        r"model\['0.weight'\] differs after 12 updates that were made as .*, seed 7; keep all that an update reads"
+    )
+    with pytest.raises(AssertionError, match=message):
+        assert_resumes_identically(build, loss, updates=12, seed=7)
+
+
+def unequal(backend: Backend) -> Any:
+    """The learning rate depends on the world."""
+    model, sampler, optimizer = builder(vbs.LinearRuleOptimizer)(backend)
+    optimizer.param_groups[0]["lr"] *= backend.world.size
+    return model, sampler, optimizer
+
+
+def test_a_training_that_depends_on_the_world_is_found_with_another_seed_each_time() -> None:
+    seeds = set()
+    for _ in range(3):
+        with pytest.raises(AssertionError, match="differs after 6 updates") as error:
+            assert_resumes_identically(unequal, loss, updates=6, worlds=(2,))
+        seeds.add(str(error.value).rpartition("seed ")[2].split(";")[0])
+    assert len(seeds) == 3
