@@ -228,7 +228,11 @@ def main() -> None:
     if flags.data_dir is None:
         mnist.fetch()
     if flags.device != "xla":
-        train(flags)
+        try:
+            train(flags)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()  # whose threads would end the process by SIGABRT, now and then
     elif os.environ.setdefault("PJRT_DEVICE", "CPU") == "CPU":
         xla.launch(train, (flags,), cores=flags.cores or 4)
     else:
