@@ -315,7 +315,11 @@ def checked_rules(rule: Rule | Sequence[Rule] | None, ref_batchsize: object, gro
     return tuple(rule), references[0]
 
 
+def each(rules: Rules) -> tuple[Rule, ...]:
+    """One after another, the one for all parameter groups too."""
+    return rules if isinstance(rules, tuple) else (rules,)
+
+
 def needs_noise(rules: Rules) -> bool:
     """Whether one of them looks at the gradient's noise."""
-    every = rules if isinstance(rules, tuple) else (rules,)
-    return any(getattr(rule, "needs_noise", False) for rule in every)
+    return any(getattr(rule, "needs_noise", False) for rule in each(rules))

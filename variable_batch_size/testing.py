@@ -134,9 +134,9 @@ def assert_resumes_identically(
     unbroken, broken = train(updates, 1, None), None
     for end, world in parts:
         broken = train(end, world, broken)
+    found = dict(_tensors(broken))
     for name, expected in _tensors(unbroken):
-        found = dict(_tensors(broken))[name]
-        if not _close(found, expected, rtol):
+        if not _close(found[name], expected, rtol):
             raise AssertionError(
                 f"a training that stops must go on as if it had not, but {name} differs after {updates} updates that "
                 f"were made as (up to update, on ranks) {parts}, seed {seed}; keep all that an update reads in "
@@ -171,8 +171,8 @@ def _train(
 
 
 def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Every number of a state with its path."""
-    if isinstance(state, (Tensor, float)) and not isinstance(state, bool):
+    """Every tensor and float of a state, with its path."""
+    if isinstance(state, (Tensor, float)):
         return [(name, torch.as_tensor(state))]
     if isinstance(state, _State):
         state = state._asdict()

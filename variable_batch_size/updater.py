@@ -20,7 +20,7 @@ from variable_batch_size.hyperparameters import Displacement, scaled
 from variable_batch_size.moments import Moments
 from variable_batch_size.plan import Microbatch, Step
 from variable_batch_size.progress import Progress
-from variable_batch_size.rules import ConstantTimescale, RuleInput, Rules, Scaling, needs_noise
+from variable_batch_size.rules import ConstantTimescale, RuleInput, Rules, Scaling, each, needs_noise
 from variable_batch_size.validate import refusal
 
 Reduction = Literal["mean", "sum"]
@@ -180,7 +180,7 @@ class Updater:
     def _scalings(self, update: RuleInput, finite: Any = True) -> list[Scaling]:
         """The factors of each parameter group; on a device they are 0 where `finite` says no."""
         made = []
-        for rule in self.rule if isinstance(self.rule, tuple) else (self.rule,):
+        for rule in each(self.rule):
             scaling = rule(update)
             _check_finite(rule, scaling)
             made.append(self._guarded(scaling, finite.float()) if isinstance(finite, Tensor) else scaling)
@@ -233,8 +233,7 @@ class Updater:
                 f"it multiplies what happened to them, but some are {' and '.join(sorted(small))}; keep the "
                 f"parameters in float32, and use torch.autocast"
             )
-        rules = self.rule if isinstance(self.rule, tuple) else (self.rule,)
-        if any(isinstance(rule, ConstantTimescale) and rule.needs_noise for rule in rules):
+        if any(isinstance(rule, ConstantTimescale) and rule.needs_noise for rule in each(self.rule)):
             raise TypeError(
                 f"on {device} a weight decay must not depend on the noise, which is not read there, but that of "
                 f"{self.rule} does; use the rule without ConstantTimescale"
