@@ -19,6 +19,7 @@ BACKENDS = {"backend", "backend.base", "backend.local", "backend.distributed", "
 # The house from the ground up: a module may import those that its line names. A new module needs a line.
 ARROWS: dict[str, set[str]] = {
     "world": set(),
+    "preemption": set(),
     "validate": set(),
     "trace_csv": {"validate"},
     "trace": {"trace_csv", "validate"},
@@ -29,8 +30,8 @@ ARROWS: dict[str, set[str]] = {
     "backend.base": {"world"},
     "backend.local": {"backend.base", "world"},
     "backend.distributed": {"backend.base", "world"},
-    "backend._xla_launch": set(),
-    "backend.xla": {"backend.base", "backend._xla_launch", "world"},
+    "backend._xla_launch": {"preemption"},
+    "backend.xla": {"backend.base", "backend.distributed", "backend._xla_launch", "world"},
     "backend": BACKENDS | {"world"},
     "tracker": set(),
     "sampler": {"backend", "clock", "plan", "shuffle", "trace", "validate", "world"},
@@ -71,7 +72,8 @@ ARROWS: dict[str, set[str]] = {
     "schedules": {"optimizer", "validate"},
     "fit": {"backend", "plan", "validate"},
     "checkpoint_folder": set(),
-    "checkpoint": {"backend", "checkpoint_folder", "optimizer", "validate"},
+    "stop": {"world"},
+    "checkpoint": {"backend", "checkpoint_folder", "optimizer", "preemption", "stop", "validate"},
     "testing": {"backend", "backend.xla", "optimizer", "sampler", "world"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
@@ -86,6 +88,7 @@ WITHOUT_TORCH = {
     "clock",
     "checkpoint_folder",
     "backend._xla_launch",
+    "preemption",
     "tracker",
 }
 WITH_XLA = {"backend.xla", "backend._xla_launch"}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.world import World
@@ -60,6 +61,20 @@ class Backend(ABC):
         rows[world.rank, : len(message)] = torch.tensor(list(message), dtype=torch.uint8)
         self.all_reduce_sum([rows])
         return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+    def store(self) -> dist.Store:
+        """Where ranks leave notes for one another, without waiting: it is the same one for all of them.
+
+        Raises:
+            RuntimeError: where there is none.
+        """
+        if self.world.size > 1:
+            raise RuntimeError(
+                f"ranks that shall stop together need a store that all of them see, but {type(self).__name__} has none "
+                f"for these {self.world.size}; initialise torch.distributed in each of them, on a TPU by "
+                f'init_process_group("xla", init_method="xla://")'
+            )
+        return dist.HashStore()
 
     def print0(self, *values: object) -> None:
         """Print on rank 0 only."""
