@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from xla_training import Case, Replica
 
 import variable_batch_size as vbs
 from variable_batch_size.backend.xla import compiled_graphs
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """What `torch_xla.launch` calls, with a core's number first."""
+
+    work: Callable[..., object]
+
+    def __call__(self, number: int, *args: Any) -> None:
+        self.work(*args)
 
 
 def save(folder: Path, case: Case, stop: int) -> None:
@@ -40,3 +53,18 @@ def restore(folder: Path, case: Case) -> None:
         if replica.optimizer.updates == len(case.sizes):
             break
     torch.save((restored, stood, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
+
+
+def train_until_asked(folder: Path, case: Case) -> None:
+    """Go on from the checkpoint, if there is one, until a signal comes; each core tells where it stands at the end."""
+    replica = Replica(case)
+    rank = replica.backend.world.rank
+    with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
+        checkpoint.restore()
+        try:
+            for updated in replica.turns():
+                checkpoint.step()
+                if updated and rank == 0:
+                    print("update", replica.optimizer.updates, flush=True)
+        finally:
+            (folder / f"stood{rank}").write_text(str(replica.optimizer.updates))

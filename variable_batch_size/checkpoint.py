@@ -16,7 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import IO, Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import IO, Any, NamedTuple, NoReturn, Protocol, final, runtime_checkable
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint_folder import STATE, CheckpointFolder, whole
 from variable_batch_size.optimizer import CustomOptimizer
+from variable_batch_size.preemption import EXIT_CODE, current, notice
+from variable_batch_size.stop import CommonStop
 from variable_batch_size.validate import refusal
 from variable_batch_size.validate import whole as whole_number
 
@@ -104,7 +107,9 @@ class Checkpoint:
         self._keep = whole_number(keep, "keep", 1)
         self._every = _checked_every(every)
         self._folder = CheckpointFolder(Path(dir))
-        self._on_rank_0(self._lock)
+        name = self._on_rank_0(self._lock)
+        taken = any(self._everywhere(lambda: b"taken" * (current() is not None)))  # on any rank: all have to agree
+        self._stop = CommonStop(self._backend.store(), name, self._backend.world) if taken else None
         self._seen, self._saved = optimizer.updates, time.monotonic()
 
     @property
@@ -136,11 +141,18 @@ class Checkpoint:
 
         Returns:
             Whether it has saved, the same on every rank.
+
+        Raises:
+            SystemExit: with code 143 on every rank, when it has saved because a `Preemption` was asked to stop.
         """
         updates = self._optimizer.updates
-        if self._every is None or updates == self._seen or self._optimizer.inside_step:
+        if updates == self._seen or self._optimizer.inside_step:
             return False
         before, self._seen = self._seen, updates
+        if self._stop and self._stop.after_update(wanted=notice() != ""):
+            self._leave()
+        if self._every is None:
+            return False
         if isinstance(self._every, timedelta):
             seconds = self._every.total_seconds()
             due = self._on_rank_0(lambda: "due" * (time.monotonic() - self._saved >= seconds)) != ""
@@ -193,6 +205,13 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _leave(self) -> NoReturn:
+        path = self.save()
+        notices = [said.decode() for said in self._everywhere(lambda: notice().encode())]
+        longest = max(notices, key=lambda text: float(text.partition(" ")[0] or 0))
+        self._on_rank_0(lambda: print(f"stops: {path.name} was whole {longest}", flush=True) or "")
+        raise SystemExit(EXIT_CODE)
+
     # On rank 0. --------------------------------------------------------------------------------------------------
 
     def _lock(self) -> str:
@@ -205,7 +224,7 @@ class Checkpoint:
                 f"dir must be a folder that can be written, but {self._folder.path} is not ({error.strerror}); choose "
                 f"another one"
             ) from error
-        return ""
+        return uuid4().hex
 
     def _publish(self, parts: dict[str, Any], rng: list[dict[str, Any]]) -> Path:
         folder, updates = self._folder, self._optimizer.updates

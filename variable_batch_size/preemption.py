@@ -54,16 +54,6 @@ class Preemption:
         """Whether a signal has come."""
         return self._first is not None
 
-    @property
-    def name(self) -> str:
-        """Of the signal that has come; empty before."""
-        return self._first[0].name if self._first else ""
-
-    @property
-    def seconds(self) -> float:
-        """Since it has come; nan before."""
-        return time.monotonic() - self._first[1] if self._first else float("nan")
-
     @contextmanager
     def relayed(self, relay: Callable[[signal.Signals], None]) -> Iterator[None]:
         """Pass what comes on to `relay`, for as long as the block runs."""
@@ -75,7 +65,7 @@ class Preemption:
 
     @staticmethod
     def shield(worker: int = 0) -> None:
-        """Ignore the signals: a loader's `worker_init_fn`, for where they go to all processes and not to ranks alone."""
+        """Ignore the signals: a loader's `worker_init_fn`, where they go to all processes and not just to ranks."""
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, signal.SIG_IGN)
 
@@ -126,18 +116,25 @@ class Preemption:
                 self._take(signal.Signals(came[0]))
 
     def _take(self, signum: signal.Signals) -> None:
-        again = self._first is not None and self.seconds >= _SAME
-        if self._first is None:
-            self._first = signum, time.monotonic()
+        now = time.monotonic()
+        self._first = self._first or (signum, now)
         if self._relay is not None:
             self._relay(signum)
-        if again:
+        if now - self._first[1] >= _SAME:
             os._exit(EXIT_CODE)
 
 
 def current() -> Preemption | None:
     """The one that is entered in this process."""
     return _active
+
+
+def notice() -> str:
+    """Which signal has come to this process, and how long ago: "0.42 s after SIGTERM"; empty before."""
+    if _active is None or _active._first is None:
+        return ""
+    signum, when = _active._first
+    return f"{time.monotonic() - when:.2f} s after {signum.name}"
 
 
 def _do_nothing(signum: int, frame: FrameType | None) -> None:

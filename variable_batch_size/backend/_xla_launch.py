@@ -60,6 +60,38 @@ def run_child(work: Callable[..., object], args: Sequence[Any], environment: Map
     _end_as(-signal.SIGTERM if asked_by and code == -asked_by else code)  # before the child took signals
 
 
+def run_by(launcher: Callable[..., object], work: Callable[..., object], args: Sequence[Any]) -> None:
+    """Let `launcher(work, args=args)` start the processes; under a `Preemption` they take its signals as well."""
+    preemption = current()
+    if preemption is None:
+        launcher(work, args=tuple(args))
+        return
+
+    def relay(signum: signal.Signals) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signum)
+
+    with preemption.relayed(relay):
+        launcher(_TakesSignals(work, preemption.signals), args=tuple(args))
+
+
+@final
+class _TakesSignals:
+    """A function that enters a `Preemption` where it is unpickled: in the main thread of another process."""
+
+    def __init__(self, work: Callable[..., object], signals: Sequence[signal.Signals]) -> None:
+        self.work, self.signals = work, signals
+
+    def __call__(self, *args: Any) -> object:
+        return self.work(*args)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        Preemption(self.signals).__enter__()
+
+
 @contextmanager
 def environment_with(settings: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables, for as long as the block runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
@@ -63,18 +64,14 @@ class Backend(ABC):
         return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def store(self) -> dist.Store:
-        """Where ranks leave notes for one another, without waiting: it is the same one for all of them.
-
-        Raises:
-            RuntimeError: where there is none.
-        """
-        if self.world.size > 1:
-            raise RuntimeError(
-                f"ranks that shall stop together need a store that all of them see, but {type(self).__name__} has none "
-                f"for these {self.world.size}; initialise torch.distributed in each of them, on a TPU by "
-                f'init_process_group("xla", init_method="xla://")'
-            )
-        return dist.HashStore()
+        """Where ranks leave notes for one another without waiting, the same for all; every rank has to call it."""
+        if self.world.size == 1:
+            return dist.HashStore()
+        hosts = self.exchange(socket.gethostname().encode())
+        host = hosts[0].decode() if len(set(hosts)) > 1 else "localhost"
+        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.world.rank == 0 else None
+        port = int(self.exchange(b"%d" % (server.port if server else 0))[0])
+        return server or dist.TCPStore(host, port, is_master=False)
 
     def print0(self, *values: object) -> None:
         """Print on rank 0 only."""

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_child, run_threads
+from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_by, run_child, run_threads
 from variable_batch_size.backend.base import Backend
-from variable_batch_size.backend.distributed import DistributedBackend
 from variable_batch_size.world import World
 
 # Python numbers that are 0, 1 or -1 travel as data too, as all others do: no graph compiles anew because a learning
@@ -123,12 +122,8 @@ class XlaBackend(Backend):
         return said
 
     def store(self) -> dist.Store:
-        """In the memory that replicas share where they are threads of one process, else that of the process group."""
-        if _store is not None:
-            return _store
-        if dist.is_available() and dist.is_initialized():
-            return DistributedBackend().store()
-        return super().store()
+        """In the memory that replicas share where they are threads of one process."""
+        return super().store() if _store is None else _store
 
 
 def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | None = None) -> None:
@@ -164,7 +159,7 @@ def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | 
             f"launch uses all cores of a {kind}, got cores={cores}; leave cores out, or set PJRT_DEVICE=CPU"
         )
     with environment_with(_SETTINGS):
-        _torch_xla().launch(functools.partial(_without_ordinal, fn), args=tuple(args))
+        run_by(_torch_xla().launch, functools.partial(_without_ordinal, fn), args)
 
 
 def compiled_graphs() -> int:
