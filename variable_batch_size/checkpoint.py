@@ -149,6 +149,11 @@ class Checkpoint:
         if updates == self._seen or self._optimizer.inside_step:
             return False
         before, self._seen = self._seen, updates
+        if self._stop is None and current() is not None:
+            raise RuntimeError(
+                "a Checkpoint heeds a Preemption that was there before it, but this one was made first; enter the "
+                "Preemption before the Checkpoint is made"
+            )
         if self._stop and self._stop.after_update(wanted=notice() != ""):
             self._leave()
         if self._every is None:
