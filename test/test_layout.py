@@ -71,7 +71,19 @@ ARROWS: dict[str, set[str]] = {
     "schedules": {"optimizer", "validate"},
     "fit": {"backend", "plan", "validate"},
     "checkpoint_folder": set(),
-    "checkpoint": {"backend", "checkpoint_folder", "optimizer", "validate"},
+    "background": set(),
+    "random_states": set(),
+    "snapshot": {"backend"},
+    "stored_state": {"checkpoint_folder"},
+    "checkpoint": {
+        "background",
+        "checkpoint_folder",
+        "optimizer",
+        "random_states",
+        "snapshot",
+        "stored_state",
+        "validate",
+    },
     "testing": {"backend", "backend.xla", "optimizer", "sampler", "world"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
@@ -85,6 +97,7 @@ WITHOUT_TORCH = {
     "plan",
     "clock",
     "checkpoint_folder",
+    "background",
     "backend._xla_launch",
     "tracker",
 }
