@@ -25,7 +25,10 @@ class Numbered:
 
 
 def save(folder: Path, case: Case, stop: int) -> None:
-    """Train to the end and save after each update up to `stop`; what compiled for it, and the last weights."""
+    """Train to the end and save after each update up to `stop`; what compiled for it, and the last weights.
+
+    But for the first save nobody waits, and nobody closes: the last one is written while the training goes on.
+    """
     replica, compiled, updates = Replica(case, noise="differenced"), [], 0
     checkpoint = vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer)
     for updated in replica.turns():
@@ -35,7 +38,7 @@ def save(folder: Path, case: Case, stop: int) -> None:
                 replica.backend.barrier()
                 before = compiled_graphs()
                 replica.backend.barrier()
-                checkpoint.save()
+                checkpoint.save(wait=updates == 1)
                 compiled.append(compiled_graphs() - before)
                 replica.backend.barrier()
             if updates == len(case.sizes):

@@ -59,9 +59,9 @@ class Backend(ABC):
         lengths[world.rank] = len(message)
         self.all_reduce_sum([lengths])
         rows = torch.zeros(world.size, int(lengths.max()), dtype=torch.uint8)
-        rows[world.rank, : len(message)] = torch.tensor(list(message), dtype=torch.uint8)
+        rows[world.rank].numpy().data[: len(message)] = message
         self.all_reduce_sum([rows])
-        return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def store(self) -> dist.Store:
         """Where ranks leave notes for one another without waiting, the same for all; every rank has to call it."""
