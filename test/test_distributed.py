@@ -166,6 +166,18 @@ def in_a_group(folder: Path) -> Any:
     return backend.world, training(backend=backend).run(len(SIZES)).weights()
 
 
+def stores(folder: Path) -> list[bytes]:
+    """What the last rank leaves for the others: in the group's store, and in one that any backend can open."""
+    backend, found = vbs.DistributedBackend(), []
+    last = backend.world.rank == backend.world.size - 1
+    for store in (backend.store(), vbs.Backend.store(backend)):
+        if last:
+            store.set("note", "found")
+        found.append(store.get("note"))
+        backend.exchange(b"")  # rank 0 has the server
+    return found
+
+
 def go_on(folder: Path) -> Any:
     """The first world trains for 3 updates, the second one goes on."""
     path, world = folder / "checkpoint.pt", dist.get_world_size()
@@ -224,6 +236,7 @@ SCENARIOS = (
     train_by_a_function,
     overflow_on_rank_1,
     in_a_group,
+    stores,
     go_on,
     refusals,
 )
@@ -296,6 +309,10 @@ def test_the_world_is_found(ranks: list[dict[str, Any]]) -> None:
         world, weights = rank["the_world_by_itself"]
         assert world == vbs.World(i, len(ranks))
         assert_equal(weights, ranks[0]["the_world_by_itself"][1], 0)
+
+
+def test_ranks_find_what_others_have_left(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["stores"] for rank in ranks] == [2 * [b"found"]] * len(ranks)
 
 
 def test_nobody_warns(folder: Path) -> None:
