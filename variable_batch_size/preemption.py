@@ -20,6 +20,7 @@ from typing import Any, final
 
 EXIT_CODE = 128 + signal.SIGTERM  # 143
 
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _SAME = 1.0  # seconds; where a whole job is asked to stop, a process hears it from the system and from its launcher
 _END = b"\0"  # no signal has this number
 
@@ -42,7 +43,7 @@ class Preemption:
         RuntimeError: on entering it outside of the main thread, or in another one.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
         self.signals = tuple(map(signal.Signals, signals))
         self._first: tuple[signal.Signals, float] | None = None
         self._relay: Callable[[signal.Signals], None] | None = None
@@ -66,7 +67,7 @@ class Preemption:
     @staticmethod
     def shield(worker: int = 0) -> None:
         """Ignore the signals: a loader's `worker_init_fn`, where they go to all processes and not just to ranks."""
-        for signum in (signal.SIGTERM, signal.SIGUSR1):
+        for signum in _SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
 
     def __enter__(self) -> Preemption:
