@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from results import record
@@ -32,14 +32,16 @@ TRAININGS: list[tuple[str, str, tuple[int, ...]]] = [
 _printing = threading.Lock()
 
 
-def kill(number: int, kills: int, seed: int, folder: Path) -> list[Kill]:
-    """Kill training `number` so many times, and let it finish."""
+def kill(number: int, kills: int, seed: int, folder: Path, failed: threading.Event) -> list[Kill]:
+    """Kill training `number` so many times, and let it finish, unless another one has failed."""
     rng = random.Random(seed)
     kind, inner, minibatch_sizes = TRAININGS[number % len(TRAININGS)]
     sizes = tuple(rng.randint(1, 40) for _ in range(50))
     run = Run(kind, inner, sizes, rng.randint(50, 300), rng.getrandbits(32), every=3, numbers=1_000_000)
     campaign = Campaign(run, folder, rng.getrandbits(64), minibatch_sizes=minibatch_sizes)
     for turn in range(kills):
+        if failed.is_set():
+            return []
         (world,) = rng.choices((1, 2, 3, 4), (4, 3, 2, 1))
         (phase,) = rng.choices(("start", "restore", "training"), (1, 1, 8))
         done = campaign.kill(world, rng.choice(("all", "a worker")), phase)
@@ -56,17 +58,22 @@ if __name__ == "__main__":
     parser.add_argument("--trainings", type=int, default=2, help="side by side")
     flags = parser.parse_args()
     print(f"seed {flags.seed}")
+    failed = threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(flags.trainings) as pool:
-        shares = [len(range(number, flags.kills, flags.trainings)) for number in range(flags.trainings)]
         jobs = []
-        for number, share in enumerate(shares):
+        for number in range(flags.trainings):
             own = Path(folder) / str(number)
             own.mkdir()
-            jobs.append(pool.submit(kill, number, share, flags.seed * 1000 + number, own))
-        kills = [done for job in jobs for done in job.result()]
+            share = len(range(number, flags.kills, flags.trainings))
+            jobs.append(pool.submit(kill, number, share, flags.seed * 1000 + number, own, failed))
+        try:
+            kills = [done for job in as_completed(jobs) for done in job.result()]
+        finally:
+            failed.set()
     again = [done.at - done.goes_on for done in kills if done.at]
     record(
-        f"{len(kills)} kills by SIGKILL, of {len(again)} in training and {sum(done.saving for done in kills)} during a "
-        "save, after which each sample counts once an epoch and the parameters are those of one process",
-        f"{sum(again) / len(again):.2f} updates again in the mean, {max(again)} at most, with a checkpoint every 3",
+        "trainings in torchrun's processes, a checkpoint every 3 updates, killed by SIGKILL",
+        f"{len(kills)} kills, {len(again)} in training, {sum(done.saving for done in kills)} during a save: every "
+        f"sample once an epoch, the parameters of one process; {sum(again) / len(again):.2f} updates again in the "
+        f"mean, {max(again)} at most",
     )

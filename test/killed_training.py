@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +125,15 @@ def train(folder: Path, run: Run, attempt: Attempt) -> None:
     torch.save((now.optimizer.updates, now.optimizer.progress, weights), folder / f"end{backend.world.rank}.pt")
 
 
+def follow_starter() -> None:
+    """End when nobody is left who would end us: then standard input ends."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
 def main(folder: Path, run: Run, attempt: Attempt) -> None:
     faulthandler.enable()  # SIGABRT shows where a process hangs
+    threading.Thread(target=follow_starter, daemon=True).start()
     if attempt.cores:
         launch(train, (folder, run, attempt), cores=attempt.cores)
         return

@@ -49,7 +49,12 @@ class Job:
         self.began = time.time()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,  # which closes whatever ends this process: the attempt has no end of its own
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | settings,
+                start_new_session=True,
             )
 
     def __enter__(self) -> Job:
@@ -59,7 +64,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.kill()
-        self.process.wait()
+        self.process.communicate()
 
     def members(self) -> list[int]:
         """All processes of the attempt that live; torchrun's workers are in sessions of their own."""
