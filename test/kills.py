@@ -31,7 +31,7 @@ from reference import assert_equal
 import variable_batch_size as vbs
 from variable_batch_size.checkpoint_folder import CheckpointFolder, whole
 
-PATIENCE = 120.0  # seconds, after which what is waited for hangs
+PATIENCE = 300.0  # seconds, after which what is waited for hangs
 FORCED = "Unable to shutdown process"  # what torchrun says of a worker that a SIGTERM does not end in 30 s
 MARK = "KILLED_TRAINING"  # in the environment of every process of an attempt, also of those that nobody has told us of
 
