@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from reference import assert_equal
 
 import variable_batch_size as vbs
 from variable_batch_size.checkpoint_folder import CheckpointFolder, whole
+from variable_batch_size.preemption import EXIT_CODE
 
 PATIENCE = 300.0  # seconds, after which what is waited for hangs
 FORCED = "Unable to shutdown process"  # what torchrun says of a worker that a SIGTERM does not end in 30 s
@@ -121,18 +123,45 @@ class Ending:
     clean: bool = False  # whether the next attempt repeats nothing
 
 
+def asking(code: int, number: signal.Signals, whom: Callable[[Job, random.Random], list[int]]) -> Ending:
+    """Ask these to stop, which then saves what was done."""
+    return Ending(code, lambda job, rng: send(number, whom(job, rng)), clean=True)
+
+
+def one_worker(job: Job, rng: random.Random) -> list[int]:
+    return [rng.choice(job.notes().pids)]
+
+
+def first_process(job: Job, rng: random.Random) -> list[int]:
+    return [job.process.pid]
+
+
+def everybody(job: Job, rng: random.Random) -> list[int]:
+    return job.members()
+
+
 def kill_one_worker(job: Job, rng: random.Random) -> None:
     """The others have to end without our help."""
-    send(signal.SIGKILL, [rng.choice(job.notes().pids)])
+    send(signal.SIGKILL, one_worker(job, rng))
 
 
 ALL_AT_ONCE = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
 ENDINGS = {
-    "torchrun": {"all": ALL_AT_ONCE, "a worker": Ending(1, kill_one_worker)},
+    "torchrun": {
+        "all": ALL_AT_ONCE,
+        "a worker": Ending(1, kill_one_worker),
+        "SIGTERM to a worker": asking(1, signal.SIGTERM, one_worker),
+        "SIGUSR1 to a worker": asking(1, signal.SIGUSR1, one_worker),
+        "SIGTERM to torchrun": asking(1, signal.SIGTERM, first_process),
+        "SIGTERM to all": asking(1, signal.SIGTERM, everybody),
+    },
     "cores": {
         "all": ALL_AT_ONCE,
         "a worker": Ending(1, kill_one_worker),
         "the launcher": Ending(-signal.SIGKILL, lambda job, rng: send(signal.SIGKILL, [job.process.pid])),
+        "SIGTERM to the launcher": asking(EXIT_CODE, signal.SIGTERM, first_process),
+        "SIGUSR1 to the launcher": asking(EXIT_CODE, signal.SIGUSR1, first_process),
+        "SIGTERM to all": asking(EXIT_CODE, signal.SIGTERM, everybody),
     },
 }
 
@@ -154,8 +183,11 @@ class Kill:
     at: int  # the update that was under way, or had just been made; 0 before the first one
     saving: bool
     goes_on: int  # the update that is restored next
+    notice: float | None = None  # seconds from a signal to the checkpoint, where there was time for one
 
     def __str__(self) -> str:
+        if self.notice is not None:
+            return f"{self.ending} of {self.world}: stops after update {self.at}, saved {self.notice:.2f} s later"
         where = f"at update {self.at}" if self.at else "before any update"
         again = f", {self.at - self.goes_on} updates again" if self.at else ""
         return (
@@ -249,7 +281,8 @@ class Campaign:
             job.wait(job.ended, "all its processes have ended", alive=False)
             assert job.process.returncode == end.code, (job.process.returncode, job.log.read_text())
             assert FORCED not in job.log.read_text(), job.log.read_text()
-            done = Kill(world, ending, max(job.notes().updates, default=0), self._saving(job.began), self._newest())
+            at, notice = max(job.notes().updates, default=0), self._notice(job, end)
+            done = Kill(world, ending, at, self._saving(job.began), self._newest(), notice)
         if done.at:
             assert 0 <= done.at - done.goes_on <= (0 if end.clean else self.run.every), done
         self.kills.append(done)
@@ -280,6 +313,15 @@ class Campaign:
         told = [str(self.folder), json.dumps(asdict(self.run)), json.dumps(asdict(attempt))]
         command = [sys.executable, *([] if cores else torchrun), str(script), *told]
         return Job(command, self.folder, attempt.number)
+
+    def _notice(self, job: Job, end: Ending) -> float | None:
+        """What was printed on the way out, by one that was asked to stop; of its processes one must have said why."""
+        if not end.clean:
+            return None
+        log = job.log.read_text()
+        said = re.findall(r"^stops: update-\d+ was whole (\d+\.\d\d) s after SIG", log, re.MULTILINE)
+        assert len(said) == 1, log
+        return float(said[0])
 
     def _saving(self, began: float) -> bool:
         """Whether a checkpoint was cut off since then; one that was cut off earlier goes with the next save."""
