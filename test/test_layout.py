@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,12 +186,17 @@ import torch
 handlers, threads, rng = logging.root.handlers[:], torch.get_num_threads(), torch.get_rng_state()
 import variable_batch_size
 assert "torch_xla" not in sys.modules, "imports torch_xla"
+assert len(variable_batch_size.BatchTrace.from_csv("traces/test_trace.csv")) > 0
+assert "pandas" not in sys.modules, "imports pandas, which takes longer than all of the package"
 assert logging.root.handlers == handlers == [] and logging.root.level == logging.WARNING, "configures logging"
 assert dict(os.environ) == before[0], "changes the environment"
 assert torch.get_num_threads() == threads and bool((torch.get_rng_state() == rng).all()), "changes torch"
 assert not torch.distributed.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from variable_batch_size import trace_csv
 from variable_batch_size.trace import BatchTrace, TraceEndError
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -37,6 +38,14 @@ class Twin:
 
     def step_at(self, sample):
         return bisect_right(self.offsets, sample) - 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_at_once():
+    """Read short files as long ones are read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_csv, "_SMALL", 0)
+        yield
 
 
 def write(folder, text, name="a.csv"):
@@ -319,7 +328,10 @@ def test_spaces_quotes_line_ends_blank_lines_and_a_byte_order_mark_mean_nothing(
     rows += [row.format(step, size) for step, size in enumerate(sizes)]
     text = (between.join(rows) + last).encode("utf-8-sig" if bom else "utf-8")
     path = write(tmp_path_factory.getbasetemp(), text)
-    assert BatchTrace.from_csv(path) == BatchTrace.from_sizes(sizes)
+    for small in (0, LARGEST):  # all at once, line by line
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trace_csv, "_SMALL", small)
+            assert BatchTrace.from_csv(path) == BatchTrace.from_sizes(sizes)
 
 
 @pytest.mark.parametrize("quote", ["", '"'])

@@ -13,7 +13,6 @@ from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from variable_batch_size.trace_csv import EXAMPLE, IntArray, read_sizes
 from variable_batch_size.validate import LARGEST, integer, refusal, whole
@@ -132,6 +131,8 @@ class BatchTrace:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the file that `from_csv` reads, whole or not at all; ValueError for a trace without end."""
+        import pandas as pd  # takes longer than the rest of the package
+
         steps, target = np.arange(self._end("to_csv")), Path(path)
         part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from variable_batch_size.validate import LARGEST, refusal, whole
 
 IntArray = npt.NDArray[np.int64]
 
 EXAMPLE = '"0:128 2000:256 10K:1024"'
+_SMALL = 1 << 18  # bytes, which are read line by line before pandas is imported: a training starts again often
 _INTEGER = re.compile(r"[+-]?[0-9]{1,25}")
 
 
@@ -30,7 +30,7 @@ def read_sizes(name: str, renumber: bool) -> IntArray:
             found = repr(",".join(header))[:60] if header else "an empty file"
             raise refusal(f"trace header ({name}:{at}) must have one column {column}", found, "add or rename columns")
     step, size = (header.index(column) for column in ("step", "batchsize"))
-    fast = _read_fast(data, None if renumber else step, size, len(header))
+    fast = _read_fast(data, None if renumber else step, size, len(header)) if len(data) > _SMALL else None
     if fast is not None:
         return fast
     sizes: list[int] = []
@@ -84,6 +84,8 @@ def _lines(data: bytes, name: str) -> Iterator[tuple[int, list[str]]]:
 
 def _read_fast(data: bytes, step: int | None, size: int, cells: int) -> IntArray | None:
     """The sizes of a file that is plain and right; None for any other."""
+    import pandas as pd
+
     if b'"' in data or b"\0" in data or data.count(b"\r") != data.count(b"\r\n"):
         return None
     text = np.frombuffer(data + b"\n", np.uint8)
