@@ -32,7 +32,7 @@ TRAININGS: list[tuple[str, str, tuple[int, ...]]] = [
 _printing = threading.Lock()
 
 
-def kill(number: int, kills: int, seed: int, folder: Path, failed: threading.Event) -> list[Kill]:
+def kill(number: int, kills: int, seed: int, folder: Path, endings: list[str], failed: threading.Event) -> list[Kill]:
     """Kill training `number` so many times, and let it finish, unless another one has failed."""
     rng = random.Random(seed)
     kind, inner, minibatch_sizes = TRAININGS[number % len(TRAININGS)]
@@ -44,7 +44,7 @@ def kill(number: int, kills: int, seed: int, folder: Path, failed: threading.Eve
             return []
         (world,) = rng.choices((1, 2, 3, 4), (4, 3, 2, 1))
         (phase,) = rng.choices(("start", "restore", "training"), (1, 1, 8))
-        done = campaign.kill(world, rng.choice(("all", "a worker")), phase)
+        done = campaign.kill(world, rng.choice(endings), phase)
         with _printing:
             print(f"training {number}, kill {turn + 1}: {done}", flush=True)
     campaign.finish(rng.randint(1, 4))
@@ -55,9 +55,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signal", action="store_true", help="ask by SIGTERM or SIGUSR1, in the place of SIGKILL")
     parser.add_argument("--trainings", type=int, default=2, help="side by side")
     flags = parser.parse_args()
     print(f"seed {flags.seed}")
+    endings = ["SIGTERM", "SIGUSR1 to a worker"] if flags.signal else ["all", "a worker"]
     failed = threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(flags.trainings) as pool:
         jobs = []
@@ -65,15 +67,16 @@ if __name__ == "__main__":
             own = Path(folder) / str(number)
             own.mkdir()
             share = len(range(number, flags.kills, flags.trainings))
-            jobs.append(pool.submit(kill, number, share, flags.seed * 1000 + number, own, failed))
+            jobs.append(pool.submit(kill, number, share, flags.seed * 1000 + number, own, endings, failed))
         try:
             kills = [done for job in as_completed(jobs) for done in job.result()]
         finally:
             failed.set()
     again = [done.at - done.goes_on for done in kills if done.at]
     record(
-        "trainings in torchrun's processes, a checkpoint every 3 updates, killed by SIGKILL",
-        f"{len(kills)} kills, {len(again)} in training, {sum(done.saving for done in kills)} during a save: every "
+        "trainings in torchrun's processes, a checkpoint every 3 updates, ended by "
+        f"{'SIGTERM and SIGUSR1' if flags.signal else 'SIGKILL'}",
+        f"{len(kills)} times, {len(again)} in training, {sum(done.saving for done in kills)} during a save: every "
         f"sample once an epoch, the parameters of one process; {sum(again) / len(again):.2f} updates again in the "
         f"mean, {max(again)} at most",
     )

@@ -48,8 +48,9 @@ folder = Path(sys.argv[1])
 """
 
 
-def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+def start(script: str, *arguments: object, new_session: bool = False) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(vbs.__file__).parent.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HEAD + script, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=new_session, **pipes)

@@ -134,15 +134,16 @@ def follow_starter() -> None:
 def main(folder: Path, run: Run, attempt: Attempt) -> None:
     faulthandler.enable()  # SIGABRT shows where a process hangs
     threading.Thread(target=follow_starter, daemon=True).start()
-    if attempt.cores:
-        launch(train, (folder, run, attempt), cores=attempt.cores)
-        return
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    try:
-        train(folder, run, attempt)
-    finally:
-        dist.destroy_process_group()  # gloo's threads end a process that leaves them behind, now and then
+    with vbs.Preemption():
+        if attempt.cores:
+            launch(train, (folder, run, attempt), cores=attempt.cores)
+            return
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        try:
+            train(folder, run, attempt)
+        finally:
+            dist.destroy_process_group()  # gloo's threads end a process that leaves them behind, now and then
 
 
 if __name__ == "__main__":

@@ -118,21 +118,32 @@ class Ending:
 
     code: int  # the exit code of the process that was started first
     deliver: Callable[[Job, random.Random], None]
-    clean: bool = False  # whether the next attempt repeats nothing
+    asked: bool = False  # the training was, so it saves what it has done
 
 
-def kill_one_worker(job: Job, rng: random.Random) -> None:
+def to_launcher(number: signal.Signals) -> Callable[[Job, random.Random], None]:
+    return lambda job, rng: send(number, [job.process.pid])
+
+
+def to_a_worker(number: signal.Signals) -> Callable[[Job, random.Random], None]:
     """The others have to end without our help."""
-    send(signal.SIGKILL, [rng.choice(job.notes().pids)])
+    return lambda job, rng: send(number, [rng.choice(job.notes().pids)])
 
 
 ALL_AT_ONCE = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
 ENDINGS = {
-    "torchrun": {"all": ALL_AT_ONCE, "a worker": Ending(1, kill_one_worker)},
+    "torchrun": {  # which exits with 1 when a worker fails, and when it is asked to end
+        "all": ALL_AT_ONCE,
+        "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
+        "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), asked=True),
+        "SIGUSR1 to a worker": Ending(1, to_a_worker(signal.SIGUSR1), asked=True),
+    },
     "cores": {
         "all": ALL_AT_ONCE,
-        "a worker": Ending(1, kill_one_worker),
-        "the launcher": Ending(-signal.SIGKILL, lambda job, rng: send(signal.SIGKILL, [job.process.pid])),
+        "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
+        "the launcher": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),
+        "SIGTERM": Ending(143, to_launcher(signal.SIGTERM), asked=True),
+        "SIGUSR1 to a worker": Ending(143, to_a_worker(signal.SIGUSR1), asked=True),
     },
 }
 
@@ -141,7 +152,10 @@ PHASES: dict[str, tuple[Callable[[Notes, Run], bool], float]] = {
     "start": (lambda notes, run: True, 5.0),
     "restore": (lambda notes, run: bool(notes.pids), 1.5),
     "training": (lambda notes, run: bool(notes.updates), 0.6),
-    "saved": (lambda notes, run: len(notes.updates) > run.every, 0.6),  # so that there is something new to go on from
+    "saved": (
+        lambda notes, run: len(notes.updates) > 2 * run.every,
+        0.6,
+    ),  # so that there is something new to go on from
 }
 
 
@@ -159,7 +173,7 @@ class Kill:
         where = f"at update {self.at}" if self.at else "before any update"
         again = f", {self.at - self.goes_on} updates again" if self.at else ""
         return (
-            f"{self.ending} of {self.world} killed {where}{' during a save' if self.saving else ''}, "
+            f"{self.ending}, world of {self.world}, {where}{' during a save' if self.saving else ''}, "
             f"goes on from {self.goes_on}{again}"
         )
 
@@ -242,7 +256,7 @@ class Campaign:
         with self._start(world, rng, finish=False) as job:
             job.wait(lambda: begun(job.notes(), self.run), phase)
             time.sleep(delay)
-            if ending == "a worker" and not job.notes().pids:  # there is none yet
+            if not job.notes().pids:  # nobody yet who could hear anything
                 ending, end = "all", ALL_AT_ONCE
             assert job.process.poll() is None, job.log.read_text()
             end.deliver(job, rng)
@@ -250,8 +264,8 @@ class Campaign:
             assert job.process.returncode == end.code, (job.process.returncode, job.log.read_text())
             assert FORCED not in job.log.read_text(), job.log.read_text()
             done = Kill(world, ending, max(job.notes().updates, default=0), self._saving(job.began), self._newest())
-        if done.at:
-            assert 0 <= done.at - done.goes_on <= (0 if end.clean else self.run.every), done
+        if done.at:  # the save before the one that is being written is whole
+            assert 0 <= done.at - done.goes_on <= (0 if end.asked else 2 * self.run.every), done
         self.kills.append(done)
         return done
 

@@ -23,6 +23,7 @@ from xla_training import Case
 
 import variable_batch_size as vbs
 from variable_batch_size import checkpoint as module
+from variable_batch_size import random_states
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint_folder import MANIFEST, STATE
 from variable_batch_size.testing import launch, run_ranks
@@ -132,14 +133,11 @@ def test_each_rank_gets_its_own_random_states(tmp_path: Path, monkeypatch: pytes
             saves.save()
             saves.restore()
 
-    def give() -> dict[str, Any]:
-        return {"name": threading.current_thread().name}
+    def take(states: str) -> None:
+        mine[threading.get_ident()] = states == threading.current_thread().name
 
-    def take(states: dict[str, Any]) -> None:
-        mine[threading.get_ident()] = states["name"] == threading.current_thread().name
-
-    monkeypatch.setattr(module, "_random_states", give)
-    monkeypatch.setattr(module, "_set_random_states", take)
+    monkeypatch.setattr(random_states, "current", lambda: threading.current_thread().name)
+    monkeypatch.setattr(random_states, "go_on", take)
     run_ranks(train, 3)
     assert list(mine.values()) == 3 * [True]
 

@@ -183,6 +183,12 @@ def test_a_file_in_the_place_of_the_folder_is_refused_on_every_rank(tmp_path: Pa
     assert said[0].startswith(f"dir must be a folder that can be written, but {tmp_path / 'file'} is not (File exists)")
 
 
+FULL = (
+    "a checkpoint must be written whole, but the one of update {} could not be, in {} (File too large); make room or "
+    "choose another folder (earlier checkpoints are as they were)"
+)
+
+
 def test_a_full_disk_leaves_no_trace(tmp_path: Path) -> None:
     script = """
 def train(backend):
@@ -211,27 +217,94 @@ print(names(folder), [len(rank) for rank in said], *{text for rank in said for t
     out, err = start(script, tmp_path).communicate(timeout=100)
     listing, numbers, text = out.splitlines()
     assert (listing, numbers, err) == ("['update-00000001', 'update-00000002']", "[6, 6]", "")
-    assert text == (
-        f"a checkpoint must be written whole, but the one of update 2 could not be, in {tmp_path} (File too large); "
-        f"make room or choose another folder (earlier checkpoints are as they were)"
-    )
+    assert text == FULL.format(2, tmp_path)
+
+
+def test_every_rank_hears_of_a_full_disk_at_the_next_call(tmp_path: Path) -> None:
+    script = """
+def limit(backend, size):
+    backend.exchange(b"")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def train(backend):
+    run, said = training(backend=backend).run(1), []
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), every=1)
+
+    def fails(call):
+        saves.save(wait=False)
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(f"{call.__name__}: {error}")
+        assert names(folder) == ["update-00000001"], names(folder)
+
+    def step():
+        run.run(1)
+        saves.step()
+
+    saves.save()
+    run.run(1)
+    for call, size in ((saves.save, 1), (saves.restore, 10500), (step, 100_000), (saves.close, 360_000)):
+        limit(backend, size)
+        fails(call)
+    limit(backend, resource.RLIM_INFINITY)
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300))
+    saves.save(wait=False)
+    saves.close()
+    return said
+
+
+said = run_ranks(train, 2)
+assert said[0] == said[1]
+print(names(folder), *said[0], sep="\\n")
+"""
+    out, err = start(script, tmp_path).communicate(timeout=100)
+    calls = [("save", 2), ("restore", 2), ("step", 2), ("close", 3)]
+    texts = [f"{call}: {FULL.format(update, tmp_path)}" for call, update in calls]
+    assert (out.splitlines(), err) == (["['update-00000001', 'update-00000003']", *texts], "")
+
+
+def test_where_an_exception_passes_no_rank_waits_for_another(tmp_path: Path) -> None:
+    script = """
+import warnings
+
+
+def train(backend):
+    run = training(backend=backend).run(1)
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300))
+    saves.save(wait=False)
+    if backend.world.rank == 0:  # and the other never comes
+        with saves:
+            raise KeyError("the training's own")
+
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as said:
+    try:
+        run_ranks(train, 2)
+    except KeyError as error:
+        print(*error.args, *(each.message for each in said), sep="\\n")
+"""
+    out, err = start(script, tmp_path).communicate(timeout=100)
+    assert (out.splitlines(), err) == (["the training's own", FULL.format(1, tmp_path)], "")
 
 
 def test_a_writer_that_is_killed_leaves_a_whole_one(tmp_path: Path) -> None:
     script = """
-run = training(sizes=[5])
-with checkpoint(folder, run, blob=torch.nn.Linear(700, 700)) as saves:
+run, waits = training(sizes=[5]), sys.argv[2] == "waits"
+with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
     saves.restore()
     while True:
         run.run(1)
-        saves.save()
+        saves.save() if waits else saves.step()
         print(run.optimizer.updates, flush=True)
 """
     seed = 5
     print("seed", seed)
     rng, reached = random.Random(seed), 0
-    for _ in range(3):
-        writer = start(script, tmp_path)
+    for waits in (True, False, False):
+        writer = start(script, tmp_path, "waits" if waits else "goes on")
         assert writer.stdout is not None
         for _ in range(3):
             reached = int(writer.stdout.readline())
@@ -244,7 +317,7 @@ with checkpoint(folder, run, blob=torch.nn.Linear(700, 700)) as saves:
         run = training(sizes=[5])
         with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
             assert saves.restore()
-        assert reached <= run.optimizer.updates <= reached + 1
+        assert reached - (not waits) <= run.optimizer.updates <= reached + 1
     run.run(1)
     with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
         saves.save()

@@ -19,6 +19,7 @@ BACKENDS = {"backend", "backend.base", "backend.local", "backend.distributed", "
 # The house from the ground up: a module may import those that its line names. A new module needs a line.
 ARROWS: dict[str, set[str]] = {
     "world": set(),
+    "preemption": set(),
     "validate": set(),
     "trace_csv": {"validate"},
     "trace": {"trace_csv", "validate"},
@@ -29,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "backend.base": {"world"},
     "backend.local": {"backend.base", "world"},
     "backend.distributed": {"backend.base", "world"},
-    "backend._xla_launch": set(),
+    "backend._xla_launch": {"preemption"},
     "backend.xla": {"backend.base", "backend._xla_launch", "world"},
     "backend": BACKENDS | {"world"},
     "tracker": set(),
@@ -71,7 +72,22 @@ ARROWS: dict[str, set[str]] = {
     "schedules": {"optimizer", "validate"},
     "fit": {"backend", "plan", "validate"},
     "checkpoint_folder": set(),
-    "checkpoint": {"backend", "checkpoint_folder", "optimizer", "validate"},
+    "stop": {"world"},
+    "background": set(),
+    "random_states": set(),
+    "snapshot": {"backend"},
+    "stored_state": {"checkpoint_folder"},
+    "checkpoint": {
+        "background",
+        "checkpoint_folder",
+        "optimizer",
+        "preemption",
+        "random_states",
+        "snapshot",
+        "stop",
+        "stored_state",
+        "validate",
+    },
     "testing": {"backend", "backend.xla", "optimizer", "sampler", "world"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
@@ -85,7 +101,9 @@ WITHOUT_TORCH = {
     "plan",
     "clock",
     "checkpoint_folder",
+    "background",
     "backend._xla_launch",
+    "preemption",
     "tracker",
 }
 WITH_XLA = {"backend.xla", "backend._xla_launch"}

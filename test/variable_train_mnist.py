@@ -4,7 +4,8 @@
     PJRT_DEVICE=TPU python test/variable_train_mnist.py      every core of a TPU VM
     torchrun --nproc-per-node=2 test/variable_train_mnist.py --device cpu
 
-Ends with exit code 21 when the best accuracy stays below `--target`.
+Ends with exit code 21 when the best accuracy stays below `--target`, and with 143 when a signal asked it to stop and
+there is a `--checkpoint` to go on from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import importlib.util
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import mnist
@@ -55,7 +57,8 @@ def train(flags: argparse.Namespace) -> None:
         on_end=flags.on_end,
         epochs=flags.epochs,
     )
-    loader = DataLoader(train_set, batch_sampler=sampler, num_workers=flags.num_workers)
+    shield = vbs.Preemption.shield if flags.checkpoint else None
+    loader = DataLoader(train_set, batch_sampler=sampler, num_workers=flags.num_workers, worker_init_fn=shield)
     if device.type == "xla":
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
@@ -66,7 +69,8 @@ def train(flags: argparse.Namespace) -> None:
     tracker = vbs.Tracker(flags.logdir)  # scalars, and a progress bar where standard error is a terminal
     optimizer = make_optimizer(flags, model, sampler, tracker)
     scheduler = make_scheduler(flags, optimizer, len(train_set))
-    # With --checkpoint a run goes on where the last one stopped, on as many ranks as there are now.
+    # With --checkpoint a run goes on where the last one stopped, on as many ranks as there are now. A run that is asked
+    # to stop (see `main`) saves in the next checkpoint.step() and leaves from there.
     checkpoint = None
     if flags.checkpoint:
         parts = {"scheduler": scheduler} if scheduler else {}
@@ -222,11 +226,8 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main() -> None:
-    """Start the ranks."""
-    flags = parse()
-    if flags.data_dir is None:
-        mnist.fetch()
+def launch(flags: argparse.Namespace) -> None:
+    """Call `train` on each rank that this process has to start, or is."""
     if flags.device != "xla":
         try:
             train(flags)
@@ -237,6 +238,15 @@ def main() -> None:
         xla.launch(train, (flags,), cores=flags.cores or 4)
     else:
         xla.launch(train, (flags,))
+
+
+def main() -> None:
+    """Read the flags, take the signals, start."""
+    flags = parse()
+    if flags.data_dir is None:
+        mnist.fetch()
+    with vbs.Preemption() if flags.checkpoint else nullcontext():
+        launch(flags)
 
 
 if __name__ == "__main__":

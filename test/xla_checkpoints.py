@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from xla_training import Case, Replica
@@ -11,8 +14,21 @@ import variable_batch_size as vbs
 from variable_batch_size.backend.xla import compiled_graphs
 
 
+@dataclass(frozen=True)
+class Numbered:
+    """What `torch_xla.launch` calls, with a core's number first."""
+
+    work: Callable[..., object]
+
+    def __call__(self, number: int, *args: Any) -> None:
+        self.work(*args)
+
+
 def save(folder: Path, case: Case, stop: int) -> None:
-    """Train to the end and save after each update up to `stop`; what compiled for it, and the last weights."""
+    """Train to the end and save after each update up to `stop`; what compiled for it, and the last weights.
+
+    But for the first save nobody waits, and nobody closes: the last one is written while the training goes on.
+    """
     replica, compiled, updates = Replica(case, noise="differenced"), [], 0
     checkpoint = vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer)
     for updated in replica.turns():
@@ -22,7 +38,7 @@ def save(folder: Path, case: Case, stop: int) -> None:
                 replica.backend.barrier()
                 before = compiled_graphs()
                 replica.backend.barrier()
-                checkpoint.save()
+                checkpoint.save(wait=updates == 1)
                 compiled.append(compiled_graphs() - before)
                 replica.backend.barrier()
             if updates == len(case.sizes):
@@ -40,3 +56,18 @@ def restore(folder: Path, case: Case) -> None:
         if replica.optimizer.updates == len(case.sizes):
             break
     torch.save((restored, stood, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
+
+
+def train_until_asked(folder: Path, case: Case) -> None:
+    """Go on from the checkpoint, if there is one, until a signal comes; each core tells where it stands at the end."""
+    replica = Replica(case)
+    rank = replica.backend.world.rank
+    with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
+        checkpoint.restore()
+        try:
+            for updated in replica.turns():
+                checkpoint.step()
+                if updated and rank == 0:
+                    print("update", replica.optimizer.updates, flush=True)
+        finally:
+            (folder / f"stood{rank}").write_text(str(replica.optimizer.updates))

@@ -7,6 +7,7 @@ from variable_batch_size.fit import Fit, find_minibatch_size, fit
 from variable_batch_size.metrics import Accumulator
 from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.plan import Microbatch
+from variable_batch_size.preemption import Preemption
 from variable_batch_size.rule_optimizers import (
     AdamScaleOptimizer,
     AdaScaleOptimizer,
@@ -63,6 +64,7 @@ __all__ = [
     "LocalBackend",
     "Microbatch",
     "Noise",
+    "Preemption",
     "ProgressScheduler",
     "RootRule",
     "RootRuleOptimizer",

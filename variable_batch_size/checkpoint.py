@@ -1,36 +1,41 @@
 """Saves what belongs together, and goes on from there on any world.
 
 The life of a `save` here: every rank collects its state, which also makes lazy devices compute what is due, and says
-so; rank 0 copies its own to the host, writes and publishes it while the others wait; then all hear how it went.
+so; rank 0 brings its own to the host while the others wait, and writes and publishes it: before all hear how it went,
+or, where nobody is to wait, in a thread that touches nothing but its copy. What that thread failed with, all hear at
+the next call that has to do with the folder.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import random
+import sys
 import time
 import warnings
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from types import NoneType, TracebackType
-from typing import IO, Any, NamedTuple, Protocol, final, runtime_checkable
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, final, runtime_checkable
+from uuid import uuid4
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint_folder import STATE, CheckpointFolder, whole
+from variable_batch_size import random_states, stored_state
+from variable_batch_size.background import Background
+from variable_batch_size.checkpoint_folder import CheckpointFolder, whole
 from variable_batch_size.optimizer import CustomOptimizer
+from variable_batch_size.preemption import EXIT_CODE, current, notice
+from variable_batch_size.snapshot import Snapshot
+from variable_batch_size.stop import CommonStop
+from variable_batch_size.stored_state import StoredState
 from variable_batch_size.validate import refusal
 from variable_batch_size.validate import whole as whole_number
 
 _POSITION = ("epoch", "step", "samples")
 _FINGERPRINT = ("trace", "dataset_size", "seed", "shuffle", "drop_last")
-_PLAIN = (NoneType, bool, int, float, str, bytes, torch.dtype, torch.Size)  # what loads without executing anything
 
 
 @runtime_checkable
@@ -42,14 +47,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Go on from these."""
-
-
-@final
-class _Read(NamedTuple):
-    path: Path
-    sha256: str
-    parts: dict[str, Any]
-    rng: list[dict[str, Any]]  # by rank
 
 
 @final
@@ -70,8 +67,9 @@ class Checkpoint:
         sampler: its state is that of the optimizer too, so it may be left out.
         scheduler: a `ProgressScheduler`, or one of torch's.
         keep: how many checkpoints stay, the newest ones.
-        every: how often `step()` saves: each time that the training has passed another multiple of so many updates,
-            or so much time on rank 0's clock, whose decision the ranks hear by one small message an update.
+        every: how often `step()` saves, while the training goes on: each time that it has passed another multiple of
+            so many updates, or so much time on rank 0's clock, whose decision the ranks hear by one small message an
+            update.
         parts: more things that have a state of tensors and plain values.
 
     Raises:
@@ -104,7 +102,11 @@ class Checkpoint:
         self._keep = whole_number(keep, "keep", 1)
         self._every = _checked_every(every)
         self._folder = CheckpointFolder(Path(dir))
-        self._on_rank_0(self._lock)
+        self._snapshot, self._background = Snapshot(self._backend), Background()
+        self._unheard = False  # whether a write was begun, on rank 0, of which the ranks do not know how it went
+        name = self._on_rank_0(self._lock)
+        taken = any(self._everywhere(lambda: b"taken" * (current() is not None)))  # on any rank: all have to agree
+        self._stop = CommonStop(self._backend.store(), name, self._backend.world) if taken else None
         self._seen, self._saved = optimizer.updates, time.monotonic()
 
     @property
@@ -112,42 +114,63 @@ class Checkpoint:
         """The newest whole checkpoint in the folder, as this rank reads it."""
         return next((entry.path for entry in self._folder.entries() if whole(entry.path) is not None), None)
 
-    def save(self) -> Path:
-        """Publish the state after the last update, with every rank waiting for it; returns where it is.
+    def save(self, wait: bool = True) -> Path:
+        """Save the state after the last update; returns where it is published, or is going to be.
+
+        Args:
+            wait: whether every rank waits until it is published. If not, all go on as soon as rank 0 has copied the
+                state within the host's memory, of which it keeps that much from then on, and a thread writes it. A
+                save, `restore()` or `close()` that follows waits for that one first.
 
         Raises:
             RuntimeError: on every rank, in the middle of an accumulation, or when the state cannot be saved or the
-                folder written; earlier checkpoints are as they were.
+                folder written, now or by the save before, for which nobody waited; earlier checkpoints are as they
+                were, and the next save tries again.
         """
         parts: dict[str, Any] = {}
 
         def collect() -> bytes:
+            self._finish()
             parts.update((name, part.state_dict()) for name, part in self._parts.items())
             self._backend.mark_step()  # what is pending is computed by all ranks, and not by rank 0 alone
-            return _packed(_random_states())
+            return random_states.current().encode()
 
-        rng = [_unpacked(states) for states in self._everywhere(collect)]
-        published = Path(self._on_rank_0(lambda: str(self._publish(parts, rng))))
+        rng = [states.decode() for states in self._everywhere(collect)]
+        path = Path(self._on_rank_0(lambda: str(self._publish(parts, rng, wait))))
+        self._unheard = not wait
         self._note()
-        return published
+        return path
 
     def step(self) -> bool:
-        """Save if that is due; call it after `optimizer.step()`. Without a new update it does nothing.
+        """Save if that is due, without waiting; call it after `optimizer.step()`. Without a new update it does nothing.
 
         Returns:
             Whether it has saved, the same on every rank.
+
+        Raises:
+            SystemExit: with code 143 on every rank, when it has saved because a `Preemption` was asked to stop.
+            RuntimeError: as `save(wait=False)` does.
         """
         updates = self._optimizer.updates
-        if self._every is None or updates == self._seen or self._optimizer.inside_step:
+        if updates == self._seen or self._optimizer.inside_step:
             return False
         before, self._seen = self._seen, updates
+        if self._stop is None and current() is not None:
+            raise RuntimeError(
+                "a Checkpoint heeds a Preemption that was there before it, but this one was made first; enter the "
+                "Preemption before the Checkpoint is made"
+            )
+        if self._stop and self._stop.after_update(wanted=notice() != ""):
+            self._leave()
+        if self._every is None:
+            return False
         if isinstance(self._every, timedelta):
             seconds = self._every.total_seconds()
             due = self._on_rank_0(lambda: "due" * (time.monotonic() - self._saved >= seconds)) != ""
         else:
             due = updates // self._every > before // self._every
         if due:
-            self.save()
+            self.save(wait=False)
         return due
 
     def restore(self) -> bool:
@@ -157,10 +180,11 @@ class Checkpoint:
 
         Raises:
             RuntimeError: on every rank, when a checkpoint has other parts or another model than this object, was made
-                for other samples, or is not the same on every rank.
+                for other samples, or is not the same on every rank; or when the save before failed.
         """
+        self._hear()
         damaged: list[str] = []
-        read: _Read | None = None
+        read: StoredState | None = None
         for name in self._on_rank_0(lambda: "/".join(entry.path.name for entry in self._folder.entries())).split("/"):
             read = self._read_alike(self._folder.path / name) if name else None
             if read is not None:
@@ -182,8 +206,20 @@ class Checkpoint:
         return True
 
     def close(self) -> None:
-        """Let others write in the folder."""
-        self._folder.unlock()
+        """Wait for the save that is being written, if any, and let others write in the folder.
+
+        Raises:
+            RuntimeError: on every rank, when that save failed. Where an exception is on its way through here, as in a
+                `with` block or `finally`, perhaps on this rank alone, no other one is waited for, and it is a warning.
+        """
+        try:
+            if sys.exc_info()[0] is None:
+                self._hear()
+            else:
+                self._finish_alone()
+        finally:
+            if self._background.idle:  # else this was interrupted, and the folder has its writer to the end
+                self._folder.unlock()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -192,6 +228,17 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _leave(self) -> NoReturn:
+        try:
+            self._hear()
+        except RuntimeError as error:  # of the save before; this one may still succeed
+            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        path = self.save()
+        notices = [said.decode() for said in self._everywhere(lambda: notice().encode())]
+        longest = max(notices, key=lambda text: float(text.partition(" ")[0] or 0))
+        self._on_rank_0(lambda: print(f"stops: {path.name} was whole {longest}", flush=True) or "")
+        raise SystemExit(EXIT_CODE)
 
     # On rank 0. --------------------------------------------------------------------------------------------------
 
@@ -205,31 +252,25 @@ class Checkpoint:
                 f"dir must be a folder that can be written, but {self._folder.path} is not ({error.strerror}); choose "
                 f"another one"
             ) from error
-        return ""
+        return uuid4().hex
 
-    def _publish(self, parts: dict[str, Any], rng: list[dict[str, Any]]) -> Path:
+    def _publish(self, parts: dict[str, Any], rng: list[str], wait: bool) -> Path:
         folder, updates = self._folder, self._optimizer.updates
         if later := folder.newest_after(updates):
             raise ValueError(
                 f"the checkpoints of a folder must be those of one training, but {later} is there and this training "
                 f"has passed {updates} updates; restore() it before going on, or choose another folder"
             )
-        state = {"parts": {name: _on_host(part, name, self._backend) for name, part in parts.items()}, "rng": rng}
-        position = parts["optimizer"]["vbs"]
+        position, path = parts["optimizer"]["vbs"], folder.next_path(updates)
         facts = {key: position[key] for key in (*_POSITION, *_FINGERPRINT)}
-
-        def write(file: IO[bytes]) -> None:
-            torch.save(state, file)
-
-        try:
-            published = folder.publish(updates, {"updates": updates, "parts": sorted(parts), **facts}, write)
-        except OSError as error:
-            raise OSError(
-                f"a checkpoint must be written whole, but the one of update {updates} could not be, in {folder.path} "
-                f"({error.strerror}); make room or choose another folder (earlier checkpoints are as they were)"
-            ) from error
-        folder.prune(self._keep)
-        return published
+        facts |= {"updates": updates, "parts": sorted(parts)}
+        on_host = self._snapshot.view(parts) if wait else self._snapshot.copy(parts)
+        write = partial(stored_state.write, folder, self._keep, path, facts, on_host, rng)
+        if wait:
+            write()
+        else:
+            self._background.begin(write)
+        return path
 
     # On every rank. ----------------------------------------------------------------------------------------------
 
@@ -237,12 +278,30 @@ class Checkpoint:
         """That the state is now the same here and in the folder."""
         self._seen, self._saved = self._optimizer.updates, time.monotonic()
 
-    def _read_alike(self, path: Path) -> _Read | None:
+    def _finish(self) -> bytes:
+        """Wait for the write that is pending here; raises what it failed with."""
+        self._unheard = False
+        self._background.finish()
+        return b""
+
+    def _finish_alone(self) -> None:
+        """The same where other ranks may not come, and another exception is to be heard."""
+        try:
+            self._finish()
+        except Exception as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+
+    def _hear(self) -> None:
+        """Wait for the write that is pending on rank 0; raises what it failed with on every rank."""
+        if self._unheard:
+            self._everywhere(self._finish)
+
+    def _read_alike(self, path: Path) -> StoredState | None:
         """The checkpoint, if it is whole, which it is everywhere or nowhere."""
-        read: list[_Read | None] = []
+        read: list[StoredState | None] = []
 
         def look() -> bytes:
-            read.append(_read(path))
+            read.append(stored_state.read(path))
             return read[0].sha256.encode() if read[0] else b""
 
         answers = self._everywhere(look)
@@ -254,7 +313,7 @@ class Checkpoint:
                 )
         return read[0]
 
-    def _load(self, read: _Read) -> bytes:
+    def _load(self, read: StoredState) -> bytes:
         saved, own = set(read.parts), set(self._parts)
         if saved != own:
             missing = [f"{name} is not in it" for name in sorted(own - saved)]
@@ -268,11 +327,11 @@ class Checkpoint:
             part.load_state_dict(read.parts[name])
         world = self._backend.world
         if len(read.rng) == world.size:
-            _set_random_states(read.rng[world.rank])
+            random_states.go_on(read.rng[world.rank])
         self._backend.mark_step()
         return b""
 
-    def _check_model(self, read: _Read) -> None:
+    def _check_model(self, read: StoredState) -> None:
         saved, own = (_shapes(state) for state in (read.parts["model"], self._model.state_dict()))
         for name in {**own, **saved}:
             if saved.get(name) != own.get(name):
@@ -308,67 +367,5 @@ def _checked_every(every: int | timedelta | None) -> int | timedelta | None:
     return whole_number(every, "every", 1, remedy="pass such an int, or a datetime.timedelta")
 
 
-def _on_host(tree: Any, where: str, backend: Backend) -> Any:
-    """The same with its tensors in host memory; refuses what could not be read again."""
-    if isinstance(tree, Tensor):
-        return backend.host(tree)
-    if type(tree) in (dict, OrderedDict, Counter):
-        for key in tree:
-            _on_host(key, f"a key of {where}", backend)
-        copy = type(tree)({key: _on_host(value, f"{where}[{key!r}]", backend) for key, value in tree.items()})
-        if isinstance(tree, OrderedDict):
-            copy.__dict__.update(vars(tree))  # the versions of a model's modules
-        return copy
-    if type(tree) in (list, tuple):
-        return type(tree)(_on_host(value, f"{where}[{index}]", backend) for index, value in enumerate(tree))
-    if type(tree) in _PLAIN:
-        return tree
-    raise TypeError(
-        f"a checkpoint must hold nothing but tensors and plain values, but {where} is a "
-        f"{type(tree).__module__}.{type(tree).__qualname__}; let that part's state_dict() give numbers, strings, lists"
-    )
-
-
-def _read(path: Path) -> _Read | None:
-    """A checkpoint that is whole."""
-    facts = whole(path)
-    if facts is None:
-        return None
-    try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        return _Read(path, facts["file"]["sha256"], dict(state["parts"]), list(state["rng"]))
-    except MemoryError:
-        raise
-    except Exception:  # whatever it is made of, somebody else has made it
-        return None
-
-
 def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _random_states() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "python": random.getstate(),
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(states["python"])
-
-
-def _packed(states: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save(states, file)
-    return file.getvalue()
-
-
-def _unpacked(states: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(io.BytesIO(states), weights_only=True)
-    return loaded

@@ -99,16 +99,24 @@ class CheckpointFolder:
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.glob("update-*")]
         return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
 
-    def publish(self, update: int, facts: Mapping[str, Any], write: Callable[[IO[bytes]], None]) -> Path:
+    def next_path(self, update: int) -> Path:
+        """Where the next checkpoint of this update belongs."""
+        revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
+        return self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
+
+    def publish(self, target: Path, facts: Mapping[str, Any], write: Callable[[IO[bytes]], None]) -> None:
         """Make a checkpoint of what `write` writes into the file that it is given.
+
+        Args:
+            target: the `next_path`.
+            facts: for the manifest.
+            write: writes the state.
 
         Raises:
             OSError: when it cannot be written; then there is no trace of it.
         """
         self._sweep()
-        revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
-        name = f"update-{update:08d}" + (f"-{revision}" if revision else "")
-        part, target = self.path / f".{name}.part", self.path / name
+        part = target.with_name(f".{target.name}.part")
         try:
             part.mkdir()
             with (part / STATE).open("wb") as file:
@@ -128,7 +136,6 @@ class CheckpointFolder:
             raise
         _names_to_disk(self.path)
         self._whole.add(target)
-        return target
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep` whole ones, of each update its newest revision, and what is newer."""

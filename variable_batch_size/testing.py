@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
@@ -38,6 +39,10 @@ class ThreadBackend(Backend):
         self._meeting = meeting
         self.collectives = 0
 
+    def store(self) -> dist.Store:
+        """In the memory that all ranks share."""
+        return self._meeting.store
+
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Waits for all ranks, for a minute."""
         self.collectives += 1
@@ -50,6 +55,7 @@ class ThreadBackend(Backend):
 class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
+        self.store = dist.HashStore()
         self._slots: list[Sequence[Tensor]] = [()] * size
 
     def exchange(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,10 +1,11 @@
 """One child process that lives and dies with this one, and one thread a rank in it; knows nothing of torch_xla.
 
 The life of a launch. The parent sets the environment, spawns the child, takes the environment back and waits;
-SIGTERM goes on to the child. The child does its work in its main thread, the only one where Python runs signal
-handlers, and the work starts a thread a rank. An exception in any thread ends the child at once: after a rank's, the
-others may stand in a collective that nobody will complete; after one in a device loader's thread, its rank would take
-the epoch for finished. The parent then ends as the child did.
+SIGTERM goes on to the child, and under a `Preemption` each of its signals, which the child then takes in one too. The
+child does its work in its main thread, the only one where Python runs signal handlers, and the work starts a thread a
+rank. An exception in any thread ends the child at once: after a rank's, the others may stand in a collective that
+nobody will complete; after one in a device loader's thread, its rank would take the epoch for finished. The parent then
+ends as the child did.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn, final
+
+from variable_batch_size.preemption import Preemption, current
 
 FAILED = 1  # what Python itself exits with after an uncaught exception
 
@@ -35,22 +38,58 @@ def run_child(work: Callable[..., object], args: Sequence[Any], environment: Map
         SystemExit: with the exit code that the child chose, or 143 when it was asked to stop by SIGTERM.
         RuntimeError: when an exception or another signal ended the child.
     """
-    child = multiprocessing.get_context("spawn").Process(target=_child_main, args=(work, *args))
-    asked_to_stop = False
+    preemption = current()
+    signals = preemption.signals if preemption else ()
+    child = multiprocessing.get_context("spawn").Process(target=_child_main, args=(signals, work, *args))
+    asked_by: signal.Signals | None = None
 
-    def forward(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked_to_stop
-        asked_to_stop = True
+    def relay(signum: int, frame: FrameType | None = None) -> None:
+        nonlocal asked_by
+        asked_by = signal.Signals(signum)
         if child.pid is not None:
-            child.terminate()
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signum)
 
-    with _on_sigterm(forward), _outlived(child):
+    with preemption.relayed(relay) if preemption else _on_sigterm(relay), _outlived(child):
         with environment_with(environment):
             _start(child)
-        if asked_to_stop:  # while the child was about to be born
+        if asked_by or (preemption and preemption.requested):  # before the child was born
             child.terminate()
         child.join()
-    _end_as(child.exitcode or 0)
+    code = child.exitcode or 0
+    _end_as(-signal.SIGTERM if asked_by and code == -asked_by else code)  # before the child took signals
+
+
+def run_by(launcher: Callable[..., object], work: Callable[..., object], args: Sequence[Any]) -> None:
+    """Let `launcher(work, args=args)` start the processes; under a `Preemption` they take its signals as well."""
+    preemption = current()
+    if preemption is None:
+        launcher(work, args=tuple(args))
+        return
+
+    def relay(signum: signal.Signals) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signum)
+
+    with preemption.relayed(relay):
+        launcher(_TakesSignals(work, preemption.signals), args=tuple(args))
+
+
+@final
+class _TakesSignals:
+    """A function that enters a `Preemption` where it is unpickled: in the main thread of another process."""
+
+    def __init__(self, work: Callable[..., object], signals: Sequence[signal.Signals]) -> None:
+        self.work, self.signals = work, signals
+
+    def __call__(self, *args: Any) -> object:
+        return self.work(*args)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        Preemption(self.signals).__enter__()
 
 
 @contextmanager
@@ -174,13 +213,14 @@ def _end_as(code: int) -> None:
         raise SystemExit(code)
 
 
-def _child_main(work: Callable[..., object], *args: Any) -> None:
+def _child_main(signals: Sequence[signal.Signals], work: Callable[..., object], *args: Any) -> None:
     _follow_parent()
     threading.excepthook = _end_after_thread
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the parent too, which decides
     try:
-        work(*args)
+        with Preemption(signals) if signals else nullcontext():
+            work(*args)
     except BaseException as error:  # also what a user's signal handler raises
         _end(_last_words(error))
 

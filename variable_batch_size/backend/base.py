@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.world import World
@@ -57,9 +59,19 @@ class Backend(ABC):
         lengths[world.rank] = len(message)
         self.all_reduce_sum([lengths])
         rows = torch.zeros(world.size, int(lengths.max()), dtype=torch.uint8)
-        rows[world.rank, : len(message)] = torch.tensor(list(message), dtype=torch.uint8)
+        rows[world.rank].numpy().data[: len(message)] = message
         self.all_reduce_sum([rows])
-        return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+    def store(self) -> dist.Store:
+        """Where ranks leave notes for one another without waiting, the same for all; every rank has to call it."""
+        if self.world.size == 1:
+            return dist.HashStore()
+        hosts = self.exchange(socket.gethostname().encode())
+        host = hosts[0].decode() if len(set(hosts)) > 1 else "localhost"
+        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.world.rank == 0 else None
+        port = int(self.exchange(b"%d" % (server.port if server else 0))[0])
+        return server or dist.TCPStore(host, port, is_master=False)
 
     def print0(self, *values: object) -> None:
         """Print on rank 0 only."""

@@ -45,6 +45,12 @@ class DistributedBackend(Backend):
             dist.all_gather_object(said, message, group=self._group)
         return said
 
+    def store(self) -> dist.Store:
+        """The group's own, by which its ranks have met."""
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return group.get_group_store()
+
     def _buffer(self, like: Tensor, size: int) -> Tensor:
         key = (like.device, like.dtype, size)
         if key not in self._flat:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_child, run_threads
+from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_by, run_child, run_threads
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.world import World
 
@@ -32,7 +33,9 @@ _CPU_SETTINGS = _SETTINGS | {"PJRT_DEVICE": "CPU", "XLA_ENABLE_PARAM_ALIASING": 
 
 _SMALLEST, _LAST_BIT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).eps
 
-_meeting: Meeting | None = None  # of the replicas in this process, once `launch` has made it safe
+# Of the replicas in this process, once `launch` has made it safe.
+_meeting: Meeting | None = None
+_store: dist.Store | None = None
 
 
 @final
@@ -118,6 +121,10 @@ class XlaBackend(Backend):
         said: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
         return said
 
+    def store(self) -> dist.Store:
+        """In the memory that replicas share where they are threads of one process."""
+        return super().store() if _store is None else _store
+
 
 def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | None = None) -> None:
     """Call `fn(*args)` once on every core, and return when all calls have returned.
@@ -152,7 +159,7 @@ def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | 
             f"launch uses all cores of a {kind}, got cores={cores}; leave cores out, or set PJRT_DEVICE=CPU"
         )
     with environment_with(_SETTINGS):
-        _torch_xla().launch(functools.partial(_without_ordinal, fn), args=tuple(args))
+        run_by(_torch_xla().launch, functools.partial(_without_ordinal, fn), args)
 
 
 def compiled_graphs() -> int:
@@ -196,12 +203,13 @@ def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> Non
 
 def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> None:
     """In the child: make this process a host of replicas, and run `fn` on each."""
-    global _meeting
+    global _meeting, _store
     torch_xla, xm = _torch_xla(), _torch_xla("torch_xla.core.xla_model")
     devices = torch_xla.devices()
     xm.set_replication(devices[0], devices)
     _take_turns(torch_xla._XLAC)
     _meeting = meeting = Meeting(len(devices))
+    _store = dist.HashStore()
 
     def replica(index: int) -> None:
         torch_xla.device(index)  # makes it this thread's default

@@ -1,0 +1,100 @@
+"""Copies of a state in host memory: equal to it, apart from it, and in memory that stays."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from variable_batch_size.snapshot import Snapshot
+
+SHARED = torch.arange(12.0)
+TENSORS: dict[str, Tensor] = {
+    "matrix": torch.randn(3, 4),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 3),
+    "integers": torch.arange(5),
+    "booleans": torch.tensor([True, False]),
+    "half": torch.randn(3).bfloat16(),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "transposed": torch.randn(3, 4).T,
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "expanded": torch.randn(3, 1).expand(3, 4),
+    "every other": SHARED[::2],
+    "overlapping": SHARED[1:5],
+    "the same": SHARED[1:5],
+    "other shape": SHARED.view(3, 4),
+    "parameter": nn.Parameter(torch.randn(3)),
+    "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
+    "sparse": torch.eye(3).to_sparse(),
+    "quantized": torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+}
+
+
+def snapshot() -> Snapshot:
+    return Snapshot(vbs.LocalBackend())
+
+
+def dense(tensor: Tensor) -> Tensor:
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor.detach().to_dense()
+
+
+def test_copies_have_the_values_of_any_tensor() -> None:
+    snap = snapshot()
+    for _ in range(2):  # also into the memory of the first ones
+        copies = snap.copy({"part": TENSORS})["part"]
+        for name, tensor in TENSORS.items():
+            copy = copies[name]
+            assert (type(copy), copy.dtype, copy.layout) == (Tensor, tensor.dtype, tensor.layout), name
+            assert torch.equal(dense(copy), dense(tensor)), name
+
+
+@pytest.mark.parametrize("name", sorted({*TENSORS} - {"expanded", "quantized"}))  # which cannot be filled
+def test_a_copy_stays_when_the_tensor_changes(name: str) -> None:
+    tensor = TENSORS[name].detach()
+    copy, before = snapshot().copy({"part": tensor})["part"], dense(tensor).clone()
+    try:
+        tensor.zero_()
+        assert torch.equal(dense(copy), before)
+    finally:
+        tensor.copy_(copy)
+
+
+def test_a_tensor_that_is_there_twice_is_copied_once() -> None:
+    tied = nn.Linear(3, 3)
+    model = nn.Sequential(tied, tied)
+    copy = snapshot().copy({"model": model.state_dict()})["model"]
+    assert copy["0.weight"] is copy["1.weight"]
+    assert copy["0.weight"] is not copy["0.bias"]
+
+
+def test_the_memory_is_kept_for_what_fits_and_for_nothing_else() -> None:
+    snap = snapshot()
+
+    def addresses(*shapes: tuple[int, ...]) -> list[int]:
+        state = {"part": [torch.randn(shape) for shape in shapes]}
+        return [copy.data_ptr() for copy in snap.copy(state)["part"]]
+
+    first = addresses((3, 4), (3, 4), (5,))
+    assert len(set(first)) == 3
+    assert sorted(addresses((5,), (3, 4), (3, 4))) == sorted(first)
+    kept = snap._kept
+    addresses((7,))
+    assert [len(copies) for copies in snap._kept.values()] == [1]
+    assert len(kept) == 2
+
+
+def test_containers_are_copied_and_a_view_is_not() -> None:
+    state: dict[str, Any] = {"a": [1, (2.5, None)], "b": OrderedDict(c=torch.ones(2))}
+    snap = snapshot()
+    copy, view = snap.copy({"part": state})["part"], snap.view({"part": state})["part"]
+    state["a"].append(3)
+    state["b"]["c"].zero_()
+    assert copy["a"] == view["a"] == [1, (2.5, None)]
+    assert (copy["b"]["c"].tolist(), view["b"]["c"].tolist()) == ([1, 1], [0, 0])
