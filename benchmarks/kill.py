@@ -3,7 +3,8 @@
 Several trainings side by side, each of them in processes of torchrun and gloo that are killed, all at once or one
 worker, at random instants from their start to their saves, and that go on in a world of 1 to 4. At the end every
 sample has counted exactly once in every epoch, every update has been made once, and the parameters are those of one
-unbroken process: see test/kills.py, which asserts it.
+unbroken process: see test/kills.py, which asserts it. With `--signal` they are asked to stop, which no update may be
+lost by.
 """
 
 from __future__ import annotations
