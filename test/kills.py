@@ -120,48 +120,40 @@ class Ending:
 
     code: int  # the exit code of the process that was started first
     deliver: Callable[[Job, random.Random], None]
-    clean: bool = False  # whether the next attempt repeats nothing
+    asked: bool = False  # the training was, so it saves what it has done
 
 
-def asking(code: int, number: signal.Signals, whom: Callable[[Job, random.Random], list[int]]) -> Ending:
-    """Ask these to stop, which then saves what was done."""
-    return Ending(code, lambda job, rng: send(number, whom(job, rng)), clean=True)
+def to_launcher(number: signal.Signals) -> Callable[[Job, random.Random], None]:
+    return lambda job, rng: send(number, [job.process.pid])
 
 
-def one_worker(job: Job, rng: random.Random) -> list[int]:
-    return [rng.choice(job.notes().pids)]
-
-
-def first_process(job: Job, rng: random.Random) -> list[int]:
-    return [job.process.pid]
-
-
-def everybody(job: Job, rng: random.Random) -> list[int]:
-    return job.members()
-
-
-def kill_one_worker(job: Job, rng: random.Random) -> None:
+def to_a_worker(number: signal.Signals) -> Callable[[Job, random.Random], None]:
     """The others have to end without our help."""
-    send(signal.SIGKILL, one_worker(job, rng))
+    return lambda job, rng: send(number, [rng.choice(job.notes().pids)])
+
+
+def to_all(number: signal.Signals) -> Callable[[Job, random.Random], None]:
+    """As a system asks that is shut down; a worker then hears it from its launcher too."""
+    return lambda job, rng: send(number, job.members())
 
 
 ALL_AT_ONCE = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
 ENDINGS = {
-    "torchrun": {
+    "torchrun": {  # which exits with 1 when a worker fails, and when it is asked to end
         "all": ALL_AT_ONCE,
-        "a worker": Ending(1, kill_one_worker),
-        "SIGTERM to a worker": asking(1, signal.SIGTERM, one_worker),
-        "SIGUSR1 to a worker": asking(1, signal.SIGUSR1, one_worker),
-        "SIGTERM to torchrun": asking(1, signal.SIGTERM, first_process),
-        "SIGTERM to all": asking(1, signal.SIGTERM, everybody),
+        "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
+        "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), asked=True),
+        "SIGTERM to all": Ending(1, to_all(signal.SIGTERM), asked=True),
+        "SIGTERM to a worker": Ending(1, to_a_worker(signal.SIGTERM), asked=True),
+        "SIGUSR1 to a worker": Ending(1, to_a_worker(signal.SIGUSR1), asked=True),
     },
     "cores": {
         "all": ALL_AT_ONCE,
-        "a worker": Ending(1, kill_one_worker),
-        "the launcher": Ending(-signal.SIGKILL, lambda job, rng: send(signal.SIGKILL, [job.process.pid])),
-        "SIGTERM to the launcher": asking(EXIT_CODE, signal.SIGTERM, first_process),
-        "SIGUSR1 to the launcher": asking(EXIT_CODE, signal.SIGUSR1, first_process),
-        "SIGTERM to all": asking(EXIT_CODE, signal.SIGTERM, everybody),
+        "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
+        "the launcher": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),
+        "SIGTERM": Ending(EXIT_CODE, to_launcher(signal.SIGTERM), asked=True),
+        "SIGTERM to all": Ending(EXIT_CODE, to_all(signal.SIGTERM), asked=True),
+        "SIGUSR1 to a worker": Ending(EXIT_CODE, to_a_worker(signal.SIGUSR1), asked=True),
     },
 }
 
@@ -170,7 +162,10 @@ PHASES: dict[str, tuple[Callable[[Notes, Run], bool], float]] = {
     "start": (lambda notes, run: True, 5.0),
     "restore": (lambda notes, run: bool(notes.pids), 1.5),
     "training": (lambda notes, run: bool(notes.updates), 0.6),
-    "saved": (lambda notes, run: len(notes.updates) > run.every, 0.6),  # so that there is something new to go on from
+    "saved": (
+        lambda notes, run: len(notes.updates) > 2 * run.every,
+        0.6,
+    ),  # so that there is something new to go on from
 }
 
 
@@ -183,15 +178,17 @@ class Kill:
     at: int  # the update that was under way, or had just been made; 0 before the first one
     saving: bool
     goes_on: int  # the update that is restored next
-    notice: float | None = None  # seconds from a signal to the checkpoint, where there was time for one
+    notice: float | None = None  # seconds from the signal until the checkpoint was whole, of one that was asked to stop
 
     def __str__(self) -> str:
         if self.notice is not None:
-            return f"{self.ending} of {self.world}: stops after update {self.at}, saved {self.notice:.2f} s later"
+            return (
+                f"{self.ending}, world of {self.world}, stops after update {self.at}, saved {self.notice:.2f} s later"
+            )
         where = f"at update {self.at}" if self.at else "before any update"
         again = f", {self.at - self.goes_on} updates again" if self.at else ""
         return (
-            f"{self.ending} of {self.world} killed {where}{' during a save' if self.saving else ''}, "
+            f"{self.ending}, world of {self.world}, {where}{' during a save' if self.saving else ''}, "
             f"goes on from {self.goes_on}{again}"
         )
 
@@ -274,17 +271,18 @@ class Campaign:
         with self._start(world, rng, finish=False) as job:
             job.wait(lambda: begun(job.notes(), self.run), phase)
             time.sleep(delay)
-            if ending == "a worker" and not job.notes().pids:  # there is none yet
+            if not job.notes().pids:  # nobody yet who could hear anything
                 ending, end = "all", ALL_AT_ONCE
             assert job.process.poll() is None, job.log.read_text()
             end.deliver(job, rng)
             job.wait(job.ended, "all its processes have ended", alive=False)
             assert job.process.returncode == end.code, (job.process.returncode, job.log.read_text())
             assert FORCED not in job.log.read_text(), job.log.read_text()
-            at, notice = max(job.notes().updates, default=0), self._notice(job, end)
+            notice = self._notice(job) if end.asked else None
+            at = max(job.notes().updates, default=0)
             done = Kill(world, ending, at, self._saving(job.began), self._newest(), notice)
-        if done.at:
-            assert 0 <= done.at - done.goes_on <= (0 if end.clean else self.run.every), done
+        if done.at:  # the save before the one that is being written is whole
+            assert 0 <= done.at - done.goes_on <= (0 if end.asked else 2 * self.run.every), done
         self.kills.append(done)
         return done
 
@@ -314,14 +312,12 @@ class Campaign:
         command = [sys.executable, *([] if cores else torchrun), str(script), *told]
         return Job(command, self.folder, attempt.number)
 
-    def _notice(self, job: Job, end: Ending) -> float | None:
-        """What was printed on the way out, by one that was asked to stop; of its processes one must have said why."""
-        if not end.clean:
-            return None
+    def _notice(self, job: Job) -> float:
+        """As rank 0 has told it; a worker that has left by itself has done so with 143."""
         log = job.log.read_text()
-        said = re.findall(r"^stops: update-\d+ was whole (\d+\.\d\d) s after SIG", log, re.MULTILINE)
-        assert len(said) == 1, log
-        return float(said[0])
+        (said,) = re.findall(r"^stops: update-\d+ was whole (\d+\.\d\d) s after SIG", log, re.MULTILINE)
+        assert set(re.findall(r"exitcode +: (\d+)", log)) <= {str(EXIT_CODE)}, log
+        return float(said)
 
     def _saving(self, began: float) -> bool:
         """Whether a checkpoint was cut off since then; one that was cut off earlier goes with the next save."""

@@ -20,7 +20,7 @@ def test_workers_that_are_killed_go_on_exactly(tmp_path: Path) -> None:
     print("seed", SEED)
     campaign = Campaign(RUN, tmp_path, SEED, minibatch_sizes=(3, 4, 5))
     for world, ending, phase in [
-        (3, "all", "training"),
+        (2, "all", "training"),
         (1, "a worker", "saved"),
         (4, "a worker", "training"),
         (1, "all", "restore"),
@@ -37,7 +37,7 @@ def test_workers_that_are_asked_to_stop_lose_nothing(tmp_path: Path) -> None:
         (2, "SIGTERM to a worker", "training"),
         (1, "SIGUSR1 to a worker", "restore"),
         (4, "SIGTERM to all", "training"),
-        (3, "SIGTERM to torchrun", "training"),
+        (3, "SIGTERM", "training"),
         (2, "SIGUSR1 to a worker", "training"),
     ]:
         print(campaign.kill(world, ending, phase))
@@ -59,6 +59,6 @@ def test_cores_that_are_killed_go_on_exactly(tmp_path: Path) -> None:
 def test_cores_that_are_asked_to_stop_lose_nothing(tmp_path: Path) -> None:
     print("seed", SEED)
     campaign = Campaign(RUN, tmp_path, SEED, by="cores", minibatch_sizes=(3, 4, 5))
-    for world, ending in [(2, "SIGTERM to the launcher"), (3, "SIGTERM to all")]:
+    for world, ending in [(2, "SIGTERM"), (3, "SIGTERM to all")]:
         print(campaign.kill(world, ending))
     campaign.finish(1)
