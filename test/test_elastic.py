@@ -54,15 +54,16 @@ def test_a_loop_goes_on_with_other_cores(tmp_path: Path, started: list[subproces
     nproc.parent.mkdir()
     nproc.write_text(f"#!/bin/sh\n[ -e {tmp_path}/asked ] && echo 1 || echo 2\ntouch {tmp_path}/asked\n")
     nproc.chmod(0o755)
-    line = LINES[0].replace("runs/a", f"{tmp_path}/saved {SHORT}")
-    loop = start(line, tmp_path / "log", str(nproc.parent))
+    line = LINES[0].replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log {SHORT}")
+    loop = start(line, tmp_path / "said", str(nproc.parent))
     started.append(loop)
     wait_for(lambda: saved(tmp_path) >= 10, tmp_path)
     program = min(descendants(loop.pid))  # bash's own child
     os.kill(program, signal.SIGTERM)
-    assert loop.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
-    said = (tmp_path / "log").read_text()
+    assert loop.wait(PATIENCE) == 0, (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
     assert re.findall(r"^(\d) x xla", said, re.MULTILINE) == ["2", "1"]
+    assert "Warning" not in said
     assert re.search(r"^stops: update-\d+ was whole \d+\.\d\d s after SIGTERM$", said, re.MULTILINE)
     assert re.search(r"^samples +120,000$", said, re.MULTILINE)
 

@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "backend.local": {"backend.base", "world"},
     "backend.distributed": {"backend.base", "world"},
     "backend._xla_launch": {"preemption"},
-    "backend.xla": {"backend.base", "backend._xla_launch", "world"},
+    "backend.xla": {"backend.base", "backend._xla_launch", "preemption", "world"},
     "backend": BACKENDS | {"world"},
     "tracker": set(),
     "sampler": {"backend", "clock", "plan", "shuffle", "trace", "validate", "world"},

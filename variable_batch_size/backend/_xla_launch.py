@@ -30,8 +30,10 @@ FAILED = 1  # what Python itself exits with after an uncaught exception
 _first_to_end = threading.Lock()
 
 
-def run_child(work: Callable[..., object], args: Sequence[Any], environment: Mapping[str, str]) -> None:
+def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mapping[str, str]) -> None:
     """Call `work(*args)` in a fresh process whose environment has `environment` too, and end as it ends.
+
+    What `work` returns is the process's exit code, when it has closed what is open; no exception takes time for that.
 
     Raises:
         TypeError: when `work` or `args` cannot be pickled.
@@ -213,16 +215,17 @@ def _end_as(code: int) -> None:
         raise SystemExit(code)
 
 
-def _child_main(signals: Sequence[signal.Signals], work: Callable[..., object], *args: Any) -> None:
+def _child_main(signals: Sequence[signal.Signals], work: Callable[..., int], *args: Any) -> None:
     _follow_parent()
     threading.excepthook = _end_after_thread
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the parent too, which decides
     try:
         with Preemption(signals) if signals else nullcontext():
-            work(*args)
+            code = work(*args)
     except BaseException as error:  # also what a user's signal handler raises
         _end(_last_words(error))
+    sys.exit(code)
 
 
 def _follow_parent() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_by, run_child, run_threads
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.preemption import EXIT_CODE, notice
 from variable_batch_size.world import World
 
 # Python numbers that are 0, 1 or -1 travel as data too, as all others do: no graph compiles anew because a learning
@@ -201,9 +202,10 @@ def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> Non
     fn(*args)
 
 
-def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> None:
-    """In the child: make this process a host of replicas, and run `fn` on each."""
+def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> int:
+    """In the child: make this process a host of replicas, and run `fn` on each; returns the exit code."""
     global _meeting, _store
+    code = 0
     torch_xla, xm = _torch_xla(), _torch_xla("torch_xla.core.xla_model")
     devices = torch_xla.devices()
     xm.set_replication(devices[0], devices)
@@ -212,15 +214,19 @@ def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> None:
     _store = dist.HashStore()
 
     def replica(index: int) -> None:
+        nonlocal code
         torch_xla.device(index)  # makes it this thread's default
         try:
             fn(*args)
         except SystemExit as end:
-            if end.code:
+            if end.code == EXIT_CODE and notice():  # all come here, after the same update
+                code = EXIT_CODE
+            elif end.code:
                 raise
         meeting.leave()
 
     run_threads([functools.partial(replica, index) for index in range(len(devices))])
+    return code
 
 
 def _take_turns(xlac: Any) -> None:
