@@ -11,7 +11,7 @@ from typing import Any
 from reference import Training, training
 
 import variable_batch_size as vbs
-from variable_batch_size.checkpoint_folder import STATE
+from variable_batch_size.checkpoint.folder import STATE
 
 
 def checkpoint(folder: Path, run: Training, **options: Any) -> vbs.Checkpoint:

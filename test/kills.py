@@ -30,7 +30,7 @@ from killed_training import Attempt, Run, journal
 from reference import assert_equal
 
 import variable_batch_size as vbs
-from variable_batch_size.checkpoint_folder import CheckpointFolder, whole
+from variable_batch_size.checkpoint.folder import CheckpointFolder, whole
 from variable_batch_size.preemption import EXIT_CODE
 
 PATIENCE = 300.0  # seconds, after which what is waited for hangs

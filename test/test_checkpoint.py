@@ -23,9 +23,9 @@ from xla_training import Case
 
 import variable_batch_size as vbs
 from variable_batch_size import checkpoint as module
-from variable_batch_size import random_states
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint_folder import MANIFEST, STATE
+from variable_batch_size.checkpoint import random_states
+from variable_batch_size.checkpoint.folder import MANIFEST, STATE
 from variable_batch_size.testing import launch, run_ranks
 
 STOP = 3

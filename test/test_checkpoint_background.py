@@ -14,8 +14,8 @@ from torch import nn
 
 import variable_batch_size as vbs
 from variable_batch_size.backend import Backend
-from variable_batch_size.background import Background
-from variable_batch_size.checkpoint_folder import STATE, whole
+from variable_batch_size.checkpoint.background import Background
+from variable_batch_size.checkpoint.folder import STATE, whole
 from variable_batch_size.testing import run_ranks
 
 

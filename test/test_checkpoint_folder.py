@@ -22,7 +22,7 @@ from reference import training
 from torch import nn
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint_folder import MANIFEST, STATE, _sealed, whole
+from variable_batch_size.checkpoint.folder import MANIFEST, STATE, _sealed, whole
 from variable_batch_size.testing import run_ranks
 
 
@@ -163,6 +163,45 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
             pass
     with checkpoint(tmp_path, run):
         pass
+
+
+def test_a_forked_child_that_ends_leaves_the_folder_its_writer(tmp_path: Path) -> None:
+    script = """
+import os
+run = training()
+saves = checkpoint(folder, run)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+try:
+    checkpoint(folder, run)
+except RuntimeError:
+    print("refused")
+"""
+    out, err = start(script, tmp_path).communicate(timeout=100)
+    assert (out, err) == ("refused\n", "")
+
+
+def test_a_forked_child_that_outlives_the_writer_does_not_keep_the_folder(tmp_path: Path) -> None:
+    script = """
+import os, time
+saves = checkpoint(folder, training())
+if os.fork() == 0:
+    time.sleep(100)
+print("ready", flush=True)
+time.sleep(100)
+"""
+    writer = start(script, tmp_path, new_session=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    writer.kill()
+    writer.wait()
+    try:
+        with checkpoint(tmp_path, training()):
+            pass
+    finally:
+        os.killpg(writer.pid, signal.SIGKILL)
+        writer.communicate()
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ import variable_batch_size as vbs
 
 PACKAGE = Path(vbs.__file__).parent
 BACKENDS = {"backend", "backend.base", "backend.local", "backend.distributed", "backend.xla"}
+CHECKPOINT = {
+    f"checkpoint.{part}" for part in ("background", "folder", "random_states", "snapshot", "stop", "stored_state")
+}
 
 # The house from the ground up: a module may import those that its line names. A new module needs a line.
 ARROWS: dict[str, set[str]] = {
@@ -71,23 +74,13 @@ ARROWS: dict[str, set[str]] = {
     "metrics": {"agreement", "optimizer", "plan"},
     "schedules": {"optimizer", "validate"},
     "fit": {"backend", "plan", "validate"},
-    "checkpoint_folder": set(),
-    "stop": {"world"},
-    "background": set(),
-    "random_states": set(),
-    "snapshot": {"backend"},
-    "stored_state": {"checkpoint_folder"},
-    "checkpoint": {
-        "background",
-        "checkpoint_folder",
-        "optimizer",
-        "preemption",
-        "random_states",
-        "snapshot",
-        "stop",
-        "stored_state",
-        "validate",
-    },
+    "checkpoint.folder": set(),
+    "checkpoint.background": set(),
+    "checkpoint.random_states": set(),
+    "checkpoint.snapshot": {"backend"},
+    "checkpoint.stored_state": {"checkpoint.folder"},
+    "checkpoint.stop": {"world"},
+    "checkpoint": CHECKPOINT | {"optimizer", "preemption", "validate"},
     "testing": {"backend", "backend.xla", "optimizer", "sampler", "world"},
     "rule_optimizers": {"hyperparameters", "optimizer", "rules", "sampler", "validate"},
 }
@@ -100,8 +93,8 @@ WITHOUT_TORCH = {
     "rules",
     "plan",
     "clock",
-    "checkpoint_folder",
-    "background",
+    "checkpoint.folder",
+    "checkpoint.background",
     "backend._xla_launch",
     "preemption",
     "tracker",

@@ -16,14 +16,14 @@ import pytest
 from checkpoints import start
 
 import variable_batch_size as vbs
-from variable_batch_size.checkpoint_folder import whole
+from variable_batch_size.checkpoint.folder import whole
 from variable_batch_size.preemption import EXIT_CODE, current, notice
 
 STOPS = [signal.SIGTERM, signal.SIGUSR1]
 
 # A main thread that stands in C, where Python runs no handlers, and another one that tells what has come.
 STUCK = """
-from variable_batch_size.checkpoint_folder import whole
+from variable_batch_size.checkpoint.folder import whole
 from variable_batch_size.preemption import notice
 import ctypes, threading, time
 with vbs.Preemption() as preemption:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from variable_batch_size import random_states
+from variable_batch_size.checkpoint import random_states
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from variable_batch_size.snapshot import Snapshot
+from variable_batch_size.checkpoint.snapshot import Snapshot
 
 SHARED = torch.arange(12.0)
 TENSORS: dict[str, Tensor] = {

@@ -23,14 +23,14 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from variable_batch_size import random_states, stored_state
-from variable_batch_size.background import Background
-from variable_batch_size.checkpoint_folder import CheckpointFolder, whole
+from variable_batch_size.checkpoint import random_states, stored_state
+from variable_batch_size.checkpoint.background import Background
+from variable_batch_size.checkpoint.folder import CheckpointFolder, whole
+from variable_batch_size.checkpoint.snapshot import Snapshot
+from variable_batch_size.checkpoint.stop import CommonStop
+from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, current, notice
-from variable_batch_size.snapshot import Snapshot
-from variable_batch_size.stop import CommonStop
-from variable_batch_size.stored_state import StoredState
 from variable_batch_size.validate import refusal
 from variable_batch_size.validate import whole as whole_number
 

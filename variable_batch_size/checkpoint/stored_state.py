@@ -7,7 +7,7 @@ from typing import IO, Any, NamedTuple, final
 
 import torch
 
-from variable_batch_size.checkpoint_folder import STATE, CheckpointFolder, whole
+from variable_batch_size.checkpoint.folder import STATE, CheckpointFolder, whole
 
 
 @final

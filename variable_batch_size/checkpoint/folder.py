@@ -7,6 +7,7 @@ what is given up is renamed to such a name before it is deleted. So a name witho
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
 STATE, MANIFEST, LOCK = "state.pt", "manifest.json", ".lock"
+
+_held: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # what lets each locked file go
 
 _NAME = re.compile(r"update-(\d{8,})(?:-(\d+))?")
 _BLOCK = 1 << 20  # bytes
@@ -87,7 +90,8 @@ class CheckpointFolder:
             ) from None
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._unlock = weakref.finalize(self, _release, file)
+        self._unlock = _held[file] = weakref.finalize(self, _release, file)
+        _mind_forks()
 
     def unlock(self) -> None:
         """Let others write."""
@@ -226,7 +230,18 @@ def _names_to_disk(folder: Path) -> None:
 
 
 def _release(file: int) -> None:
-    import fcntl
-
-    fcntl.flock(file, fcntl.LOCK_UN)  # closing alone would not do it while a forked loader worker has the file too
+    del _held[file]
     os.close(file)
+
+
+@functools.cache
+def _mind_forks() -> None:
+    """A forked child, a loader's worker for one, shares the lock: it must neither keep it nor let it go."""
+
+    def forget() -> None:
+        for file, unlock in _held.items():
+            unlock.detach()
+            os.close(file)
+        _held.clear()
+
+    os.register_at_fork(after_in_child=forget)
