@@ -43,7 +43,7 @@ FOR_ADAM = {"sqrt-sde", "adamscale"}
 def train(flags: argparse.Namespace) -> None:
     """What every rank does."""
     device, world = place(flags)
-    train_set = mnist.load(flags.data_dir, train=True)
+    train_set = TensorDataset(*mnist.load(flags.data_dir, train=True)[: flags.samples])
     test_set = mnist.load(flags.data_dir, train=False)
 
     # Which samples make up which update is the same for every world; the sampler deals this rank its part of them.
@@ -209,6 +209,7 @@ def parse() -> argparse.Namespace:
     add("--cores", type=int, help="XLA cores on a CPU, by default 4; a TPU uses all it has")
     add("--on-end", choices=["error", "hold", "cycle"], help="what follows the trace's last step")
     add("--data-dir", help="folder with MNIST's idx files; by default they are downloaded once")
+    add("--samples", type=int, help="train on so many images only, the first ones")
     add("--checkpoint", help="folder of checkpoints, from which a run goes on; by default there are none")
     add("--save-every", type=int, default=50, help="updates from one checkpoint to the next")
     add("--logdir", help="folder for TensorBoard files and scalars.csv; by default nothing is written")
