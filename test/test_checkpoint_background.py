@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,18 @@ saves.step()
     assert (process.returncode, err) == (3 if "3" in end else 0, "")
     assert names(tmp_path) == ["update-00000001"]
     assert whole(tmp_path / "update-00000001")
+
+
+def test_a_save_that_fails_is_heard_where_another_exception_was_caught(tmp_path: Path) -> None:
+    run = training().run(1)
+    try:
+        raise MemoryError
+    except MemoryError:
+        saves = checkpoint(tmp_path / "saved", run)
+        shutil.rmtree(tmp_path / "saved")
+        saves.save(wait=False)
+        with pytest.raises(RuntimeError, match="could not be, in"), saves:
+            pass
 
 
 def test_background_work_is_done_once_and_its_failure_told_once() -> None:

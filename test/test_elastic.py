@@ -17,8 +17,8 @@ import pytest
 from test_readme import ROOT, commands
 
 LINES = [line for line in commands() if "--checkpoint" in line]
-PATIENCE = 120.0  # seconds
-SHORT = "--epochs 2 --samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
+PATIENCE = 300.0  # seconds
+SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_loop_goes_on_with_other_cores(tmp_path: Path, started: list[subproces
     nproc.parent.mkdir()
     nproc.write_text(f"#!/bin/sh\n[ -e {tmp_path}/asked ] && echo 1 || echo 2\ntouch {tmp_path}/asked\n")
     nproc.chmod(0o755)
-    line = LINES[0].replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log {SHORT}")
+    line = LINES[0].replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log --num-workers 1 --epochs 1 {SHORT}")
     loop = start(line, tmp_path / "said", str(nproc.parent))
     started.append(loop)
     wait_for(lambda: saved(tmp_path) >= 10, tmp_path)
@@ -65,7 +65,7 @@ def test_a_loop_goes_on_with_other_cores(tmp_path: Path, started: list[subproces
     assert re.findall(r"^(\d) x xla", said, re.MULTILINE) == ["2", "1"]
     assert "Warning" not in said
     assert re.search(r"^stops: update-\d+ was whole \d+\.\d\d s after SIGTERM$", said, re.MULTILINE)
-    assert re.search(r"^samples +24,000$", said, re.MULTILINE)
+    assert re.search(r"^samples +12,000$", said, re.MULTILINE)
 
 
 def test_torchrun_goes_on_when_a_machine_joins_and_when_it_is_lost(
@@ -74,7 +74,7 @@ def test_torchrun_goes_on_when_a_machine_joins_and_when_it_is_lost(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    line = LINES[1].replace("runs/a", f"{tmp_path}/saved {SHORT}").replace("29400", str(port))
+    line = LINES[1].replace("runs/a", f"{tmp_path}/saved --epochs 2 {SHORT}").replace("29400", str(port))
     line = line.replace("last_call_timeout=5", "last_call_timeout=1,keep_alive_interval=1")
     line = line.replace("--nproc-per-node=2", "--nproc-per-node=1 --monitor-interval=0.1")
     logs = tmp_path / "first", tmp_path / "second"

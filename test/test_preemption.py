@@ -16,6 +16,7 @@ import pytest
 from checkpoints import start
 
 import variable_batch_size as vbs
+from variable_batch_size.backend._xla_launch import run_by
 from variable_batch_size.checkpoint.folder import whole
 from variable_batch_size.preemption import EXIT_CODE, current, notice
 
@@ -115,15 +116,44 @@ def test_who_listened_to_signals_before_still_does() -> None:
         os.close(writer)
 
 
-def test_a_forked_child_has_its_own_signals() -> None:
+def test_when_somebody_else_begins_to_listen_the_first_signal_is_heard_still() -> None:
+    with vbs.Preemption() as preemption:
+        assert signal.set_wakeup_fd(-1) != -1
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(preemption)
+
+
+def test_a_signal_that_nobody_can_take_leaves_nothing_behind() -> None:
+    before = [signal.getsignal(by) for by in STOPS], threading.active_count()
+    with pytest.raises(OSError, match="Invalid argument"), vbs.Preemption([*STOPS, signal.SIGKILL]):
+        pass
+    assert ([signal.getsignal(by) for by in STOPS], threading.active_count()) == before
+    assert (current(), signal.set_wakeup_fd(-1)) == (None, -1)
+
+
+def test_nothing_is_launched_after_a_signal() -> None:
+    with vbs.Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(preemption)
+        with pytest.raises(SystemExit) as end:
+            run_by(pytest.fail, print, ())
+        assert end.value.code == EXIT_CODE
+
+
+def test_a_forked_child_has_its_own_signals_and_leaves_those_of_its_parent() -> None:
     with vbs.Preemption() as preemption:
         for by in STOPS:
+            reader, writer = os.pipe()
             if (child := os.fork()) == 0:
                 try:
+                    preemption.__exit__(None, None, None)
+                    os.write(writer, b"ready")
                     time.sleep(100)
                 finally:
                     os._exit(0)
-            time.sleep(0.1)
+            assert os.read(reader, 5) == b"ready"
+            os.close(reader)
+            os.close(writer)
             os.kill(child, by)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -by
         assert not preemption.requested

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +99,17 @@ def test_containers_are_copied_and_a_view_is_not() -> None:
     state["b"]["c"].zero_()
     assert copy["a"] == view["a"] == [1, (2.5, None)]
     assert (copy["b"]["c"].tolist(), view["b"]["c"].tolist()) == ([1, 1], [0, 0])
+
+
+def test_a_subclass_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    class Own(torch.Tensor):
+        pass
+
+    part = {"part": {"own": torch.ones(2).as_subclass(Own)}}
+    snapshot = Snapshot(vbs.LocalBackend())
+    for bring in (snapshot.view, snapshot.copy):
+        with pytest.raises(TypeError, match=r"part\['own'\] is a .*Own; let"):
+            bring(part)
+    kept = {"part": {"parameter": torch.nn.Parameter(torch.ones(2)), "buffer": torch.nn.Buffer(torch.ones(2))}}
+    torch.save(snapshot.view(kept), tmp_path / "kept")
+    assert torch.load(tmp_path / "kept", weights_only=True)["part"].keys() == {"parameter", "buffer"}

@@ -147,8 +147,8 @@ def test_level_ranks_stop_at_once_unless_one_has_gone_on() -> None:
 
 def test_a_rank_asks_as_seldom_as_keeps_the_cost_small() -> None:
     (stop,) = ranks(dist.HashStore(), 1)
-    stop._cost, updates = 1e-3, 0  # seconds, of which a hundredth is 100 ms
-    stop._asked_when = time.perf_counter() - 0.02  # for the update that comes
-    while stop._asked_at <= 1:
-        updates += not stop.after_update(False)
-    assert updates == 1 + 5
+    stop._passed, stop._cost = 1, 1e-3  # one update since it asked; seconds, which are a hundredth of 100 ms
+    for update, ahead in [(0.2, 1), (0.11, 1), (0.021, 5), (0.0011, 91)]:
+        assert stop._ahead(stop._asked_when + update) == ahead
+    stop._cost = 0.1  # a hundredth of 10 s, after which it would be too late
+    assert stop._ahead(stop._asked_when + 0.3) == 4

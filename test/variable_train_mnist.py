@@ -40,6 +40,20 @@ RULES: dict[str, type[vbs.CustomOptimizer]] = {
 FOR_ADAM = {"sqrt-sde", "adamscale"}
 
 
+class Best:
+    """The best accuracy so far, which a checkpoint holds too."""
+
+    accuracy = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"accuracy": self.accuracy}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """From a checkpoint."""
+        self.accuracy = state["accuracy"]
+
+
 def train(flags: argparse.Namespace) -> None:
     """What every rank does."""
     device, world = place(flags)
@@ -71,16 +85,17 @@ def train(flags: argparse.Namespace) -> None:
     scheduler = make_scheduler(flags, optimizer, len(train_set))
     # With --checkpoint a run goes on where the last one stopped, on as many ranks as there are now. A run that is asked
     # to stop (see `main`) saves in the next checkpoint.step() and leaves from there.
-    checkpoint = None
+    checkpoint, best = None, Best()
     if flags.checkpoint:
-        parts = {"scheduler": scheduler} if scheduler else {}
-        checkpoint = vbs.Checkpoint(flags.checkpoint, model=model, optimizer=optimizer, every=flags.save_every, **parts)
+        checkpoint = vbs.Checkpoint(
+            flags.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler, every=flags.save_every, best=best
+        )
         checkpoint.restore()
 
     backend = vbs.detect(model.parameters())
     loss_fn = nn.CrossEntropyLoss()
 
-    began, best = time.monotonic(), 0.0
+    began = time.monotonic()
     backend.print0(f"{world.size} x {device.type}, rule {flags.rule}, {flags.epochs} epochs of {flags.trace}")
     for epoch in range(optimizer.epoch, flags.epochs):
         sampler.set_epoch(epoch)
@@ -92,7 +107,7 @@ def train(flags: argparse.Namespace) -> None:
             if checkpoint:
                 checkpoint.step()
         accuracy = evaluate(model, test_set, device, backend)
-        best = max(best, accuracy)
+        best.accuracy = max(best.accuracy, accuracy)
         backend.print0(
             f"epoch {epoch}: accuracy {accuracy:.2%}, {optimizer.updates} updates, {optimizer.samples} samples, "
             f"last lr {optimizer.current_lr():.4g}, {time.monotonic() - began:.1f} s"
@@ -100,9 +115,9 @@ def train(flags: argparse.Namespace) -> None:
     tracker.close()
     if checkpoint:
         checkpoint.close()
-    report(optimizer, best, time.monotonic() - began, device, backend)
-    if best < flags.target:
-        backend.print0(f"the best accuracy, {best:.2%}, is below the target of {flags.target:.2%}")
+    report(optimizer, best.accuracy, time.monotonic() - began, device, backend)
+    if best.accuracy < flags.target:
+        backend.print0(f"the best accuracy, {best.accuracy:.2%}, is below the target of {flags.target:.2%}")
         raise SystemExit(21)
 
 

@@ -1,8 +1,8 @@
 """The signals by which machines are taken back, noticed at once and whatever the main thread is doing.
 
 Python runs signal handlers in the main thread, between two of its instructions: never, while it stands in a collective
-that nobody completes. So the handlers here do nothing; the interpreter also writes each signal's number into a socket
-when it arrives, and a thread reads that.
+that nobody completes. But the interpreter also writes each signal's number into a socket when it arrives, and here a
+thread reads that.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _active: Preemption | None = None
 class Preemption:
     """Lets a training that is asked to stop do so after the next update, with a checkpoint.
 
-    A context for the main thread, entered before the ranks are launched, or in each rank's own process. When a signal
-    has come to any rank, the next `Checkpoint.step()` saves, on all ranks at the same update, and raises
-    `SystemExit(143)`. `variable_batch_size.backend.xla.launch` passes signals on to its ranks, and ends with 143 too. A
-    second signal, a second or more after the first, ends the process at once. (As AdaptDL stops: Qiao et al. 2021.)
+    A context for the main thread of each rank's own process, or of the one that calls
+    `variable_batch_size.backend.xla.launch`, which passes signals on to its ranks. When one has come to any rank, the
+    next `Checkpoint.step()` saves, on all ranks at the same update, and raises `SystemExit(143)`; who launched XLA's
+    cores ends with 143 too. A second signal, a second or more after the first, ends the process at once. (As AdaptDL
+    stops: Qiao et al. 2021.)
 
     Args:
         signals: which ones to take; by default those of clouds and of Slurm, SIGTERM and SIGUSR1.
@@ -66,9 +67,10 @@ class Preemption:
 
     @staticmethod
     def shield(worker: int = 0) -> None:
-        """Ignore the signals: a loader's `worker_init_fn`, where they go to all processes and not just to ranks."""
-        for signum in _SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
+        """Heed SIGTERM and SIGUSR1 of the parent only: a loader's `worker_init_fn`, where all processes get them."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS
+            threading.Thread(target=_end_with_parent, name="shield", daemon=True).start()
 
     def __enter__(self) -> Preemption:
         global _active
@@ -82,19 +84,26 @@ class Preemption:
                 "a process has one Preemption, but this one was entered in another; leave one of them out"
             )
         _mind_forks()
-        self._first = None
+        self._first, self._handlers = None, {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._thread = threading.Thread(target=self._listen, name="preemption", daemon=True)
         self._thread.start()
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers = {signum: signal.signal(signum, _do_nothing) for signum in self.signals}
         _active = self
+        try:
+            for signum in self.signals:
+                self._handlers[signum] = signal.signal(signum, self._hear)
+        except BaseException:  # one that nobody can take
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if _active is not self:  # a forked child, which shares the socket
+            return
         self._restore()
         self._writer.send(_END)
         self._thread.join()
@@ -116,12 +125,16 @@ class Preemption:
             if came[0] in self.signals:
                 self._take(signal.Signals(came[0]))
 
+    def _hear(self, signum: int, frame: FrameType | None = None) -> tuple[signal.Signals, float]:
+        """What came first, and when; also the handler, for when somebody else has taken the socket's place."""
+        self._first = self._first or (signal.Signals(signum), time.monotonic())
+        return self._first
+
     def _take(self, signum: signal.Signals) -> None:
-        now = time.monotonic()
-        self._first = self._first or (signum, now)
+        _, when = self._hear(signum)
         if self._relay is not None:
             self._relay(signum)
-        if now - self._first[1] >= _SAME:
+        if time.monotonic() - when >= _SAME:
             os._exit(EXIT_CODE)
 
 
@@ -138,8 +151,10 @@ def notice() -> str:
     return f"{time.monotonic() - when:.2f} s after {signum.name}"
 
 
-def _do_nothing(signum: int, frame: FrameType | None) -> None:
-    pass
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo(_SIGNALS).si_pid != os.getppid():
+        pass
+    os._exit(0)  # as torch's own handler does in a loader's worker
 
 
 @functools.cache

@@ -18,12 +18,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn, final
 
-from variable_batch_size.preemption import Preemption, current
+from variable_batch_size.preemption import EXIT_CODE, Preemption, current
 
 FAILED = 1  # what Python itself exits with after an uncaught exception
 
@@ -76,7 +77,14 @@ def run_by(launcher: Callable[..., object], work: Callable[..., object], args: S
                     os.kill(child.pid, signum)
 
     with preemption.relayed(relay):
-        launcher(_TakesSignals(work, preemption.signals), args=tuple(args))
+        if preemption.requested:
+            raise SystemExit(EXIT_CODE)
+        try:
+            launcher(_TakesSignals(work, preemption.signals), args=tuple(args))
+        except BrokenProcessPool:
+            if preemption.requested:  # before its processes took signals themselves
+                raise SystemExit(EXIT_CODE) from None
+            raise
 
 
 @final

@@ -104,9 +104,11 @@ class Checkpoint:
         self._folder = CheckpointFolder(Path(dir))
         self._snapshot, self._background = Snapshot(self._backend), Background()
         self._unheard = False  # whether a write was begun, on rank 0, of which the ranks do not know how it went
-        name = self._on_rank_0(self._lock)
-        taken = any(self._everywhere(lambda: b"taken" * (current() is not None)))  # on any rank: all have to agree
-        self._stop = CommonStop(self._backend.store(), name, self._backend.world) if taken else None
+        self._on_rank_0(self._lock)
+        self._stop: CommonStop | None = None
+        if self._any(lambda: current() is not None):  # then all have to agree
+            name = self._on_rank_0(lambda: uuid4().hex)
+            self._stop = CommonStop(self._backend.store(), name, self._backend.world)
         self._seen, self._saved = optimizer.updates, time.monotonic()
 
     @property
@@ -130,9 +132,9 @@ class Checkpoint:
         parts: dict[str, Any] = {}
 
         def collect() -> bytes:
-            self._finish()
             parts.update((name, part.state_dict()) for name, part in self._parts.items())
             self._backend.mark_step()  # what is pending is computed by all ranks, and not by rank 0 alone
+            self._finish()  # where it fails, others may not wait in a part that communicates
             return random_states.current().encode()
 
         rng = [states.decode() for states in self._everywhere(collect)]
@@ -166,7 +168,7 @@ class Checkpoint:
             return False
         if isinstance(self._every, timedelta):
             seconds = self._every.total_seconds()
-            due = self._on_rank_0(lambda: "due" * (time.monotonic() - self._saved >= seconds)) != ""
+            due = self._any(lambda: self._backend.world.rank == 0 and time.monotonic() - self._saved >= seconds)
         else:
             due = updates // self._every > before // self._every
         if due:
@@ -212,14 +214,7 @@ class Checkpoint:
             RuntimeError: on every rank, when that save failed. Where an exception is on its way through here, as in a
                 `with` block or `finally`, perhaps on this rank alone, no other one is waited for, and it is a warning.
         """
-        try:
-            if sys.exc_info()[0] is None:
-                self._hear()
-            else:
-                self._finish_alone()
-        finally:
-            if self._background.idle:  # else this was interrupted, and the folder has its writer to the end
-                self._folder.unlock()
+        self._close(alone=sys.exc_info()[0] is not None)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -227,7 +222,17 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(alone=kind is not None)
+
+    def _close(self, alone: bool) -> None:
+        try:
+            if alone:
+                self._finish_alone()
+            else:
+                self._hear()
+        finally:
+            if self._background.idle:  # else this was interrupted, and the folder has its writer to the end
+                self._folder.unlock()
 
     def _leave(self) -> NoReturn:
         try:
@@ -235,9 +240,14 @@ class Checkpoint:
         except RuntimeError as error:  # of the save before; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         path = self.save()
+
+        def tell() -> str:
+            print(f"stops: {path.name} was whole {longest}", flush=True)
+            return ""
+
         notices = [said.decode() for said in self._everywhere(lambda: notice().encode())]
         longest = max(notices, key=lambda text: float(text.partition(" ")[0] or 0))
-        self._on_rank_0(lambda: print(f"stops: {path.name} was whole {longest}", flush=True) or "")
+        self._on_rank_0(tell)
         raise SystemExit(EXIT_CODE)
 
     # On rank 0. --------------------------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ class Checkpoint:
                 f"dir must be a folder that can be written, but {self._folder.path} is not ({error.strerror}); choose "
                 f"another one"
             ) from error
-        return uuid4().hex
+        return ""
 
     def _publish(self, parts: dict[str, Any], rng: list[str], wait: bool) -> Path:
         folder, updates = self._folder, self._optimizer.updates
@@ -339,6 +349,10 @@ class Checkpoint:
                     f"a checkpoint must be of the model that is restored, but {name} is {saved.get(name, 'missing')} "
                     f"in {read.path} and {own.get(name, 'missing')} here; make the model that was saved"
                 )
+
+    def _any(self, met: Callable[[], bool]) -> bool:
+        """Whether it is so on any rank."""
+        return any(self._everywhere(lambda: b"yes" * met()))
 
     def _on_rank_0(self, work: Callable[[], str]) -> str:
         """What rank 0 gets from `work`, on every rank."""

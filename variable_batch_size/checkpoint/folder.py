@@ -81,6 +81,8 @@ class CheckpointFolder:
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except BlockingIOError:
             writer = os.read(file, 1000).decode(errors="replace").strip()
             os.close(file)
@@ -88,8 +90,9 @@ class CheckpointFolder:
                 f"a checkpoint folder must have one writer, but {self.path} is in use by {writer or 'another one'}; "
                 f"close() that Checkpoint, or choose another folder"
             ) from None
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        except BaseException:
+            os.close(file)
+            raise
         self._unlock = _held[file] = weakref.finalize(self, _release, file)
         _mind_forks()
 
@@ -104,7 +107,16 @@ class CheckpointFolder:
         return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
 
     def next_path(self, update: int) -> Path:
-        """Where the next checkpoint of this update belongs."""
+        """Where the next checkpoint of this update belongs.
+
+        Raises:
+            RuntimeError: when the folder is not locked.
+        """
+        if self._unlock is None or not self._unlock.alive:
+            raise RuntimeError(
+                f"a checkpoint folder must be locked by who writes into it, but this writer has let {self.path} go; "
+                f"make another Checkpoint in the place of one that is closed"
+            )
         revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
         return self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
 
@@ -239,9 +251,7 @@ def _mind_forks() -> None:
     """A forked child, a loader's worker for one, shares the lock: it must neither keep it nor let it go."""
 
     def forget() -> None:
-        for file, unlock in _held.items():
-            unlock.detach()
-            os.close(file)
-        _held.clear()
+        for unlock in list(_held.values()):
+            unlock()
 
     os.register_at_fork(after_in_child=forget)

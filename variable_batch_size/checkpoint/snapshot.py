@@ -88,7 +88,7 @@ def _mapped(parts: dict[str, Any], host: Callable[[Tensor], Tensor]) -> dict[str
 
 def _with_tensors(tree: Any, host: Callable[[Tensor], Tensor], where: str) -> Any:
     """The same in containers of its own; refuses what could not be read again."""
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) and type(tree.detach()) is Tensor:  # no subclass but parameters, which are read again
         return host(tree)
     if type(tree) in _PLAIN:
         return tree

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from variable_batch_size.world import World
 
 _WANTED, _LAST = "wanted", "last"
-_SHARE = 0.01  # of the time of an update, at most, goes into asking
+_SHARE = 0.01  # of the time of an update that may go into asking
 _PATIENCE = 1.0  # seconds that a rank may go on without asking, if an update does not take longer
 
 
@@ -61,7 +61,7 @@ class CommonStop:
             last = max(map(self._reserved_by, range(self._world.size)))
             self._last = int(self._store.compare_set(_LAST, "", str(last)))  # of several answers the first one holds
         self._asked_at, self._asked_when = self._passed, time.perf_counter()
-        self._cost = min(self._cost, self._asked_when - began)
+        self._cost += (self._asked_when - began - self._cost) / 4
 
     def _reserve(self, update: int) -> None:
         self._reserved = update
