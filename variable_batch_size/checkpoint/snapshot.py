@@ -78,7 +78,7 @@ def _ordinary(tensor: Tensor) -> bool:
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
-        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     )
 
 
