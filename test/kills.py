@@ -142,6 +142,7 @@ ENDINGS = {
     "torchrun": {  # which exits with 1 when a worker fails, and when it is asked to end
         "all": ALL_AT_ONCE,
         "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
+        "torchrun": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),  # with the store that its workers ask
         "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), asked=True),
         "SIGTERM to all": Ending(1, to_all(signal.SIGTERM), asked=True),
         "SIGTERM to a worker": Ending(1, to_a_worker(signal.SIGTERM), asked=True),
