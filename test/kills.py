@@ -153,8 +153,6 @@ ENDINGS = {
         "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
         "the launcher": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),
         "SIGTERM": Ending(EXIT_CODE, to_launcher(signal.SIGTERM), asked=True),
-        "SIGTERM to all": Ending(EXIT_CODE, to_all(signal.SIGTERM), asked=True),
-        "SIGUSR1 to a worker": Ending(EXIT_CODE, to_a_worker(signal.SIGUSR1), asked=True),
     },
 }
 
@@ -163,10 +161,7 @@ PHASES: dict[str, tuple[Callable[[Notes, Run], bool], float]] = {
     "start": (lambda notes, run: True, 5.0),
     "restore": (lambda notes, run: bool(notes.pids), 1.5),
     "training": (lambda notes, run: bool(notes.updates), 0.6),
-    "saved": (
-        lambda notes, run: len(notes.updates) > 2 * run.every,
-        0.6,
-    ),  # so that there is something new to go on from
+    "saved": (lambda notes, run: len(notes.updates) > 2 * run.every, 0.6),  # there is something new to go on from
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kills import send
 from test_readme import ROOT, commands
 
 LINES = [line for line in commands() if "--checkpoint" in line]
@@ -27,8 +28,7 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
     leaders: list[subprocess.Popen[bytes]] = []
     yield leaders
     for leader in leaders:
-        for pid in [*descendants(leader.pid), leader.pid]:
-            kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, [*descendants(leader.pid), leader.pid])
         leader.wait()
 
 
@@ -90,8 +90,7 @@ def test_torchrun_goes_on_when_a_machine_joins_and_when_it_is_lost(
     wait_for(lambda: worlds() == ["1", "2"], tmp_path)
     before = saved(tmp_path)
     wait_for(lambda: saved(tmp_path) > before, tmp_path)
-    for pid in [*descendants(second.pid), second.pid]:
-        kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, [*descendants(second.pid), second.pid])
     assert first.wait(PATIENCE) == 0, logs[0].read_text()
     assert worlds() == ["1", "2", "1"]
     said = logs[0].read_text()
@@ -123,10 +122,3 @@ def descendants(pid: int) -> list[int]:
         parents.setdefault(int(parent.split()[1]), []).append(int(child.split()[0]))
     children = parents.get(pid, [])
     return children + [later for child in children for later in descendants(child)]
-
-
-def kill(pid: int, by: signal.Signals) -> None:
-    try:
-        os.kill(pid, by)
-    except ProcessLookupError:
-        return

@@ -251,15 +251,18 @@ def test_a_signal_to_a_whole_group_spares_the_workers_of_the_loader(
 
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
-@pytest.mark.parametrize("launcher", ["launch(work, args, cores=2)", "run_by(torch_xla.launch, Numbered(work), args)"])
+@pytest.mark.parametrize(
+    "launcher", ["launch(work, args, cores=2)", "run_by(torch_xla.launch, partial(_without_ordinal, work), args)"]
+)
 def test_a_program_that_launched_cores_stops_with_them(
     launcher: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     script = f"""
+from functools import partial
 import torch_xla
 from variable_batch_size.backend._xla_launch import run_by
-from variable_batch_size.backend.xla import launch
-from xla_checkpoints import Case, Numbered, train_until_asked as work
+from variable_batch_size.backend.xla import _without_ordinal, launch
+from xla_checkpoints import Case, train_until_asked as work
 args = (folder, Case(vbs.AdaScaleOptimizer, (5, 2, 9), 4))
 with vbs.Preemption():
     {launcher}

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from xla_training import Case, Replica
 
 import variable_batch_size as vbs
 from variable_batch_size.backend.xla import compiled_graphs
-
-
-@dataclass(frozen=True)
-class Numbered:
-    """What `torch_xla.launch` calls, with a core's number first."""
-
-    work: Callable[..., object]
-
-    def __call__(self, number: int, *args: Any) -> None:
-        self.work(*args)
 
 
 def save(folder: Path, case: Case, stop: int) -> None:
