@@ -22,7 +22,7 @@ help:
 	@echo "make PYTHON=python3.12 train chooses the interpreter (3.10 to 3.13; after make clean, if .venv is there)."
 
 train: $(VENV)/.has-xla
-	@$(if $(findstring --data-dir,$(ARGS)),,$(VENV)/bin/python test/mnist.py)
+	@$(if $(findstring --data-dir,$(ARGS)),,$(VENV)/bin/python test/helpers/mnist.py)
 	$(VENV)/bin/python test/variable_train_mnist.py $(ARGS)
 
 test: $(VENV)/.has-test
@@ -41,7 +41,7 @@ test-newest:
 	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
 
 bench: $(VENV)/.has-bench
-	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "$$script"; $(VENV)/bin/python "$$script" $(ARGS); done
+	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

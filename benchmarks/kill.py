@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from helpers.killed_training import Run
+from helpers.kills import ENDINGS, Campaign, Kill
 from results import record
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "test"))
-
-from killed_training import Run
-from kills import ENDINGS, Campaign, Kill
 
 # The microbatch is a part of AdaScale's result, so it stays; what reads no noise takes another one at every start.
 TRAININGS: list[tuple[str, str, tuple[int, ...]]] = [

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from results import record, spread
-from step import MODELS, ROWS, Batches, data, ratios
 from torch import nn
 
 import variable_batch_size as vbs
+from results import record, spread
+from step import MODELS, ROWS, Batches, data, ratios
 
 BLOCK = 100  # updates
 

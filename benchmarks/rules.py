@@ -34,7 +34,6 @@ import gzip
 import itertools
 import math
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -45,14 +44,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from results import record
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
-
-sys.path.append(str(Path(__file__).parent.parent / "test"))
-import mnist
+from helpers import mnist
+from results import record
 
 REF, UPDATES = 32, 4096  # samples of an update at the reference, and how many of these a training lasts
 HELD_OUT = 10_000  # training samples, when tuning

@@ -16,10 +16,10 @@ from itertools import islice
 
 import numpy as np
 import torch
-from results import record
 from torch.utils.data import BatchSampler, DistributedSampler
 
 import variable_batch_size as vbs
+from results import record
 
 RANKS, RANK, ROWS = 8, 5, 32
 DRAWN = 2_000_000  # samples over which ours is timed, once it runs

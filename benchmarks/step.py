@@ -21,11 +21,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from results import record, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
+from results import record, spread
 
 ROWS = 32
 Make = Callable[[], nn.Module]

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kills import send
-from test_readme import ROOT, commands
+
+from helpers.kills import send
+from helpers.readme import ROOT, commands
 
 LINES = [line for line in commands() if "--checkpoint" in line]
 PATIENCE = 300.0  # seconds

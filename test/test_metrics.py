@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import SIZES, batches, examples, training
 
 import variable_batch_size as vbs
+from helpers.reference import SIZES, batches, examples, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.metrics import added, in_singles
 from variable_batch_size.testing import run_ranks

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import mnist
 import pytest
 import torch
+
+from helpers import mnist
 
 LABELS = "t10k-labels-idx1-ubyte"
 Pages = dict[str, "bytes | Callable[[BaseHTTPRequestHandler], None]"]

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import start
 
 import variable_batch_size as vbs
+from helpers.checkpoints import start
 from variable_batch_size.backend._xla_launch import run_by
 from variable_batch_size.checkpoint.folder import whole
 from variable_batch_size.preemption import EXIT_CODE, current, notice
@@ -262,7 +262,7 @@ from functools import partial
 import torch_xla
 from variable_batch_size.backend._xla_launch import run_by
 from variable_batch_size.backend.xla import _without_ordinal, launch
-from xla_checkpoints import Case, train_until_asked as work
+from helpers.xla_checkpoints import Case, train_until_asked as work
 args = (folder, Case(vbs.AdaScaleOptimizer, (5, 2, 9), 4))
 with vbs.Preemption():
     {launcher}

@@ -13,20 +13,10 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
+from helpers.readme import README, ROOT, blocks, commands
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
 TOUR = "test/variable_train_mnist.py"
 SHORT = shlex.split("--epochs 1 --samples 12000 --trace 0:200 --microbatch 50 --target 0.5")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-
-
-def commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
-    return [line for line in lines if line]
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from reference import EQUATIONS, SIZES, data, training
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
+from helpers.reference import EQUATIONS, SIZES, data, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import assert_resumes_identically
 

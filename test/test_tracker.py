@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from reference import REF, SGD, SIZES, training
 from tensorboardX.proto.event_pb2 import Event
 
 import variable_batch_size as vbs
+from helpers.reference import REF, SGD, SIZES, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

@@ -17,13 +17,13 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-import mnist
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
+from helpers import mnist
 from variable_batch_size.backend import xla
 
 TRACES = Path(__file__).parent.parent / "traces"

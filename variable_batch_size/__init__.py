@@ -1,14 +1,14 @@
 """PyTorch training whose global batch size changes from one update to the next."""
 
-from variable_batch_size.agreement import broadcast_parameters
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, World, XlaBackend, detect
 from variable_batch_size.checkpoint import Checkpoint
-from variable_batch_size.fit import Fit, find_minibatch_size, fit
+from variable_batch_size.data.fit import Fit, find_minibatch_size, fit
+from variable_batch_size.data.plan import Microbatch
+from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.metrics import Accumulator
-from variable_batch_size.optimizer import CustomOptimizer
-from variable_batch_size.plan import Microbatch
-from variable_batch_size.preemption import Preemption
-from variable_batch_size.rule_optimizers import (
+from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.lr_scheduler import ProgressScheduler
+from variable_batch_size.optim.named import (
     AdamScaleOptimizer,
     AdaScaleOptimizer,
     ConstantOptimizer,
@@ -18,7 +18,9 @@ from variable_batch_size.rule_optimizers import (
     RootRuleOptimizer,
     SqrtSDERuleOptimizer,
 )
-from variable_batch_size.rules import (
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.preemption import Preemption
+from variable_batch_size.rules.base import (
     AdamScaleRule,
     AdaScaleRule,
     ConstantRule,
@@ -34,9 +36,7 @@ from variable_batch_size.rules import (
     SqrtSDERule,
     adascale_gain,
 )
-from variable_batch_size.sampler import CustomSampler
-from variable_batch_size.schedules import ProgressScheduler
-from variable_batch_size.trace import BatchTrace
+from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.tracker import Tracker
 
 __all__ = [

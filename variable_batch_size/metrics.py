@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from variable_batch_size.agreement import gather
-from variable_batch_size.optimizer import CustomOptimizer
-from variable_batch_size.plan import Microbatch
+from variable_batch_size.data.plan import Microbatch
+from variable_batch_size.optim.consistency import gather
+from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAMPLES = "samples"  # the name of what is counted and not averaged
 

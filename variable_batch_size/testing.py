@@ -14,8 +14,8 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.xla import launch
-from variable_batch_size.optimizer import CustomOptimizer
-from variable_batch_size.sampler import CustomSampler
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.world import World
 
 __all__ = ["ThreadBackend", "assert_resumes_identically", "launch", "run_ranks"]

@@ -1,35 +1,10 @@
-"""Devices and worlds: the only rooms that talk to other ranks."""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Iterable
-
-import torch.distributed as dist
-from torch import Tensor
+"""How ranks communicate: one process, `torch.distributed` or PyTorch/XLA; the only rooms that do."""
 
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.detection import current_world, detect
 from variable_batch_size.backend.distributed import DistributedBackend
 from variable_batch_size.backend.local import LocalBackend
 from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
 
 __all__ = ["Backend", "DistributedBackend", "LocalBackend", "World", "XlaBackend", "current_world", "detect"]
-
-
-def detect(parameters: Iterable[Tensor]) -> Backend:
-    """The backend that fits where the parameters are: XLA, else an initialised process group, else one process."""
-    if any(parameter.device.type == "xla" for parameter in parameters):
-        return XlaBackend()
-    if dist.is_available() and dist.is_initialized():
-        return DistributedBackend()
-    return LocalBackend()
-
-
-def current_world() -> World:
-    """The world that this thread of execution is a rank of, as `torch.distributed` or PyTorch/XLA tell it."""
-    if dist.is_available() and dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size())
-    if "torch_xla" in sys.modules:
-        return XlaBackend().world
-    return World()

@@ -1,0 +1,146 @@
+"""Saves for which the training does not wait: what they hold, who waits for them, and when they are there."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint, names, start
+from helpers.reference import SIZES, Training, assert_equal, training
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint.background import Background
+from variable_batch_size.checkpoint.folder import STATE, whole
+from variable_batch_size.testing import run_ranks
+
+
+def tensors(state: Any) -> dict[str, torch.Tensor]:
+    """By path."""
+    if isinstance(state, torch.Tensor):
+        return {"": state}
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
+    return {f"{key}.{path}": value for key, part in items for path, value in tensors(part).items()}
+
+
+@pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer, vbs.SqrtSDERuleOptimizer])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_saved_is_the_state_at_the_call(kind: type[vbs.CustomOptimizer], world: int, tmp_path: Path) -> None:
+    """The blob is large enough for everything to have changed long before it is written."""
+    stop = 3
+
+    def train(backend: Backend) -> dict[str, Any]:
+        run, blob = training(kind, backend=backend), nn.Linear(1500, 1500)
+        with checkpoint(tmp_path, run, blob=blob, every=1) as saves:
+            run.run(1)
+            assert saves.step()
+            run.run(stop - 1)
+            state = {
+                "model": run.model.state_dict(),
+                "optimizer": run.optimizer.state_dict(),
+                "blob": blob.state_dict(),
+            }
+            state = copy.deepcopy(state)
+            assert saves.step()
+            for _ in range(len(SIZES) - stop):
+                with torch.no_grad():
+                    blob.weight.zero_()
+                run.run(1)
+        assert_equal(run.weights(), training(kind).run(len(SIZES)).weights())
+        return state
+
+    expected = tensors(run_ranks(train, world)[0])
+    found = tensors(torch.load(tmp_path / f"update-0000000{stop}" / STATE, weights_only=True)["parts"])
+    assert len(expected) > 5
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    again = training(kind)
+    with checkpoint(tmp_path, again, blob=nn.Linear(1500, 1500)) as saves:
+        assert saves.restore()
+    assert_equal(again.run(len(SIZES) - stop).weights(), training(kind).run(len(SIZES)).weights())
+
+
+def test_where_it_is_going_to_be(tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run) as saves:
+        first = saves.save(wait=False)
+        run.run(1)
+        second = saves.save(wait=False)
+        assert whole(first)
+        third = saves.save()
+        assert saves.latest == third
+    assert [path.name for path in (first, second, third)] == ["update-00000001", "update-00000002", "update-00000002-1"]
+    assert names(tmp_path) == ["update-00000001", "update-00000002-1"]
+
+
+def test_a_restore_waits_for_the_save_before_it(tmp_path: Path) -> None:
+    def train(backend: Backend) -> Training:
+        run = training(backend=backend)
+        with checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000), every=2) as saves:
+            run.run(2)
+            assert saves.step()
+            run.run(1)
+            assert saves.restore()
+            assert run.optimizer.updates == 2
+        return run.run(1)
+
+    for run in run_ranks(train, 2):
+        assert_equal(run.weights(), training().run(3).weights())
+
+
+def test_a_folder_that_is_closed_has_all(tmp_path: Path) -> None:
+    run = training().run(1)
+    saves = checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000))
+    saves.save(wait=False)
+    saves.close()
+    assert whole(tmp_path / "update-00000001")
+    saves.close()
+    with checkpoint(tmp_path, run):
+        pass
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "del saves, run"])
+def test_a_process_ends_when_all_is_written(end: str, tmp_path: Path) -> None:
+    script = f"""
+run = training()
+saves = checkpoint(folder, run, blob=torch.nn.Linear(2000, 2000), every=1)
+run.run(1)
+saves.step()
+{end}
+"""
+    process = start(script, tmp_path)
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (3 if "3" in end else 0, "")
+    assert names(tmp_path) == ["update-00000001"]
+    assert whole(tmp_path / "update-00000001")
+
+
+def test_a_save_that_fails_is_heard_where_another_exception_was_caught(tmp_path: Path) -> None:
+    run = training().run(1)
+    try:
+        raise MemoryError
+    except MemoryError:
+        saves = checkpoint(tmp_path / "saved", run)
+        shutil.rmtree(tmp_path / "saved")
+        saves.save(wait=False)
+        with pytest.raises(RuntimeError, match="could not be, in"), saves:
+            pass
+
+
+def test_background_work_is_done_once_and_its_failure_told_once() -> None:
+    done, background = [], Background()
+    for number in range(3):
+        background.begin(lambda number=number: done.append(number))  # type: ignore[misc]
+        assert not background.idle
+        background.finish()
+    assert done == [0, 1, 2]
+    background.begin(lambda: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        background.finish()
+    assert background.idle
+    background.finish()

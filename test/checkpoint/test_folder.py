@@ -1,0 +1,347 @@
+"""Checkpoints on real files: what they survive."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.checkpoints import checkpoint, cut_off, names, start, two_saved
+from helpers.reference import training
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint.folder import MANIFEST, STATE, _sealed, whole
+from variable_batch_size.testing import run_ranks
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return two_saved(tmp_path / "saved")
+
+
+# ------------------------------------------------------------------------------------------------ damage is noticed
+
+
+def test_no_truncated_file_is_whole(saved: Path) -> None:
+    folder = saved / "update-00000002"
+    assert whole(folder) is not None
+    for file in (folder / STATE, folder / MANIFEST):
+        contents = file.read_bytes()
+        for length in {*range(0, len(contents), 4096), len(contents) - 1}:
+            file.write_bytes(contents[:length])
+            assert whole(folder) is None, (file, length)
+        file.write_bytes(contents + b"\0")
+        assert whole(folder) is None
+        file.unlink()
+        assert whole(folder) is None
+        file.write_bytes(contents)
+    assert whole(folder) is not None
+
+
+def test_no_file_with_another_bit_is_whole(saved: Path) -> None:
+    seed = 20
+    print("seed", seed)
+    rng, folder = random.Random(seed), saved / "update-00000002"
+    files = {name: bytearray((folder / name).read_bytes()) for name in (STATE, MANIFEST)}
+    for turn in range(1000):
+        name = MANIFEST if turn % 4 == 0 else STATE
+        contents, bit = files[name], rng.randrange(8 * len(files[name]))
+        contents[bit // 8] ^= 1 << bit % 8
+        (folder / name).write_bytes(contents)
+        assert whole(folder) is None, (seed, name, bit)
+        contents[bit // 8] ^= 1 << bit % 8
+        (folder / name).write_bytes(contents)
+    assert whole(folder) is not None
+
+
+def half_deleted(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+def another_shape_of_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[1, 2]")
+
+
+DAMAGES = [cut_off, half_deleted, a_file, another_shape_of_manifest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_the_one_before_a_damaged_one_is_used(damage: Callable[[Path], None], saved: Path) -> None:
+    damage(saved / "update-00000002")
+    run = training()
+    with checkpoint(saved, run) as saves:
+        with pytest.warns(RuntimeWarning, match=r"update-00000002 cannot be read .* goes on from update-00000001"):
+            assert saves.restore()
+        assert saves.latest == saved / "update-00000001"
+        assert run.optimizer.updates == 1
+        run.run(1)
+        saves.save()  # again, beside what is damaged, which goes
+        assert names(saved) == ["update-00000001", "update-00000002-1"]
+        again = training()
+        saves.close()
+        with checkpoint(saved, again) as other:
+            assert other.restore()
+        assert again.optimizer.updates == 2
+
+
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+    with checkpoint(tmp_path / "new" / "folder", training()) as saves:
+        assert not saves.restore()
+        assert saves.latest is None
+
+
+def test_where_all_are_damaged_the_training_begins_anew(saved: Path) -> None:
+    for name in names(saved):
+        cut_off(saved / name)
+    run = training()
+    with (
+        checkpoint(saved, run) as saves,
+        pytest.warns(RuntimeWarning, match="update-00000002 and update-00000001 cannot .* begins anew"),
+    ):
+        assert not saves.restore()
+    assert run.optimizer.updates == 0
+
+
+class Trap:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("form", ["pickle 2", "pickle 4", "torch", "shape"])
+def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: Path) -> None:
+    folder, trap, protocol = saved / "update-00000002", tmp_path / "executed", int(form.partition(" ")[2] or 2)
+    if form.startswith("pickle"):
+        (folder / STATE).write_bytes(pickle.dumps(Trap(trap), protocol=protocol))
+        pickle.loads((folder / STATE).read_bytes())
+    else:
+        torch.save({"parts": {"model": Trap(trap)}, "rng": []} if form == "torch" else [1, 2], folder / STATE)
+        torch.load(folder / STATE, weights_only=False)
+    assert trap.exists() == (form != "shape")
+    trap.unlink(missing_ok=True)
+    contents = (folder / STATE).read_bytes()
+    about = {"name": STATE, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    facts = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(_sealed({**{k: v for k, v in facts.items() if k != "seal"}, "file": about}))
+    assert whole(folder) is not None  # so that it is opened at all
+    run = training()
+    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="goes on from update-00000001"):
+        assert saves.restore()
+    assert run.optimizer.updates == 1
+    assert not trap.exists()
+
+
+# -------------------------------------------------------------------------------------------------- disks and writers
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = []
+
+    def train(backend: Backend) -> None:
+        with contextlib.suppress(RuntimeError):
+            try:
+                checkpoint(tmp_path / "file", training(backend=backend))
+            except RuntimeError as error:
+                said.append(str(error))
+                raise
+
+    run_ranks(train, 2)
+    assert len(said) == 2
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"dir must be a folder that can be written, but {tmp_path / 'file'} is not (File exists)")
+
+
+FULL = (
+    "a checkpoint must be written whole, but the one of update {} could not be, in {} (File too large); make room or "
+    "choose another folder (earlier checkpoints are as they were)"
+)
+
+
+def test_a_full_disk_leaves_no_trace(tmp_path: Path) -> None:
+    script = """
+def train(backend):
+    run = training(backend=backend).run(1)
+    said = []
+    with checkpoint(folder, run, blob=torch.nn.Linear(300, 300)) as saves:
+        saves.save()
+        run.run(1)
+        for limit in (1, 200, 5000, 10500, 100_000, 360_000):
+            backend.exchange(b"")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                saves.save()
+            except RuntimeError as error:
+                said.append(str(error))
+            assert names(folder) == ["update-00000001"], names(folder)
+        backend.exchange(b"")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        saves.save()
+    return said
+
+
+said = run_ranks(train, 2)
+print(names(folder), [len(rank) for rank in said], *{text for rank in said for text in rank}, sep="\\n")
+"""
+    out, err = start(script, tmp_path).communicate(timeout=100)
+    listing, numbers, text = out.splitlines()
+    assert (listing, numbers, err) == ("['update-00000001', 'update-00000002']", "[6, 6]", "")
+    assert text == FULL.format(2, tmp_path)
+
+
+def test_every_rank_hears_of_a_full_disk_at_the_next_call(tmp_path: Path) -> None:
+    script = """
+def limit(backend, size):
+    backend.exchange(b"")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def train(backend):
+    run, said = training(backend=backend).run(1), []
+
+    class Meets:  # a part whose state is found together: a rank that has left before would be waited for
+        def state_dict(self):
+            return {"ranks": len(backend.exchange(b""))}
+
+        def load_state_dict(self, state):
+            pass
+
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), meets=Meets(), every=1)
+
+    def fails(call):
+        saves.save(wait=False)
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(f"{call.__name__}: {error}")
+        assert names(folder) == ["update-00000001"], names(folder)
+
+    def step():
+        run.run(1)
+        saves.step()
+
+    saves.save()
+    run.run(1)
+    for call, size in ((saves.save, 1), (saves.restore, 10500), (step, 100_000), (saves.close, 360_000)):
+        limit(backend, size)
+        fails(call)
+    limit(backend, resource.RLIM_INFINITY)
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), meets=Meets())
+    saves.save(wait=False)
+    saves.close()
+    return said
+
+
+said = run_ranks(train, 2)
+assert said[0] == said[1]
+print(names(folder), *said[0], sep="\\n")
+"""
+    out, err = start(script, tmp_path).communicate(timeout=100)
+    calls = [("save", 2), ("restore", 2), ("step", 2), ("close", 3)]
+    texts = [f"{call}: {FULL.format(update, tmp_path)}" for call, update in calls]
+    assert (out.splitlines(), err) == (["['update-00000001', 'update-00000003']", *texts], "")
+
+
+def test_where_an_exception_passes_no_rank_waits_for_another(tmp_path: Path) -> None:
+    script = """
+import warnings
+
+
+def train(backend):
+    run = training(backend=backend).run(1)
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300))
+    saves.save(wait=False)
+    if backend.world.rank == 0:  # and the other never comes
+        with saves:
+            raise KeyError("the training's own")
+
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+with warnings.catch_warnings(record=True) as said:
+    try:
+        run_ranks(train, 2)
+    except KeyError as error:
+        print(*error.args, *(each.message for each in said), sep="\\n")
+"""
+    out, err = start(script, tmp_path).communicate(timeout=100)
+    assert (out.splitlines(), err) == (["the training's own", FULL.format(1, tmp_path)], "")
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_one(tmp_path: Path) -> None:
+    script = """
+run, waits = training(sizes=[5]), sys.argv[2] == "waits"
+with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
+    saves.restore()
+    while True:
+        run.run(1)
+        saves.save() if waits else saves.step()
+        print(run.optimizer.updates, flush=True)
+"""
+    seed = 5
+    print("seed", seed)
+    rng, reached = random.Random(seed), 0
+    for waits in (True, False, False):
+        writer = start(script, tmp_path, "waits" if waits else "goes on")
+        assert writer.stdout is not None
+        for _ in range(3):
+            reached = int(writer.stdout.readline())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            writer.wait(timeout=rng.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        reached = int((writer.stdout.read().split() or [reached])[-1])
+        writer.communicate()
+        assert writer.returncode == -signal.SIGKILL
+        run = training(sizes=[5])
+        with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
+            assert saves.restore()
+        assert reached - (not waits) <= run.optimizer.updates <= reached + 1
+    run.run(1)
+    with checkpoint(tmp_path, run, blob=nn.Linear(700, 700)) as saves:
+        saves.save()
+    assert all(name.startswith("update-") for name in names(tmp_path))
+
+
+def test_what_a_killed_writer_has_left_is_no_checkpoint_and_goes(saved: Path) -> None:
+    shutil.copytree(saved / "update-00000002", saved / ".update-00000003.part")
+    (saved / ".update-00000001.old").write_text("")
+    run = training()
+    with checkpoint(saved, run) as saves:
+        assert saves.restore()
+        assert run.optimizer.updates == 2
+        run.run(1)
+        saves.save()
+    assert names(saved) == ["update-00000002", "update-00000003"]
+
+
+def test_ranks_that_see_other_folders_are_told(tmp_path: Path) -> None:
+    def begin(backend: Backend) -> None:
+        with checkpoint(tmp_path / "0", training(backend=backend).run(1)) as saves:
+            saves.save()
+
+    def go_on(backend: Backend) -> None:
+        run = training(backend=backend)
+        with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
+            saves.restore()
+
+    run_ranks(begin, 2)
+    with pytest.raises(RuntimeError, match=r"update-00000001 on rank 1 is another one than on rank 0"):
+        run_ranks(go_on, 2)

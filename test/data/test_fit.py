@@ -1,0 +1,259 @@
+"""The best cut against all cuts, and the largest microbatch under limits of memory that are real."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from helpers.reference import examples
+from helpers.strategies import cut
+
+# ------------------------------------------------------------------------------------------------- the best cut
+
+
+def dealt(microbatches: int, world_size: int) -> tuple[int, int]:
+    """Of the microbatches 0, 1, ..., of which number i goes to rank i mod W: the rounds, and all that are computed."""
+    shares = [len(range(rank, microbatches, world_size)) for rank in range(world_size)]
+    return max(shares), sum(share or 1 for share in shares)  # a rank without a share replays one
+
+
+def test_the_fit_is_the_best_of_all_sizes() -> None:
+    worlds = range(1, 18)
+    deals = {(count, world): dealt(count, world) for count, world in product(range(1, 513), worlds)}
+    for batch in range(1, 513):
+        best: dict[int, tuple[int, int, int, int]] = {}
+        for m in range(1, 65):
+            count = len(cut(batch, m, True))
+            for world in worlds:
+                rounds, computed = deals[count, world]
+                tried = rounds, computed * m - batch, m, count
+                best[world] = min(best.get(world, tried), tried)
+                rounds, _, size, count_of_best = best[world]
+                assert vbs.fit(batch, m, world) == (size, rounds, count_of_best), (batch, m, world)
+
+
+@examples(60)
+@given(batch=st.integers(1, 400), largest=st.integers(1, 70), world=st.integers(1, 9), tail=st.integers(0, 20))
+def test_a_sampler_deals_as_many_rounds_as_the_fit_says(batch: int, largest: int, world: int, tail: int) -> None:
+    size, rounds, microbatches = vbs.fit(batch, largest, world)
+    assert size <= largest
+    samplers = [vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold") for rank in range(world)]
+    first_step = [sampler.plan.step(sampler.plan.epoch(0), 0) for sampler in samplers]
+    dealt = [step.rounds(sampler.world) for step, sampler in zip(first_step, samplers, strict=True)]
+    assert max(dealt) == rounds
+    assert first_step[0].num_microbatches == microbatches
+    for sampler, number in zip(samplers, dealt, strict=True):
+        assert len(list(sampler)) == number + tail  # the steps that follow are of one sample each
+
+
+def test_a_large_batch_is_fitted_by_the_same_cut() -> None:
+    fit = vbs.fit(65536, 4096, 8)
+    assert fit == vbs.Fit(minibatch_size=4096, rounds=2, microbatches=16)
+    size, rounds, count = vbs.fit(65521, 4000, 7)
+    assert (rounds, count) == (3, len(cut(65521, size, True)))
+    assert vbs.fit(2**53, 1024, 8).rounds == 2**40
+
+
+def test_ranks_share_a_batch_that_one_could_compute() -> None:
+    assert vbs.fit(12, 32, 4) == (3, 1, 4)
+    assert vbs.fit(7, 8, 4) == (2, 1, 4)  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
+    assert vbs.fit(3, 8, 8) == (1, 1, 3)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", 2**53 + 1, None])
+@pytest.mark.parametrize("name", ["global_batch_size", "max_minibatch_size", "world_size"])
+def test_what_is_no_number_of_samples_is_refused(name: str, value: Any) -> None:
+    numbers: dict[str, Any] = {"global_batch_size": 8, "max_minibatch_size": 4, "world_size": 2, name: value}
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number >= 1.*, got .*; pass"):
+        vbs.fit(**numbers)
+
+
+# ------------------------------------------------------------------------------------- the largest that memory holds
+
+
+class Device(nn.Module):
+    """A model on a device that holds so many rows."""
+
+    def __init__(self, rows: int, error: Callable[[], Exception] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.rows, self.error = rows, error
+        self.cycle = [self]  # as in models that know their parts' owner: only the collector frees it
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.rows:
+            raise self.error()
+        return x * self.weight
+
+
+def mean(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).mean()
+    return loss
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """What is there already is none of the collector's business, so that each of its passes is short."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("small_heap")
+@examples(60)
+@given(rows=st.integers(1, 300), start=st.integers(1, 400), limit=st.integers(1, 400))
+def test_the_largest_size_is_found_from_any_start(rows: int, start: int, limit: int) -> None:
+    tried: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        tried.append(len(batch))
+        return mean(model, batch)
+
+    found = vbs.find_minibatch_size(lambda: Device(rows), loss, torch.ones(1, 3), start=start, limit=limit)
+    assert found == min(rows, limit)
+    assert max(tried) <= limit
+    assert tried[0] == min(start, limit)
+    assert len(set(tried)) <= 2 + 2 * max(rows, start).bit_length()
+
+
+OUT_OF_MEMORY: list[Callable[[], Exception]] = [
+    torch.OutOfMemoryError,
+    MemoryError,
+    lambda: RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
+    lambda: RuntimeError("std::bad_alloc"),
+    lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    lambda: RuntimeError("Bad StatusOr access: RESOURCE_EXHAUSTED: Error loading program"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error())[:20] or error.__name__)
+def test_devices_say_in_several_ways_that_memory_is_exhausted(error: Callable[[], Exception]) -> None:
+    assert vbs.find_minibatch_size(lambda: Device(21, error), mean, torch.ones(1, 3)) == 21
+    with pytest.raises(MemoryError, match=r"^a microbatch of one row must fit into memory .* said .+; use"):
+        vbs.find_minibatch_size(lambda: Device(0, error), mean, torch.ones(1, 3), start=8)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError("shapes do not match"), KeyboardInterrupt])
+def test_any_other_exception_is_the_users(error: Any) -> None:
+    kind = error if isinstance(error, type) else type(error)
+    with pytest.raises(kind):
+        vbs.find_minibatch_size(lambda: Device(5, lambda: error), mean, torch.ones(1, 3))
+
+
+def test_a_try_finds_nothing_that_others_left() -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def model() -> Device:
+        assert not any(ref() is not None for ref in made)
+        made.append(weakref.ref(device := Device(5)))
+        return device
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        made.append(weakref.ref(batch))
+        return mean(model, batch)
+
+    assert vbs.find_minibatch_size(model, loss, torch.ones(1, 3)) == 5
+    assert len(made) == 6 + 2 * 4 + 2  # models for 1, 2, 4, 8, 6 and 5 rows; two batches, or one where it fails
+    assert not any(ref() is not None for ref in made)
+
+
+def test_a_batch_is_made_of_the_example_and_computed_twice() -> None:
+    seen: list[tuple[Any, bool]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        (data, more), target = batch["input"], batch["target"]
+        assert data.tolist() == len(data) * [[1, 2, 3]]
+        assert more.shape == (len(data), 1, 2)
+        assert target.tolist() == len(data) * [7]
+        gradient = next(model.parameters()).grad
+        seen.append((len(data), gradient is not None))
+        return mean(model, data)
+
+    example = {"input": (torch.tensor([[1.0, 2, 3]]), torch.zeros(1, 1, 2)), "target": torch.tensor([7])}
+    assert vbs.find_minibatch_size(lambda: Device(3), loss, example, limit=3) == 3
+    assert seen == [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+
+
+def test_the_optimizers_state_is_there_at_the_second_microbatch() -> None:
+    sizes: list[int] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(parameters))
+        return made[-1]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        sizes.append(len(made[-1].state))
+        return mean(model, batch)
+
+    made: list[torch.optim.Optimizer] = []
+    assert vbs.find_minibatch_size(lambda: Device(9), loss, torch.ones(1, 3), limit=1, optimizer_fn=optimizer) == 1
+    assert sizes == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("example", "error", "match"),
+    [
+        (torch.ones(2, 3), ValueError, r"a batch of one row, got a tensor of shape \(2, 3\); pass"),
+        (torch.tensor(1.0), ValueError, r"a batch of one row, got a tensor of shape \(\); pass"),
+        ((torch.ones(1, 3), 5), TypeError, "made of tensors, .* got 5; leave out"),
+    ],
+)
+def test_an_example_is_a_batch_of_one_row(example: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        vbs.find_minibatch_size(lambda: Device(5), mean, example)
+
+
+@pytest.mark.parametrize("name", ["start", "limit"])
+def test_sizes_are_whole_numbers(name: str) -> None:
+    sizes: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"^{name} must be a whole number >= 1, got 0; pass"):
+        vbs.find_minibatch_size(lambda: Device(5), mean, torch.ones(1, 3), **sizes)
+
+
+ALLOCATE = """
+import resource, torch, variable_batch_size as vbs
+from pathlib import Path
+
+torch.set_num_threads(1)
+ROW = 1 << 17  # numbers, of 4 bytes, that the loss holds for each row until its backward
+
+def loss(model, x):
+    return (model(x).expand(-1, ROW).exp() * x).mean()  # two such: the exponential and the product
+
+def below(rows):
+    return vbs.find_minibatch_size(lambda: torch.nn.Linear(1, 1), loss, torch.ones(1, 1), start=rows, limit=rows)
+
+below(1)  # what is loaded and started for good
+room = 128 << 20
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+found = vbs.find_minibatch_size(lambda: torch.nn.Linear(1, 1), loss, torch.ones(1, 1))
+assert below(found + 1) == found
+print(found, room // (4 * ROW))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+def test_memory_that_is_really_exhausted() -> None:
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is the system's again, unbroken
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATE], capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    found, rows = map(int, done.stdout.split())
+    assert rows / 5 < found <= rows / 2  # a row is held two times at least

@@ -1,0 +1,55 @@
+"""What the tests of checkpoints share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import variable_batch_size as vbs
+from helpers.reference import Training, training
+from variable_batch_size.checkpoint.folder import STATE
+
+
+def checkpoint(folder: Path, run: Training, **options: Any) -> vbs.Checkpoint:
+    return vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, sampler=run.sampler, **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+def two_saved(folder: Path) -> Path:
+    """The same folder, with the checkpoints of updates 1 and 2."""
+    run = training()
+    with checkpoint(folder, run) as saves:
+        for _ in range(2):
+            run.run(1)
+            saves.save()
+    return folder
+
+
+def cut_off(folder: Path) -> None:
+    os.truncate(folder / STATE, 4096)
+
+
+HEAD = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+import variable_batch_size as vbs
+from helpers.reference import training
+from helpers.checkpoints import checkpoint, names
+from variable_batch_size.testing import run_ranks
+folder = Path(sys.argv[1])
+"""
+
+
+def start(script: str, *arguments: object, new_session: bool = False) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(vbs.__file__).parent.parent)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", HEAD + script, *map(str, arguments)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=new_session, **pipes)

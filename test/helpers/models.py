@@ -1,0 +1,86 @@
+"""Odd models: parameters of every kind, and parameters that only some samples use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.reference import network
+
+
+class Everything(nn.Module):
+    """Parameters and buffers of all kinds, with values that depend on the rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        value = torch.nan if rank == 1 else rank + 0.25
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            self.register_parameter(
+                f"parameter_{dtype}".replace(".", "_"), nn.Parameter(torch.full((2, 3), value, dtype=dtype))
+            )
+        self.scalar = nn.Parameter(torch.tensor(value))
+        self.transposed = nn.Parameter(torch.full((2, 3), value).T)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.complex = nn.Parameter(torch.full((2,), complex(value, rank)))
+        self.tied = self.scalar
+        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64):
+            self.register_buffer(f"buffer_{dtype}".replace(".", "_"), torch.tensor([rank, 1 - rank % 2]).to(dtype))
+        self.register_buffer("large", torch.tensor([2**60 + rank]))
+        self.register_buffer("eighth", torch.tensor([rank + 0.25]).to(torch.float8_e4m3fn))
+        self.register_buffer("infinite", torch.tensor([torch.inf, -torch.inf, -0.0]) * (1 - 2 * (rank % 2)))
+
+
+def everything(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().float() for name, tensor in module.state_dict().items() if not tensor.is_complex()}
+
+
+def shifted(rank: int) -> nn.Module:
+    model = network()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += rank * 1e-15
+    return model
+
+
+class Experts(nn.Module):
+    """The few samples with x[0] > 1 have a layer of their own, and one layer has no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare, self.unused = (nn.Linear(3, 2).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.common(x)
+        chosen = x[:, 0] > 1
+        return y.index_add(0, chosen.nonzero()[:, 0], self.rare(x[chosen])) if chosen.any() else y
+
+
+class Words(nn.Module):
+    """A number of a sample chooses a vector."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.vectors = nn.Embedding(10, 2, sparse=sparse).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.vectors((4 * x[:, 0]).long() % 10)
+        return y
+
+
+def half_frozen() -> Any:
+    """A network whose first layer has no gradient."""
+    model: Any = network()
+    model[0].requires_grad_(False)
+    return model
+
+
+class Mixed(nn.Module):
+    """A layer of each type."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 2).to(dtype) for dtype in dtypes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x.to(layer.weight.dtype)).double() for layer in self.layers]).sum(dim=0)

@@ -1,0 +1,249 @@
+"""Hypothesis strategies for traces, plans and samplers, the slow twins of a plan, and a training that keeps a log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.shuffle import order
+from variable_batch_size.trace.batch_trace import BatchTrace
+from variable_batch_size.world import World
+
+LARGEST = 300  # batch size
+PRIMES = (2, 3, 5, 7, 11, 13, 29, 31, 37, 53, 59, 61)
+
+minibatch_sizes = st.one_of(st.integers(1, 64), st.sampled_from(PRIMES), st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
+worlds = st.integers(1, 9)
+
+
+@st.composite
+def sizes(draw: st.DrawFn, largest: int) -> list[int]:
+    """Batch sizes up to `largest`: constant, at random, or in runs."""
+    size = st.integers(1, largest)
+    kind = draw(st.sampled_from(["constant", "random", "runs"]))
+    if kind == "constant":
+        return [draw(size)] * draw(st.integers(1, 5))
+    if kind == "random":
+        return draw(st.lists(size, min_size=1, max_size=20))
+    runs = draw(st.lists(st.tuples(size, st.integers(1, 12)), min_size=1, max_size=5))
+    return [value for value, length in runs for _ in range(length)]
+
+
+@st.composite
+def traces(draw: st.DrawFn, dataset_size: int, epochs: int) -> BatchTrace:
+    """A trace that reaches to the end of so many epochs, if need be because it is held, cycled or has no end."""
+    largest = min(dataset_size, LARGEST)
+    some = draw(sizes(largest))
+    end = draw(st.sampled_from(["error", "hold", "cycle", None]))
+    if end is None:
+        return BatchTrace.constant(some[0])
+    if end == "error":  # an epoch takes at most one step more than it has samples for
+        laps = -(-epochs * (dataset_size + largest) // sum(some))
+        some = some * laps
+    return BatchTrace.from_sizes(some, on_end=end)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a sampler is made of, but for the world."""
+
+    trace: BatchTrace
+    dataset_size: int
+    minibatch_size: int
+    drop_last: bool
+    fixed_shape: bool
+    seed: int
+    epochs: int
+
+    def plan(self, minibatch_size: int | None = None) -> Plan:
+        size = minibatch_size or self.minibatch_size
+        return Plan(self.trace, self.dataset_size, size, self.drop_last, self.fixed_shape)
+
+    def sampler(self, world: World = World(), minibatch_size: int | None = None, **options: Any) -> vbs.CustomSampler:  # noqa: B008
+        return vbs.CustomSampler(
+            self.dataset_size,
+            self.trace,
+            world.size,
+            world.rank,
+            minibatch_size or self.minibatch_size,
+            self.seed,
+            **{"drop_last": self.drop_last, "fixed_shape": self.fixed_shape} | options,
+        )
+
+    @cached_property
+    def updates(self) -> list[list[Update]]:
+        """Those of every epoch."""
+        return updates(self.trace, self.dataset_size, self.drop_last, self.epochs)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """What a training of all epochs uses, whatever its world is."""
+        orders = [order(self.dataset_size, self.seed, e)(np.arange(self.dataset_size)) for e in range(self.epochs)]
+        every = [update for epoch in self.updates for update in epoch]
+        return [(u.epoch, u.step, orders[u.epoch][u.start : u.start + u.batch_size].tolist()) for u in every]
+
+    def epoch_of(self, step: int) -> int:
+        return next(epoch for epoch, of_epoch in enumerate(self.updates) if step <= of_epoch[-1].step)
+
+
+@st.composite
+def cases(draw: st.DrawFn, largest_dataset: int = 400, epochs: int = 3) -> Case:
+    """Anything that a user may write."""
+    dataset_size = draw(st.integers(1, largest_dataset))
+    return Case(
+        trace=draw(traces(dataset_size, epochs)),
+        dataset_size=dataset_size,
+        minibatch_size=draw(minibatch_sizes),
+        drop_last=draw(st.booleans()),
+        fixed_shape=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        epochs=epochs,
+    )
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: `batch_size` samples from position `start` of the order of `epoch`."""
+
+    epoch: int
+    step: int
+    start: int
+    batch_size: int
+
+
+def updates(trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int) -> list[list[Update]]:
+    """The slow twin of `Plan.epoch` and `Plan.step`: the updates of epochs 0, 1, ..."""
+    step, result = 0, []
+    for epoch in range(epochs):
+        result.append([])
+        start = 0
+        while start < dataset_size:
+            size = trace.batch_size(step)
+            if drop_last and size > dataset_size - start:
+                break
+            size = min(size, dataset_size - start)
+            result[-1].append(Update(epoch, step, start, size))
+            start += size
+            step += 1
+    return result
+
+
+def cut(batch_size: int, minibatch_size: int, fixed_shape: bool) -> list[int]:
+    """The slow twin of the cut: sizes of the microbatches of a step, in the order of their numbers."""
+    full, rest = divmod(batch_size, minibatch_size)
+    pieces = [] if fixed_shape or not rest else [rest]
+    while fixed_shape and rest:
+        pieces.append(max(d for d in range(1, rest + 1) if minibatch_size % d == 0))
+        rest -= pieces[-1]
+    return pieces[::-1] + [minibatch_size] * full
+
+
+def rows_of(start: int, size: int, minibatch_size: int, fixed_shape: bool) -> list[int]:
+    """The slow twin of `Deal.positions`: the positions of a microbatch's rows."""
+    repeats = minibatch_size // size if fixed_shape else 1
+    return np.repeat(np.arange(start, start + size), repeats).tolist()
+
+
+# ------------------------------------------------------------------------- a training that writes down what it uses
+
+Log = list[tuple[int, int, int, list[int]]]  # (epoch, step, number of the microbatch in the step, its samples)
+
+
+class Run:
+    """One rank of a training, on a dataset whose samples are their own indices."""
+
+    def __init__(self, case: Case, backend: vbs.Backend | None = None, minibatch_size: int | None = None) -> None:
+        self.case, self.backend = case, backend or vbs.LocalBackend()
+        self.sampler = case.sampler(self.backend.world, minibatch_size)
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.optimizer = vbs.ConstantOptimizer(
+            torch.optim.SGD([self.weight], lr=0.0), self.sampler, backend=self.backend
+        )
+        self.log: Log = []  # of whole updates
+        self._open: Log = []  # of the update that is not finished
+
+    def set_epoch(self, epoch: int) -> None:
+        self._open = []
+        self.sampler.set_epoch(epoch)
+        self.optimizer.set_epoch(epoch)
+
+    def take(self, batch: list[int] | torch.Tensor) -> bool:
+        """Train on a microbatch, and write down its samples once `step()` has taken it."""
+        rows = batch.tolist() if isinstance(batch, torch.Tensor) else batch
+        due, world = self.optimizer.microbatch, self.backend.world
+        (self.weight * len(rows)).backward()
+        updated = self.optimizer.step()
+        assert len(rows) == due.rows
+        distinct = list(dict.fromkeys(rows))[: due.samples]
+        assert len(distinct) == due.samples
+        number = world.rank + len(self._open) * world.size
+        self._open.append((self.case.epoch_of(due.step), due.step, number, distinct))
+        if updated:
+            self.log += self._open
+            self._open = []
+        return updated
+
+    def discard_step(self) -> None:
+        self._open = []
+        self.optimizer.discard_step()
+
+    def go_on(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> Run:
+        """Train as a user does, from where the optimizer stands, for so many updates or to the last epoch's end."""
+        left = -1 if updates is None else updates
+        for epoch in range(self.optimizer.epoch, self.case.epochs if left else 0):
+            self.set_epoch(epoch)
+            for batch in self.sampler if loader is None else loader:
+                left -= self.take(batch)
+                if left == 0:
+                    return self
+        return self
+
+
+Steps = list[tuple[int, int, list[int]]]  # (epoch, step, its samples in order)
+
+
+def together(logs: Iterable[Log]) -> Steps:
+    """What all ranks used, step by step, the microbatches of a step by their numbers."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for epoch, step, _, samples in sorted(entry for log in logs for entry in log):
+        steps.setdefault((epoch, step), []).extend(samples)
+    return [(*key, samples) for key, samples in steps.items()]
+
+
+def read_ahead(sampler: vbs.CustomSampler, number: int, snapshot: dict[str, int] | None = None) -> Iterator[list[int]]:
+    """As a DataLoader with workers reads: so many microbatches ahead, and at the end again and again."""
+    source, waiting = iter(sampler), deque[list[int]]()
+    if snapshot:
+        source.load_state_dict(snapshot)
+
+    def read() -> None:
+        with suppress(StopIteration):
+            waiting.append(next(source))
+
+    for _ in range(number):
+        read()
+    while number and waiting:
+        batch = waiting.popleft()
+        read()
+        yield batch
+    if not number:
+        yield from source
+
+
+def refused(attempt: Callable[[], object]) -> str | None:
+    """What the refusal says, where there is one."""
+    try:
+        attempt()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,234 @@
+"""Adam under betas that change: corrected by the product of those that were used, against the float64 twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim import Adam, AdamW, NAdam, Optimizer
+
+import variable_batch_size as vbs
+from helpers.reference import ADAM, SIZES, Training, Update, assert_equal, batches, examples, network, training, twin
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.bias_correction import BiasCorrection
+from variable_batch_size.testing import run_ranks
+
+KIND = vbs.SqrtSDERuleOptimizer
+
+
+@dataclass(frozen=True)
+class BetasRule:
+    """Moves 1 - beta alone, and from update number `begin` on."""
+
+    begin: int = 0
+
+    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+        return vbs.Scaling(one_minus_beta=update.ratio if update.updates >= self.begin else 1)
+
+
+def averages(run: Training) -> Any:
+    return run.optimizer.state_dict()["vbs"].get("bias_correction")
+
+
+# -------------------------------------------------------------------------------------------------- it is the paper's
+
+
+@examples(60)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=2, max_size=12),
+    world=st.integers(1, 4),
+    inner=st.sampled_from([Adam, AdamW]),
+    amsgrad=st.booleans(),
+    maximize=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.3]),
+    how=st.sampled_from(["foreach", "fused", "neither"]),
+)
+def test_every_adam_is_the_one_of_the_paper(
+    sizes: list[int], world: int, inner: Any, amsgrad: bool, maximize: bool, weight_decay: float, how: str
+) -> None:
+    own: dict[str, Any] = {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": weight_decay}
+    kernel = {"foreach": how == "foreach", "fused": how == "fused"}
+
+    def train(backend: Backend) -> Training:
+        hyperparameters = ADAM | own | kernel
+        run = training(KIND, sizes, 300, backend=backend, inner=inner, hyperparameters=hyperparameters)
+        return run.run(len(sizes))
+
+    expected = twin(KIND, sizes, 300, inner=inner, **own)
+    for rank in run_ranks(train, world):
+        assert_equal(rank.weights(), expected)
+
+
+def test_a_beta_of_zero_forgets_everything() -> None:
+    sizes, betas = [64, 128, 96, 128, 20], (0.5, 0.75)  # k = 2 takes the first one to 0
+    run = training(KIND, sizes, 500, hyperparameters=ADAM | {"betas": betas}).run(2)
+    assert averages(run)[0][1] == 1
+    assert_equal(run.run(3).weights(), twin(KIND, sizes, 500, betas=betas))
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_it_begins_at_the_first_update_that_scales_the_betas(begin: int) -> None:
+    def factors(at: Update) -> vbs.Scaling:
+        return vbs.Scaling(one_minus_beta=at.k if at.u > begin else 1)
+
+    run = training(vbs.CustomOptimizer, rule=BetasRule(begin), ref_batchsize=64, inner=Adam).run(begin)
+    assert averages(run) is None
+    run.run(len(SIZES) - begin)
+    assert averages(run)[0][0] == len(SIZES)
+    assert_equal(run.weights(), twin(KIND, SIZES, factors=factors))
+
+
+def test_it_goes_on_where_the_rule_leaves_the_betas_alone_again() -> None:
+    sizes = [20, 64, 64, 7, 64]  # at the reference every factor is 1
+    run = training(KIND, sizes, 500).run(len(sizes))
+    assert averages(run)[0][0] == len(sizes)
+    assert_equal(run.weights(), twin(KIND, sizes, 500))
+
+
+@examples(20)
+@given(
+    factors=st.lists(st.floats(1e-10, 9.99).filter(lambda factor: factor != 1), min_size=1, max_size=60),
+    beta=st.sampled_from([0.9, 0.99999, 1 - 1e-12]),
+)
+def test_what_the_averages_hold_is_exact_near_one_too(factors: list[float], beta: float) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    adam = Adam([weight], betas=(0.9, beta))
+    correction = BiasCorrection(adam, vbs.LocalBackend())
+    products = [Fraction(1), Fraction(1)]
+    for factor in factors:
+        with correction.corrected([vbs.Scaling(one_minus_beta=factor)]):
+            products = [p * Fraction(1 - factor * (1 - b)) for p, b in zip(products, (0.9, beta), strict=True)]
+    (found,) = correction.state_dict()["bias_correction"]
+    assert found[0] == len(factors)
+    assert found[1:] == pytest.approx([float(1 - product) for product in products], rel=1e-13)
+
+
+# ------------------------------------------------------------------------------------------------- what does not count
+
+
+def test_an_update_that_is_skipped_does_not_count() -> None:
+    run, scaler = training(KIND, SIZES[:4], 61), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for indices in run.sampler:
+        loss = run.loss(indices) * (torch.inf if run.optimizer.microbatch.step == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert averages(run)[0][0] == 3
+    assert_equal(run.weights(), twin(KIND, SIZES[:4], 61, skipped=[1]))
+
+
+def test_an_update_that_fails_does_not_count() -> None:
+    run = training(KIND).run(2)
+    before = averages(run)
+    handle = run.optimizer.register_step_pre_hook(lambda *_: {}["missing"])
+    with pytest.raises(KeyError):
+        run.run(1)
+    handle.remove()
+    run.optimizer.discard_step()
+    assert averages(run) == before
+
+
+@pytest.mark.parametrize("rule", [vbs.RootRule(), vbs.ConstantTimescale(vbs.RootRule())], ids=str)
+def test_rules_that_leave_the_betas_alone_have_torch_s_adam(rule: vbs.Rule) -> None:
+    run = training(vbs.CustomOptimizer, rule=rule, ref_batchsize=64, inner=AdamW).run(len(SIZES))
+    other = training(vbs.ConstantOptimizer, inner=AdamW)
+    inner = other.optimizer.inner
+    lr, decay = ADAM["lr"], ADAM["weight_decay"]
+    for step, batch in enumerate(batches(SIZES, 50)):
+        scaling = rule(vbs.RuleInput(len(batch), 64, step))
+        other.loss(batch.tolist()).backward()
+        inner.param_groups[0].update(lr=lr * scaling.lr, weight_decay=decay * scaling.weight_decay)
+        inner.step()
+        inner.zero_grad()
+    assert_equal(run.weights(), other.weights())
+    assert averages(run) is None
+
+
+def test_rmsprop_has_none() -> None:
+    assert averages(training(KIND, inner=torch.optim.RMSprop).run(3)) is None
+
+
+def test_other_optimizers_keep_their_own() -> None:
+    run = training(vbs.CustomOptimizer, rule=BetasRule(), ref_batchsize=64, inner=NAdam, hyperparameters={"lr": 0.02})
+    run.run(len(SIZES))
+    other = training(vbs.ConstantOptimizer, inner=NAdam, hyperparameters={"lr": 0.02})
+    for batch in batches(SIZES, 50):
+        other.loss(batch.tolist()).backward()
+        moved = tuple(1 - len(batch) / 64 * (1 - beta) for beta in (0.9, 0.999))
+        other.optimizer.inner.param_groups[0]["betas"] = moved
+        other.optimizer.inner.step()
+        other.optimizer.inner.zero_grad()
+    assert_equal(run.weights(), other.weights())
+    assert averages(run) is None
+
+
+# ------------------------------------------------------------------------------------------- groups, and going on
+
+
+def layers(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
+    """Two groups, whose betas differ."""
+    every = list(parameters)
+    return Adam([{"params": every[:2]}, {"params": every[2:], "betas": (0.7, 0.8)}], **hyperparameters)
+
+
+def test_every_group_has_its_own() -> None:
+    run = training(KIND, inner=layers).run(3)
+    (updates, *first), (same, *second) = averages(run)
+    assert updates == same == 3
+    ks = [size / 64 for size in SIZES[:3]]
+    for found, betas in ((first, ADAM["betas"]), (second, (0.7, 0.8))):
+        products = [(1 - ks[0] * (1 - b)) * (1 - ks[1] * (1 - b)) * (1 - ks[2] * (1 - b)) for b in betas]
+        assert found == pytest.approx([1 - product for product in products])
+
+
+def first_layer(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
+    return Adam(list(parameters)[:2], **hyperparameters)
+
+
+def test_a_group_that_is_added_later_begins_there() -> None:
+    run = training(KIND, inner=first_layer).run(2)
+    run.optimizer.add_param_group({"params": list(run.model.parameters())[2:]})
+    assert [group and group[0] for group in averages(run)] == [2, []]
+    run.run(2)
+    assert [group[0] for group in averages(run)] == [4, 2]
+
+
+def test_parameters_of_one_group_that_begin_at_different_updates_are_refused() -> None:
+    model: Any = network()
+    model[0].requires_grad_(False)
+    run = training(KIND, model=model).run(2)
+    model[0].requires_grad_(True)
+    run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})  # so that gradients are agreed anew
+    before = averages(run)
+    with pytest.raises(ValueError, match="those of parameter group 0 have made 0 or 2; give the parameters that"):
+        run.run(1)
+    run.optimizer.discard_step()
+    assert averages(run) == before
+
+
+def test_a_state_whose_counts_contradict_its_optimizer_is_refused() -> None:
+    state = training(KIND).run(2).optimizer.state_dict()
+    state["vbs"]["bias_correction"][0][0] = 7
+    run = training(KIND)
+    run.optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="parameter group 0 have made 2 or 7"):
+        run.run(1)
+
+
+def test_what_a_plain_adam_did_before_counts() -> None:
+    plain = training(vbs.ConstantOptimizer, inner=Adam).run(3)
+    run = training(KIND, SIZES).run(2)  # with numbers that the loaded state has to replace
+    run.optimizer.load_state_dict(plain.optimizer.inner.state_dict(), strict=False)
+    assert averages(run) is None
+    run.run(1)
+    size = SIZES[2]
+    expected = [1 - beta**3 * (1 - size / 64 * (1 - beta)) for beta in ADAM["betas"]]
+    assert averages(run) == [[4, *map(pytest.approx, expected)]]

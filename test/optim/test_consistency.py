@@ -1,0 +1,212 @@
+"""What ranks must have in common: found out, named, and made so. The ranks here are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from helpers.models import Everything, everything, shifted
+from helpers.reference import REF, examples, training
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.consistency import checksum, compare, union
+from variable_batch_size.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_broadcasting_gives_every_rank_what_rank_0_has(world: int) -> None:
+    def broadcast(backend: Backend) -> nn.Module:
+        model = Everything(backend.world.rank)
+        kept = [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()]
+        vbs.broadcast_parameters(model, backend)
+        assert [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()] == kept
+        return model
+
+    expected = Everything(0)
+    for model in run_ranks(broadcast, world):
+        torch.testing.assert_close(everything(model), everything(expected), rtol=0, atol=0)
+        assert torch.equal(model.complex, expected.complex)
+
+
+def test_a_model_without_parameters_has_nothing_to_broadcast() -> None:
+    run_ranks(lambda backend: vbs.broadcast_parameters(nn.Tanh(), backend), 2)
+
+
+@examples(20)
+@given(
+    facts=st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=2), min_size=1, max_size=5),
+    default=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_numbers_are_compared_to_the_last_bit(facts: list[list[int]], default: torch.dtype) -> None:
+    names = ("apples", "pears")
+    differ = next(((rank, i) for rank in range(len(facts)) for i in range(2) if facts[rank][i] != facts[0][i]), None)
+
+    def outcome(backend: Backend) -> str:
+        try:
+            compare(dict(zip(names, facts[backend.world.rank], strict=True)), backend, CPU)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    torch.set_default_dtype(default)
+    try:
+        found = run_ranks(outcome, len(facts))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = ""
+    if differ is not None:
+        rank, i = differ
+        expected = (
+            f"all ranks must train with the same {names[i]}, but it is {facts[0][i]} on rank 0 and {facts[rank][i]} on "
+            f"rank {rank}; pass the same value on every rank"
+        )
+    assert found == [expected] * len(facts)
+
+
+@examples(20)
+@given(masks=st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n)))
+def test_the_union_is_what_is_true_anywhere(masks: list[list[bool]]) -> None:
+    found = run_ranks(lambda backend: union(masks[backend.world.rank], backend, CPU), len(masks))
+    assert found == [[any(column) for column in zip(*masks, strict=True)]] * len(masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
+def test_a_checksum_sees_every_number_and_no_layout(dtype: torch.dtype) -> None:
+    matrices = [torch.arange(6.0).view(2, 3).to(dtype), torch.ones(2, 3, dtype=dtype)]
+    expected = checksum(matrices, vbs.LocalBackend())
+    assert checksum([matrix.T.contiguous().T for matrix in matrices], vbs.LocalBackend()) == expected
+    for matrix in matrices:
+        for number in matrix.view(-1):
+            before = number.clone()
+            number += 0.0625
+            assert checksum(matrices, vbs.LocalBackend()) != expected
+            number.copy_(before)
+    assert checksum(matrices, vbs.LocalBackend()) == expected
+
+
+# ---------------------------------------------------------------------------------------- at the first update of all
+
+
+@dataclass(frozen=True)
+class Halve:
+    """A rule with a number of its own."""
+
+    factor: float
+
+    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+        return vbs.Scaling(lr=self.factor)
+
+
+class Plain:
+    """A rule without a repr of its own."""
+
+    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+        return vbs.Scaling()
+
+
+def begin(backend: Backend, of_rank: Callable[[int], dict[str, Any]], epoch: int = 0) -> str:
+    """Train for an update with options that depend on the rank; what was refused."""
+    run = training(**({"kind": vbs.CustomOptimizer, "backend": backend} | of_rank(backend.world.rank)))
+    for place in (run.sampler, run.optimizer):
+        place.set_epoch(epoch)
+    try:
+        run.run(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "name", "remedy"),
+    [
+        (lambda rank: {"model": shifted(rank)}, "parameters", r"call vbs\.broadcast_parameters\(model\) before"),
+        (lambda rank: {"sampling": {"seed": rank}}, "seed", "pass the same value"),
+        (lambda rank: {"sampling": {"shuffle": rank == 0}}, "shuffle", "pass the same value"),
+        (lambda rank: {"sampling": {"drop_last": rank == 0}}, "drop_last", "pass the same value"),
+        (lambda rank: {"sampling": {"fixed_shape": rank == 0}}, "fixed_shape", "pass the same value"),
+        (lambda rank: {"minibatch_size": 4 + rank}, "minibatch_size", "pass the same value"),
+        (lambda rank: {"dataset_size": 50 + rank}, "dataset_size", "pass the same value"),
+        (lambda rank: {"sizes": (20, 7 + rank)}, "trace", "pass the same value"),
+        (lambda rank: {"ref_batchsize": REF + rank}, "ref_batchsize", "pass the same value"),
+        (lambda rank: {"rule": Halve(1 + rank)}, "rule, reduction, max_grad_norm and noise", "pass the same value"),
+        (
+            lambda rank: {"reduction": ("mean", "sum", "sum")[rank]},
+            "rule, reduction, max_grad_norm and noise",
+            "pass the same",
+        ),
+        (lambda rank: {"max_grad_norm": 1.0 + rank}, "rule, reduction, max_grad_norm and noise", "pass the same value"),
+        (
+            lambda rank: {"inner": lambda ps, **o: torch.optim.SGD(list(ps)[: 3 + (rank == 0)], **o)},
+            "number of",
+            "pass",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ranks_that_differ_are_refused_and_named(of_rank: Any, name: str, remedy: str) -> None:
+    found = run_ranks(lambda backend: begin(backend, of_rank), 3)
+    assert found == [found[0]] * 3
+    with pytest.raises(RuntimeError, match=f"must train with the same {name}.* on rank 0 and .* on rank 1; {remedy}"):
+        raise RuntimeError(found[0])
+
+
+def test_ranks_that_stand_at_different_epochs_are_refused() -> None:
+    found = run_ranks(lambda backend: begin(backend, lambda rank: {}, epoch=backend.world.rank), 2)
+    text = "same epoch, but it is 0 on rank 0 and 1 on rank 1; call set_epoch with the same epoch on every rank"
+    assert [text in refusal for refusal in found] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda: Plain(), lambda: lambda update: vbs.Scaling(), lambda: vbs.LinearRule().__call__],
+    ids=["object", "lambda", "method"],
+)
+def test_a_rule_that_shows_its_address_is_the_same_on_all_ranks(rule: Callable[[], Any]) -> None:
+    assert run_ranks(lambda backend: begin(backend, lambda rank: {"rule": rule()}), 2) == ["", ""]
+
+
+def test_a_rank_that_fails_or_ends_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("variable_batch_size.testing._PATIENCE", 0.3)
+
+    def fail(backend: Backend) -> None:
+        if backend.world.rank == 1:
+            raise LookupError("rank 1")
+        backend.all_reduce_sum([torch.ones(1)])
+
+    def end(backend: Backend) -> None:
+        if backend.world.rank != 1:
+            backend.all_reduce_sum([torch.ones(1)])
+
+    with pytest.raises(LookupError, match="rank 1"):
+        run_ranks(fail, 3)
+    with pytest.raises(RuntimeError, match=r"all ranks must come to every all-reduce, but rank \d waited in vain"):
+        run_ranks(end, 3)
+
+
+def test_ranks_that_were_made_equal_train_together() -> None:
+    def train(backend: Backend) -> list[Tensor]:
+        model = shifted(backend.world.rank)
+        vbs.broadcast_parameters(model, backend)
+        return list(training(model=model, backend=backend).run(3).model.parameters())
+
+    ranks = run_ranks(train, 3)
+    assert all(torch.equal(one, other) for rank in ranks for one, other in zip(rank, ranks[0], strict=True))
+
+
+def test_one_rank_alone_compares_nothing() -> None:
+    assert run_ranks(lambda backend: begin(backend, lambda rank: {}), 1) == [""]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_hear_what_each_has_to_say(world: int) -> None:
+    said = [b"", b"\x00\xff", b"12345"][:world]
+    assert run_ranks(lambda backend: backend.exchange(said[backend.world.rank]), world) == world * [said]

@@ -1,0 +1,267 @@
+"""What every optimizer of the package owes its users: one suite over all classes in `reference.EQUATIONS`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import variable_batch_size as vbs
+from helpers.reference import (
+    EQUATIONS,
+    HYPERPARAMETERS,
+    SIZES,
+    Training,
+    assert_equal,
+    examples,
+    factors_along,
+    network,
+    training,
+    twin,
+    wrap,
+)
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+Kind = type[vbs.CustomOptimizer]
+every_class = pytest.mark.parametrize("kind", EQUATIONS, ids=lambda kind: kind.__name__)
+
+
+def test_every_class_of_the_package_is_in_the_suite() -> None:
+    public = {getattr(vbs, name) for name in vbs.__all__}
+    classes = {thing for thing in public if isinstance(thing, type) and issubclass(thing, vbs.CustomOptimizer)}
+    assert classes - {vbs.CustomOptimizer} == set(EQUATIONS)
+
+
+# ------------------------------------------------------------------------------------------- law 1: the exact batch
+
+
+@every_class
+@examples(40)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=2, max_size=4),
+    minibatch_size=st.integers(1, 64),
+    world=st.integers(1, 9),
+    fixed_shape=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]),
+    single=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+    tail=st.integers(0, 40),
+)
+def test_an_update_is_that_of_one_big_batch(
+    kind: Kind,
+    sizes: list[int],
+    minibatch_size: int,
+    world: int,
+    fixed_shape: bool,
+    reduction: str,
+    single: bool,
+    seed: int,
+    tail: int,
+) -> None:
+    dtype, tolerance = (torch.float32, 1e-5) if single else (torch.float64, 1e-12)
+    dataset_size = max(sizes) + tail
+
+    def train(backend: Backend) -> Training:
+        sampling = {"seed": seed, "fixed_shape": fixed_shape}
+        options: dict[str, Any] = {"minibatch_size": minibatch_size, "reduction": reduction, "dtype": dtype}
+        return training(kind, sizes, dataset_size, sampling=sampling, backend=backend, **options).run(len(sizes))
+
+    cut: dict[str, Any] = {"minibatch_size": minibatch_size, "fixed_shape": fixed_shape}
+    expected = twin(kind, sizes, dataset_size, dtype=dtype, seed=seed, **cut)
+    ranks = run_ranks(train, world)
+    for rank in ranks:
+        assert_equal(rank.weights(), expected, tolerance)
+        assert_equal(rank.weights(), ranks[0].weights(), 0)
+
+
+@every_class
+@pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
+def test_clipping_is_that_of_the_whole_gradient(kind: Kind, max_grad_norm: float) -> None:
+    def train(backend: Backend) -> Training:
+        return training(kind, SIZES, backend=backend, max_grad_norm=max_grad_norm).run(len(SIZES))
+
+    for rank in run_ranks(train, 3):
+        assert_equal(rank.weights(), twin(kind, SIZES, max_grad_norm=max_grad_norm))
+
+
+@every_class
+def test_one_call_of_the_collective_makes_an_update(kind: Kind) -> None:
+    def calls(backend: Backend) -> list[int]:
+        run = training(kind, SIZES, sum(SIZES), backend=backend)
+        counts = [backend.collectives for updated in run.turns() if updated]  # type: ignore[attr-defined]
+        return [after - before for before, after in pairwise(counts)]
+
+    assert run_ranks(calls, 3) == 3 * [[1] * (len(SIZES) - 1)]  # after the first one, which compares the ranks
+
+
+# ----------------------------------------------------------------------------- law 5: stop anywhere, go on anywhere
+
+
+@every_class
+@examples(20)
+@given(
+    stop=st.integers(0, len(SIZES)),
+    before=st.tuples(st.integers(1, 9), st.integers(1, 4)),
+    after=st.tuples(st.integers(1, 9), st.integers(1, 4)),
+    choice=st.integers(0, 2),
+)
+def test_a_training_goes_on_in_another_world(
+    kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], choice: int
+) -> None:
+    inners = EQUATIONS[kind].inners
+    inner = inners[choice % len(inners)]
+    options: dict[str, Any] = {"inner": inner}
+    if EQUATIONS[kind].noise:
+        after = before[0], after[1]  # the microbatches are what the noise is measured from
+
+    def begin(backend: Backend) -> bytes:
+        run = training(kind, SIZES, minibatch_size=before[0], backend=backend, **options).run(stop)
+        file = io.BytesIO()
+        torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
+        return file.getvalue()
+
+    def go_on(backend: Backend) -> Training:
+        run = training(kind, SIZES, minibatch_size=after[0], backend=backend, **options)
+        model, optimizer = torch.load(io.BytesIO(saved[0]), weights_only=True)
+        run.model.load_state_dict(model)
+        run.optimizer.load_state_dict(optimizer)
+        return run.run(len(SIZES) - stop)
+
+    saved = run_ranks(begin, before[1])
+    unbroken = training(kind, SIZES, minibatch_size=after[0], **options).run(len(SIZES))
+    for rank in run_ranks(go_on, after[1]):
+        assert_equal(rank.weights(), unbroken.weights())
+        assert rank.optimizer.progress == pytest.approx(unbroken.optimizer.progress, rel=1e-12)
+    assert_equal(unbroken.weights(), twin(kind, SIZES, inner=inner, minibatch_size=after[0]))
+
+
+# -------------------------------------------------------------------------------- law 7: the user's stays the user's
+
+
+@every_class
+def test_it_is_a_torch_optimizer_that_shares_what_the_inner_one_has(kind: Kind) -> None:
+    run = training(kind).run(2)
+    optimizer, inner = run.optimizer, run.optimizer.inner
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    for name in ("param_groups", "state", "defaults"):
+        assert getattr(optimizer, name) is getattr(inner, name)
+    assert set(optimizer.state) == set(run.model.parameters())
+    assert repr(inner).split("\n", 1)[1] == repr(optimizer).split("\n", 1)[1]
+
+
+@every_class
+@pytest.mark.parametrize("fails", [False, True])
+def test_hyperparameters_are_scaled_inside_an_update_only(kind: Kind, fails: bool) -> None:
+    def groups(parameters: Iterable[Tensor], **common: Any) -> torch.optim.Optimizer:
+        own = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(parameters)]
+        return EQUATIONS[kind].inners[0](own, **common)  # type: ignore[call-arg]
+
+    run = training(kind, [20, 7], inner=groups)
+    outside = [dict(group) for group in run.optimizer.param_groups]
+    inside: list[list[float]] = []
+
+    def numbers(group: dict[str, Any]) -> list[float]:
+        return [group["lr"], group["weight_decay"], group.get("eps", 1.0), *group.get("betas", ())]
+
+    def look(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        inside.extend(map(numbers, inner.param_groups))
+        if fails:
+            raise LookupError
+
+    run.optimizer.register_step_pre_hook(look)
+    with pytest.raises(LookupError) if fails else nullcontext():
+        run.run(1)
+    (by,) = factors_along(kind, [20])
+    for found, group in zip(inside, outside, strict=True):
+        lr, decay, eps, *betas = numbers(group)
+        moved = [1 - by.one_minus_beta * (1 - beta) for beta in betas]
+        assert found == pytest.approx([lr * by.lr, decay * by.weight_decay, eps * (by.eps if betas else 1), *moved])
+    assert run.optimizer.param_groups == outside
+
+
+@every_class
+def test_gain_and_current_lr_tell_about_the_last_update(kind: Kind) -> None:
+    run = training(kind, SIZES, sum(SIZES))
+    lr = run.optimizer.param_groups[0]["lr"]
+    assert (run.optimizer.gain(), run.optimizer.current_lr()) == (1, lr)
+    for by in factors_along(kind, SIZES, sum(SIZES)):
+        run.run(1)
+        factor = by.lr * by.gradient
+        assert run.optimizer.gain() == pytest.approx(factor)
+        assert run.optimizer.current_lr() == pytest.approx(lr * factor)
+
+
+@every_class
+def test_progress_counts_reference_updates(kind: Kind) -> None:
+    run = training(kind, SIZES, sum(SIZES)).run(len(SIZES))
+    expected = sum(by.progress for by in factors_along(kind, SIZES, sum(SIZES)))
+    assert run.optimizer.progress == pytest.approx(expected)
+
+
+@every_class
+def test_a_scheduler_moves_the_reference_rate(kind: Kind) -> None:
+    inner = EQUATIONS[kind].inners[0]
+    run, plain = training(kind, SIZES, sum(SIZES)), inner(network().parameters(), **HYPERPARAMETERS[inner])
+    ours, theirs = (LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in (run.optimizer, plain))
+    for _ in SIZES:
+        run.run(1)
+        assert run.optimizer.current_lr() == pytest.approx(plain.param_groups[0]["lr"] * run.optimizer.gain())
+        plain.step()
+        ours.step()
+        theirs.step()
+        assert run.optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        assert ours.get_last_lr() == theirs.get_last_lr()
+
+
+@every_class
+def test_zero_grad_does_nothing(kind: Kind) -> None:
+    run = training(kind, SIZES)
+    for updated in run.turns():
+        run.optimizer.zero_grad()
+        run.optimizer.zero_grad(set_to_none=False)
+        if updated and run.optimizer.microbatch.step == 3:
+            break
+    assert_equal(run.weights(), twin(kind, SIZES[:3]))
+
+
+@every_class
+def test_the_state_is_plain_numbers_and_tensors_without_a_world(kind: Kind) -> None:
+    state = training(kind, SIZES).run(3).optimizer.state_dict()
+    assert set(state) == {"state", "param_groups", "vbs"}
+    position = {"epoch": 0, "step": 3, "samples": sum(SIZES[:3])}
+    assert position.items() <= state["vbs"].items()
+
+    def leaves(value: Any) -> Iterator[Any]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        yield from [value] if parts is None else (leaf for part in parts for leaf in leaves(part))
+
+    assert {type(leaf) for leaf in leaves(state["vbs"])} <= {int, float, bool, str}
+    assert not {"rank", "world", "num_replicas"} & set(state["vbs"])
+
+
+@every_class
+def test_a_state_from_the_middle_of_an_update_is_refused(kind: Kind) -> None:
+    run = training(kind, SIZES)
+    assert next(run.turns()) is False
+    with pytest.raises(RuntimeError, match=r"^state_dict\(\) needs whole steps, .* step 0 .*; call it when"):
+        run.optimizer.state_dict()
+
+
+@every_class
+def test_closures_and_wrappers_of_wrappers_are_refused(kind: Kind) -> None:
+    run = training(kind, SIZES)
+    with pytest.raises(RuntimeError, match="takes no closure; call backward"):
+        run.optimizer.step(lambda: 0.0)
+    if EQUATIONS[kind].any_inner:
+        with pytest.raises(TypeError, match=f"{kind.__name__} cannot be the inner .* wrap the optimizer inside it"):
+            wrap(kind, run.optimizer, run.sampler)

@@ -1,0 +1,176 @@
+"""What the named classes add to their rules: which inner optimizers and betas they take, and LEGW's length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import SGD, Adam, NAdam, Optimizer, RMSprop
+
+import variable_batch_size as vbs
+from helpers.reference import REF, SIZES, assert_equal, examples, network, training, twin
+
+
+def sqrt_sde(inner: Optimizer, trace: Any, dataset_size: int = 10**6, ref_batchsize: int = REF) -> vbs.CustomOptimizer:
+    return vbs.SqrtSDERuleOptimizer(inner, vbs.CustomSampler(dataset_size, trace, 1, 0), ref_batchsize)
+
+
+def adam(*betas: float) -> Adam:
+    return Adam(network().parameters(), betas=betas)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------- SqrtSDE
+
+
+@pytest.mark.parametrize("kind", [SGD, NAdam], ids=lambda kind: kind.__name__)
+def test_the_sde_rule_takes_adam_and_rmsprop_alone(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"must be a .*Adam, AdamW or RMSprop, got {kind.__name__}; use RootRule"):
+        sqrt_sde(kind(network().parameters()), 20)
+
+
+@pytest.mark.parametrize(
+    ("inner", "text"),
+    [
+        (adam(0.9, 0.999), r"k = 20 takes 0\.9 of betas to -1; cut .* at most 640, or choose a beta of at least 0\.95"),
+        (adam(0.99, 0.8), r"k = 20 takes 0\.8 of betas to -3; cut the batch sizes to at most 320, "),
+        (adam(0.0, 0.99), r"k = 20 takes 0 of betas to -19; cut the batch sizes to at most 64, "),
+        (RMSprop(network().parameters(), alpha=0.9), r"k = 20 takes 0\.9 of alpha to -1; cut .* at most 640, or"),
+    ],
+    ids=["first", "second", "zero", "RMSprop"],
+)
+def test_a_trace_that_takes_a_beta_out_of_its_range_is_refused_at_once(inner: Optimizer, text: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^every beta must stay in \[0, 1\) .* the largest batch size is 1280, .*{text}"
+    ):
+        sqrt_sde(inner, "0:20 100:1280 200:64", ref_batchsize=REF)
+
+
+@examples(100)
+@given(beta=st.integers(0, 999).map(lambda number: number / 1000), reference=st.integers(1, 5000))
+def test_the_largest_batch_size_that_the_refusal_names_is_the_largest_that_trains(beta: float, reference: int) -> None:
+    with pytest.raises(ValueError, match="at most") as refused:
+        sqrt_sde(adam(beta, 0.9995), 10**8, 10**9, reference)
+    largest = int(str(refused.value).split("at most ")[1].split(",")[0])
+    assert largest == 1000 * reference // round(1000 * (1 - beta))
+    sqrt_sde(adam(beta, 0.9995), largest, 10**9, reference)
+    with pytest.raises(ValueError, match="at most"):
+        sqrt_sde(adam(beta, 0.9995), largest + 1, 10**9, reference)
+
+
+def test_the_smallest_beta_of_all_groups_decides() -> None:
+    first, *rest = network().parameters()
+    inner = Adam([{"params": [first], "betas": [0.999, 0.5]}, {"params": rest}])
+    with pytest.raises(ValueError, match=r"takes 0\.5 of betas to"):
+        sqrt_sde(inner, 192)
+
+
+# ------------------------------------------------------------------------------------------------------------- LEGW
+
+
+@examples(20)
+@given(epochs=st.floats(0, 9), dataset_size=st.integers(50, 400))
+def test_the_warm_up_takes_as_many_updates_as_at_the_reference(epochs: float, dataset_size: int) -> None:
+    run = training(vbs.LEGWRuleOptimizer, SIZES, dataset_size, warmup_epochs=epochs).run(len(SIZES))
+    assert run.optimizer.rule == vbs.LEGWRule(epochs * dataset_size / REF)
+    rates = []
+    for step, size in enumerate(SIZES):
+        scaling = run.optimizer.rule(vbs.RuleInput(size, REF, step))  # type: ignore[operator]
+        rates.append(scaling.lr / (size / REF) ** 0.5)
+    assert rates == pytest.approx([min(1, (u + 1) / max(epochs * dataset_size / REF, 1e-9)) for u in range(len(SIZES))])
+
+
+def test_without_a_warm_up_it_is_the_root_rule() -> None:
+    run = training(vbs.LEGWRuleOptimizer, SIZES, warmup_epochs=0).run(len(SIZES))
+    assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES))
+
+
+def test_the_warm_up_has_no_default() -> None:
+    sampler = vbs.CustomSampler(50, 20, 1, 0)
+    with pytest.raises(TypeError, match="warmup_epochs"):
+        vbs.LEGWRuleOptimizer(adam(0.9, 0.99), sampler, REF)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), "2", True, None, 1j], ids=repr)
+def test_a_wrong_warm_up_is_refused(value: Any) -> None:
+    text = rf"must be a finite number >= 0, got {value!r}; pass"
+    with pytest.raises(ValueError, match=f"^warmup_epochs {text}"):
+        training(vbs.LEGWRuleOptimizer, warmup_epochs=value)
+    with pytest.raises(ValueError, match=f"^warmup_updates {text}"):
+        vbs.LEGWRule(value)
+
+
+def test_numpy_numbers_are_lengths_of_a_warm_up() -> None:
+    for value in (np.float32(2.5), np.float64(2.5)):
+        assert repr(vbs.LEGWRule(value)) == "LEGWRule(warmup_updates=2.5)"
+    assert vbs.LEGWRule(np.int64(2)) == vbs.LEGWRule(2.0)
+
+
+def test_its_reference_is_checked_as_everywhere() -> None:
+    with pytest.raises(ValueError, match="ref_batchsize must be a whole number >= 1, got 0; pass"):
+        training(vbs.LEGWRuleOptimizer, ref_batchsize=0)
+    with pytest.raises(TypeError, match=r"the sampler must be the vbs\.CustomSampler"):
+        vbs.LEGWRuleOptimizer(adam(0.9, 0.99), [[0]], REF, warmup_epochs=1)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------- what decay a rule makes
+
+
+class Still(torch.nn.Module):
+    """Its weight has the gradient zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :2] + 0 * self.weight
+
+
+def decays(rule: vbs.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[float]:
+    """1 - w_new / w_old of each update, with lr 0.02 and lambda 0.1: a factor times 0.002."""
+    hyperparameters = {"lr": 0.02, "weight_decay": 0.1}
+    options: dict[str, Any] = {"rule": rule, "ref_batchsize": REF, "hyperparameters": hyperparameters}
+    run = training(vbs.CustomOptimizer, sizes, sum(sizes), model=Still(), inner=inner, **options)
+    found, before = [], 1.0
+    for _ in sizes:
+        after = float(run.run(1).weights()[0][0])
+        found.append(1 - after / before)
+        before = after
+    return found
+
+
+SCALED = [vbs.LinearRule(), vbs.RootRule(), vbs.SqrtSDERule(), vbs.LEGWRule(4), vbs.ConstantRule()]
+
+
+@pytest.mark.parametrize(("rule", "inner"), [(rule, torch.optim.AdamW) for rule in SCALED] + [(SCALED[1], SGD)])
+def test_lambda_stays_by_default_and_its_timescale_on_request(rule: Any, inner: Any) -> None:
+    factors = [rule(vbs.RuleInput(size, REF, step)).lr for step, size in enumerate(SIZES)]
+    assert decays(rule, inner) == pytest.approx([0.002 * factor for factor in factors])
+    assert decays(vbs.ConstantTimescale(rule), inner) == pytest.approx([0.002 * size / REF for size in SIZES])
+
+
+def test_the_decay_of_a_large_batch_is_that_of_many_small_ones() -> None:
+    (small, *_), (large,) = (
+        decays(vbs.ConstantRule(), torch.optim.AdamW, 4 * (REF,)),
+        decays(vbs.ConstantTimescale(vbs.RootRule()), torch.optim.AdamW, (4 * REF,)),
+    )
+    assert large == pytest.approx(4 * small)
+
+
+@pytest.mark.parametrize("inner", [Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+def test_bias_correction_and_a_constant_timescale_do_not_get_in_each_other_s_way(inner: Any) -> None:
+    sizes = (20, 300, 7, 128)
+    rule = vbs.ConstantTimescale(vbs.SqrtSDERule())
+    run = training(vbs.CustomOptimizer, sizes, 300, rule=rule, ref_batchsize=REF, inner=inner)
+    expected = twin(
+        vbs.SqrtSDERuleOptimizer,
+        sizes,
+        300,
+        factors=lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, weight_decay=at.k**0.5),
+        inner=inner,
+    )
+    assert_equal(run.run(len(sizes)).weights(), expected)

@@ -1,0 +1,36 @@
+"""Reference updates add up on the host and on a device, from where a state left them, without losing small ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from variable_batch_size.optim.progress import Progress
+
+
+@pytest.mark.parametrize("begin", [0.0, 3.75, 2.0**23 + 0.5])
+def test_a_device_s_sum_loses_nothing_of_a_long_training(begin: float) -> None:
+    progress, gain = Progress(begin), torch.tensor(0.3)
+    for _ in range(5000):
+        progress.add(gain)
+    exact = begin + 5000 * gain.double().item()
+    assert float(progress) == pytest.approx(exact, abs=1e-3)
+    plain = torch.tensor(begin)
+    for _ in range(5000):
+        plain += gain
+    assert begin < 2**23 or abs(plain.item() - exact) > 100  # what one float32 would have made of it
+
+
+def test_the_host_s_sum_is_that_of_floats() -> None:
+    progress = Progress(1.5)
+    progress.add(0.25)
+    assert float(progress) == 1.75
+
+
+def test_what_is_read_later_is_the_sum_as_it_stood() -> None:
+    for gain in (1.0, torch.tensor(1.0)):
+        progress = Progress()
+        progress.add(gain)
+        later = progress.later()
+        progress.add(gain)
+        assert (later(), float(progress)) == (1.0, 2.0)

@@ -1,0 +1,134 @@
+"""Laws 1 and 6 on PyTorch/XLA, for real: several cores of this CPU, started by `launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.reference import EQUATIONS, assert_equal, batches, data, training, twin
+
+pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.xla
+
+import variable_batch_size as vbs  # noqa: E402
+from helpers.xla_training import SAMPLES, Case, gains, measure, refuse, spoil, train, watch  # noqa: E402
+from variable_batch_size.backend.xla import launch  # noqa: E402
+
+CASES = [Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)] + [
+    Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)
+]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[torch.Tensor]]]:
+    folder: Path = tmp_path_factory.mktemp("cores")
+    launch(train, (folder, CASES), cores=request.param)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)]
+
+
+def test_updates_are_those_of_one_big_batch(ranks: list[list[list[torch.Tensor]]]) -> None:
+    for case, weights in zip(CASES, ranks[0], strict=True):
+        tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
+        expected = twin(case.kind, case.sizes, SAMPLES, dtype=case.dtype, minibatch_size=case.minibatch_size)
+        assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
+
+
+def test_all_cores_have_the_same_weights(ranks: list[list[list[torch.Tensor]]]) -> None:
+    for rank in ranks[1:]:
+        for weights, first in zip(rank, ranks[0], strict=True):
+            assert all(map(torch.equal, weights, first))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores"),
+    [(vbs.ConstantOptimizer, 1), (vbs.ConstantOptimizer, 3), (vbs.SqrtSDERuleOptimizer, 3)],  # the last one moves betas
+)
+def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(
+    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
+) -> None:
+    sizes = tuple(random.Random(0).sample(range(1, SAMPLES + 1), 40))
+    assert len(set(sizes)) == len(sizes)
+    launch(watch, (tmp_path, Case(kind, sizes, 8), 6), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)  # one an update on each rank
+    assert delta == dict.fromkeys(delta, 0)
+    rows = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(sizes) // 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores"), [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2)]
+)
+def test_nothing_is_read_but_the_progress_of_earlier_updates(
+    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
+) -> None:
+    sizes = tuple(random.Random(1).sample(range(1, SAMPLES + 1), 40))
+    launch(watch, (tmp_path, Case(kind, sizes, 8), 6, True), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)
+    assert delta.pop("to host") == (len(sizes) - 6) * cores
+    assert delta == dict.fromkeys(delta, 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "noise"), [(1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches")]
+)
+def test_gains_are_those_of_one_process_on_the_cpu(cores: int, noise: str, tmp_path: Path) -> None:
+    sizes = (20, 7, 1, 33, 12, 50, 3)
+    run, expected = training(vbs.AdaScaleOptimizer, sizes, noise=noise), []
+    for _ in sizes:
+        expected.append(run.run(1).optimizer.gain())
+    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 4), noise), cores=cores)
+    for rank in range(cores):
+        found, measured, progress, lr = torch.load(tmp_path / f"gains{rank}.pt", weights_only=False)
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert dataclasses.astuple(measured) == pytest.approx(dataclasses.astuple(run.optimizer.noise()), rel=1e-12)
+        assert progress == pytest.approx(run.optimizer.progress, rel=1e-12)
+        assert lr == pytest.approx(run.optimizer.current_lr(), rel=1e-12)
+
+
+def test_an_update_that_is_not_finite_leaves_weights_noise_and_progress(tmp_path: Path) -> None:
+    launch(spoil, (tmp_path, Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3), cores=2)
+    for rank in range(2):
+        before, spoiled, after = torch.load(tmp_path / f"spoiled{rank}.pt")
+        assert all(map(torch.equal, before[0], spoiled[0]))
+        assert before[1:3] == spoiled[1:3]
+        assert not all(map(torch.equal, spoiled[0], after[0]))
+        assert after[1][2] == before[1][2] + 1
+        for weights, *_, seen_by_hook in (before, spoiled, after):
+            assert all(map(torch.equal, weights, seen_by_hook))
+
+
+@pytest.mark.parametrize(("cores", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)])
+def test_means_are_those_of_one_process_and_adding_compiles_and_reads_nothing(
+    cores: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    sizes, warm = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 30)), 6
+    used, x = list(batches(sizes, SAMPLES)), data(SAMPLES)[0][:, 0]
+    launch(measure, (tmp_path, Case(vbs.ConstantOptimizer, sizes, 8, dtype), warm), cores=cores)
+    for rank in range(cores):
+        found, delta = torch.load(tmp_path / f"means{rank}.pt")
+        assert delta == dict.fromkeys(delta, 0)
+        for means, updates in zip(found, (used[:warm], used[warm:]), strict=True):
+            samples = np.concatenate(updates)
+            assert 0 < means.pop("loss") < 10
+            steep = (len(updates[0]) * 2**30 + 0.5 * (len(samples) - len(updates[0]))) / len(samples)
+            assert means.pop("steep") == pytest.approx(steep, rel=1e-12)  # float32 alone is 1e-8 too small
+            expected = {"x": float(x[samples].mean()), "number": 2, "samples": len(samples)}
+            assert means == pytest.approx(expected, rel=1e-12 if dtype is torch.float64 else 1e-6)
+
+
+def test_what_cannot_be_scaled_on_a_device_is_refused(tmp_path: Path) -> None:
+    launch(refuse, (tmp_path,), cores=1)
+    *kinds, half, timescale = torch.load(tmp_path / "said.pt")
+    for name, text in zip(("Rprop", "ASGD", "Adafactor"), kinds, strict=True):
+        assert text.startswith("on xla a learning rate that depends on the noise needs an optimizer whose change is")
+        assert f"that of {name} is not; use another" in text
+    assert "at least 32 bits" in half
+    assert "some are torch.bfloat16; keep the parameters in float32" in half
+    assert timescale.endswith("use the rule without ConstantTimescale")

@@ -1,0 +1,129 @@
+"""The rules as pure functions: their equations, their unity at the reference, and that a new one takes five lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.reference import EQUATIONS, SIZES, WARMUP, Update, assert_equal, examples, training, twin
+
+RULES = {
+    vbs.ConstantRule(): vbs.ConstantOptimizer,
+    vbs.LinearRule(): vbs.LinearRuleOptimizer,
+    vbs.RootRule(): vbs.RootRuleOptimizer,
+    vbs.LinearMomentumRule(): vbs.LinearRuleMomentumOptimizer,
+    vbs.SqrtSDERule(): vbs.SqrtSDERuleOptimizer,
+    vbs.LEGWRule(WARMUP * 3): vbs.LEGWRuleOptimizer,  # in a dataset of three reference batches
+    vbs.AdaScaleRule(): vbs.AdaScaleOptimizer,
+    vbs.AdamScaleRule(): vbs.AdamScaleOptimizer,
+}
+NO_NOISE = vbs.Noise(sigma2=0.0, mu2=1.0)
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+def test_every_rule_of_the_package_is_in_the_list() -> None:
+    public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Rule")}
+    assert public - {vbs.Rule} == set(map(type, RULES))
+
+
+@every_rule
+@examples(100)
+@given(
+    batch_size=st.integers(1, 2**40),
+    ref_batchsize=st.integers(1, 2**40),
+    updates=st.integers(0, 30),
+    gain=st.floats(0.01, 100),
+)
+def test_a_rule_is_its_equation(rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int, gain: float) -> None:
+    update = Update.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize, gain)
+    expected = EQUATIONS[RULES[rule]].factors(update)
+    found = rule(vbs.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.Noise(1.0, 1.0, gain)))
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected), rel=1e-15)
+
+
+@every_rule
+@given(size=st.integers(1, 2**53), updates=st.integers(17, 10**6), samples=st.integers(0, 10**12))
+@examples(20)
+def test_every_factor_is_one_at_the_reference(rule: vbs.Rule, size: int, updates: int, samples: int) -> None:
+    assert rule(vbs.RuleInput(size, size, updates, samples, NO_NOISE)) == vbs.Scaling()
+
+
+@examples(100)
+@given(
+    sigma2=st.floats(1e-6, 1e6), mu2=st.floats(0, 1e6), size=st.integers(1, 2**30), ref_batchsize=st.integers(1, 2**30)
+)
+def test_the_gain_lies_between_one_and_the_ratio(sigma2: float, mu2: float, size: int, ref_batchsize: int) -> None:
+    gain, k = vbs.adascale_gain(sigma2, mu2, size, ref_batchsize), size / ref_batchsize
+    assert min(1, k) * (1 - 1e-15) <= gain <= max(1, k) * (1 + 1e-15)
+    assert vbs.adascale_gain(sigma2, mu2, size, size) == 1
+    assert vbs.adascale_gain(sigma2, 0.0, size, ref_batchsize) == pytest.approx(k)
+
+
+@pytest.mark.parametrize("rule", [vbs.AdaScaleRule(), vbs.AdamScaleRule()], ids=repr)
+def test_a_rule_that_needs_noise_says_so_where_there_is_none(rule: vbs.Rule) -> None:
+    with pytest.raises(ValueError, match=r"^Ada(m?)ScaleRule\(\) needs the gradient's noise, but the input has none"):
+        rule(vbs.RuleInput(8, 4))
+
+
+@every_rule
+def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
+    same = eval(repr(rule), vars(vbs))
+    assert same is not rule
+    assert (same, hash(same), type(same)) == (rule, hash(rule), type(rule))
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
+        rule.k = 2  # type: ignore[attr-defined]
+
+
+@every_rule
+@examples(20)
+@given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40), updates=st.integers(0, 30))
+def test_a_constant_timescale_changes_weight_decay_alone(
+    rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int
+) -> None:
+    update = vbs.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.Noise(1.0, 1.0, 1.25))
+    scaling, found = rule(update), vbs.ConstantTimescale(rule)(update)
+    assert found == dataclasses.replace(scaling, weight_decay=found.weight_decay)
+    assert batch_size / (found.lr * found.weight_decay) == pytest.approx(ref_batchsize)
+
+
+def test_a_constant_timescale_reads_as_it_is_written_and_needs_a_rule_and_a_reference() -> None:
+    rule = vbs.ConstantTimescale(vbs.ConstantRule())
+    assert repr(rule) == "ConstantTimescale(rule=ConstantRule())"
+    assert (rule, hash(rule)) == (
+        vbs.ConstantTimescale(vbs.ConstantRule()),
+        hash(vbs.ConstantTimescale(vbs.ConstantRule())),
+    )
+    with pytest.raises(ValueError, match=r"^ConstantTimescale\(rule=ConstantRule\(\)\) needs ref_batchsize"):
+        training(vbs.CustomOptimizer, rule=rule, ref_batchsize=None)
+    for wrong in (vbs.RootRule, "root", None):
+        with pytest.raises(TypeError, match=r"^rule must be an object to call, such as LinearRule\(\)"):
+            vbs.ConstantTimescale(wrong)  # type: ignore[arg-type]
+
+
+def test_a_rule_of_one_s_own_takes_five_lines() -> None:
+    @dataclass(frozen=True)
+    class PowerRule:
+        exponent: float
+
+        def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+            return vbs.Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
+
+    run = training(vbs.CustomOptimizer, rule=PowerRule(0.5)).run(len(SIZES))
+    assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES))
+
+
+def test_a_rule_learns_the_true_size_and_where_the_training_stands() -> None:
+    seen: list[vbs.RuleInput] = []
+
+    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+        seen.append(update)
+        return vbs.Scaling()
+
+    training(vbs.CustomOptimizer, (20, 7), 50, rule=rule).run(9)
+    sizes = [20, 7, 7, 7, 7, 2, 7, 7, 7]
+    assert seen == [vbs.RuleInput(size, 64, step, sum(sizes[:step]), None) for step, size in enumerate(sizes)]
