@@ -18,12 +18,12 @@ PACKAGE = Path(vbs.__file__).parent
 # may import. The lines stand from the ground up: a room is named after all that it may import.
 ARROWS: dict[str, set[str]] = {
     "_validation": set(),
-    "world": set(),
+    "world": {"_validation"},
     "preemption": set(),
     "tracker": set(),
     "trace": {"_validation"},
     "rules": {"_validation"},
-    "backend": {"world", "preemption"},
+    "backend": {"world", "preemption", "_validation"},
     "data": {"trace", "backend", "world", "_validation"},
     "optim": {"data", "rules", "backend", "tracker", "_validation"},
     "metrics": {"optim"},

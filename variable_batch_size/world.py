@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import final
+
+from variable_batch_size._validation import check_int
 
 
 @final
@@ -13,15 +14,18 @@ class World:
     """Which of how many ranks this is: `0 <= rank < size`.
 
     Raises:
-        ValueError: when the two numbers do not fit together.
+        TypeError: for a rank or a size that is not an integer.
+        ValueError: for a size < 1 or a rank outside [0, size).
     """
 
     rank: int = 0
     size: int = 1
 
     def __post_init__(self) -> None:
-        rank, size = operator.index(self.rank), operator.index(self.size)
-        if size < 1 or not 0 <= rank < size:
+        rank, size = check_int(self.rank, "rank"), check_int(self.size, "num_replicas", 1)
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "size", size)
+        if rank >= size:
             raise ValueError(
                 f"a world needs num_replicas >= 1 and 0 <= rank < num_replicas, "
                 f"got rank={rank} and num_replicas={size}; pass this process's own rank and the number of all"

@@ -77,7 +77,7 @@ def test_ranks_share_a_batch_that_one_could_compute() -> None:
 @pytest.mark.parametrize("name", ["global_batch_size", "max_minibatch_size", "world_size"])
 def test_what_is_no_number_of_samples_is_refused(name: str, value: Any) -> None:
     numbers: dict[str, Any] = {"global_batch_size": 8, "max_minibatch_size": 4, "world_size": 2, name: value}
-    with pytest.raises(ValueError, match=f"^{name} must be a whole number >= 1.*, got .*; pass"):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer >= 1.*, got .*; pass"):
         vbs.fit(**numbers)
 
 
@@ -221,7 +221,7 @@ def test_an_example_is_a_batch_of_one_row(example: Any, error: type[Exception], 
 @pytest.mark.parametrize("name", ["start", "limit"])
 def test_sizes_are_whole_numbers(name: str) -> None:
     sizes: dict[str, Any] = {name: 0}
-    with pytest.raises(ValueError, match=f"^{name} must be a whole number >= 1, got 0; pass"):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer >= 1, got 0; pass"):
         vbs.find_minibatch_size(lambda: Device(5), mean, torch.ones(1, 3), **sizes)
 
 

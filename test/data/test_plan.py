@@ -256,7 +256,7 @@ def test_the_last_microbatches_of_a_long_trace_are_found_without_the_earlier_one
 @pytest.mark.parametrize("name", ["dataset_size", "minibatch_size"])
 def test_sizes_below_one_are_refused(name: str) -> None:
     arguments = {"dataset_size": 10, "minibatch_size": 2} | {name: 0}
-    with pytest.raises(ValueError, match=rf"^{name} must be a whole number >= 1, got 0; pass a larger one$"):
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer >= 1, got 0; pass a larger one$"):
         Plan(BatchTrace.constant(1), **arguments)
 
 

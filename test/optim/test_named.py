@@ -110,7 +110,7 @@ def test_numpy_numbers_are_lengths_of_a_warm_up() -> None:
 
 
 def test_its_reference_is_checked_as_everywhere() -> None:
-    with pytest.raises(ValueError, match="ref_batchsize must be a whole number >= 1, got 0; pass"):
+    with pytest.raises(ValueError, match="ref_batchsize must be an integer >= 1, got 0; pass"):
         training(vbs.LEGWRuleOptimizer, ref_batchsize=0)
     with pytest.raises(TypeError, match=r"the sampler must be the vbs\.CustomSampler"):
         vbs.LEGWRuleOptimizer(adam(0.9, 0.99), [[0]], REF, warmup_epochs=1)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_on_end_error_refuses_what_is_beyond_the_end(sizes, beyond):
 @pytest.mark.parametrize("query", ["batch_size", "offset", "step_at", "batch_sizes"])
 def test_queries_refuse_what_is_no_step(query, step):
     argument = np.array([step]) if query == "batch_sizes" else step
-    with pytest.raises(ValueError, match=r"must be a whole number >= 0, got .*; pass such an int"):
+    with pytest.raises(ValueError, match=r"must be an integer >= 0, got .*; pass such an int"):
         getattr(BatchTrace.from_sizes([1, 2], on_end="hold"), query)(argument)
 
 
@@ -291,8 +291,8 @@ def test_rounding_keeps_runs_of_multiples_as_runs():
     [
         (BatchTrace.from_sizes([64, 64, 31, 64]), 32, ["step 2", ">= 32", "got 31", "smaller multiple"]),
         (BatchTrace.parse("0:64 5:100"), 32, ["without end", "multiple of 32", "got 100", "steps="]),
-        (BatchTrace.constant(64), 0, ["multiple must be a whole number >= 1", "got 0"]),
-        (BatchTrace.constant(64), 2.0, ["multiple must be a whole number >= 1", "got 2.0"]),
+        (BatchTrace.constant(64), 0, ["multiple must be an integer >= 1", "got 0"]),
+        (BatchTrace.constant(64), 2.0, ["multiple must be an integer >= 1", "got 2.0"]),
     ],
 )
 def test_rounding_refuses_what_it_cannot_keep(trace, multiple, parts):
@@ -351,7 +351,7 @@ def test_renumber_ignores_the_step_column(tmp_path, column):
 HEAD = "step,batchsize\n"
 BAD_ROW = "fix the row, or drop it and renumber"
 BAD_STEP = "renumber=True"
-WHOLE = "batchsize must be a whole number >= 1"
+WHOLE = "batchsize must be an integer >= 1"
 REFUSED = {
     "zero": (HEAD + "0,5\n1,0\n", "row 2 (a.csv:3)", WHOLE, "got 0;", BAD_ROW),
     "negative": (HEAD + "0,5\n1,-32\n", "row 2 (a.csv:3)", WHOLE, "got -32;", BAD_ROW),
@@ -428,7 +428,7 @@ def test_the_message_names_row_and_line(tmp_path, monkeypatch):
     sizes = [128] * 16 + [-32, 128]
     write(tmp_path, lines(sizes), "traces/a.csv")
     expected = (
-        "trace row 17 (traces/a.csv:18): batchsize must be a whole number >= 1, got -32; "
+        "trace row 17 (traces/a.csv:18): batchsize must be an integer >= 1, got -32; "
         "fix the row, or drop it and renumber"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
@@ -482,7 +482,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, 128.0, float("nan"), float("inf"), "8", None, True, LARGEST + 1, 2**70])
 def test_a_bad_size_is_refused_wherever_it_is_given(bad):
-    match = r"batchsize must be a whole number >= 1.*, got .*; pass such an int$"
+    match = r"batchsize must be an integer >= 1.*, got .*; pass such an int$"
     with pytest.raises(ValueError, match=r"^trace step 2 \(sizes\[2\]\): " + match):
         BatchTrace.from_sizes([1, 2, bad, 0])
     with pytest.raises(ValueError, match="^" + match):
@@ -516,7 +516,7 @@ def test_a_trace_has_a_step(empty):
         ("10K:128", ["entry 1 ('10K:128')", "start at step 0", "got 10000"]),
         ("0:128 5:1 5:2", ["entry 3 ('5:2')", ">= 6", "got 5", "order"]),
         ("0:128 7:1 5:2", ["entry 3 ('5:2')", ">= 8", "got 5", "order"]),
-        ("0:0", ["entry 1 ('0:0')", "batchsize must be a whole number >= 1", "got 0", "fix"]),
+        ("0:0", ["entry 1 ('0:0')", "batchsize must be an integer >= 1", "got 0", "fix"]),
         (f"0:{2**53 + 1}", ["entry 1", "batchsize", "<= 2**53", f"got {2**53 + 1}"]),
         (f"0:1 {2**60}:2", ["entry 2", "first step", "<= 2**53", f"got {2**60}"]),
         (f"0:{2**53} {2**53}:2", ["<= 2**63 - 1", "run from step 0", "shorten"]),

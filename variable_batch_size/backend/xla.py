@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from variable_batch_size._validation import check_int
 from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_by, run_child, run_threads
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.preemption import EXIT_CODE, notice
@@ -150,9 +150,8 @@ def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | 
     _require_torch_xla()
     kind = _device_kind()
     if kind == "CPU":
-        cores = operator.index(int(os.getenv("CPU_NUM_DEVICES", "1")) if cores is None else cores)
-        if cores < 1:
-            raise ValueError(f"launch needs cores >= 1, got {cores}; leave cores out for CPU_NUM_DEVICES, or 1")
+        chosen = int(os.getenv("CPU_NUM_DEVICES", "1")) if cores is None else cores
+        cores = check_int(chosen, "cores", 1, remedy="leave cores out for CPU_NUM_DEVICES, or 1")
         run_child(_on_every_core, (fn, tuple(args)), _cpu_settings(cores))
         return
     if cores is not None:

@@ -23,8 +23,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import refusal
-from variable_batch_size._validation import whole as whole_number
+from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.checkpoint import rng_states, stored_state
 from variable_batch_size.checkpoint.background import Background
 from variable_batch_size.checkpoint.folder import CheckpointFolder, whole
@@ -99,7 +98,7 @@ class Checkpoint:
                 )
                 raise TypeError(f"{name} must be {needed}, got {part!r:.60}; pass one or leave it out")
         self._model, self._optimizer, self._backend = model, optimizer, optimizer.backend
-        self._keep = whole_number(keep, "keep", 1)
+        self._keep = check_int(keep, "keep", 1)
         self._every = _checked_every(every)
         self._folder = CheckpointFolder(Path(dir))
         self._snapshot, self._background = Snapshot(self._backend), Background()
@@ -377,8 +376,8 @@ def _checked_every(every: int | timedelta | None) -> int | timedelta | None:
     if every is None or (isinstance(every, timedelta) and every > timedelta(0)):
         return every
     if isinstance(every, timedelta):
-        raise refusal("every must be longer than no time at all", repr(every), "pass a positive one, or leave it out")
-    return whole_number(every, "every", 1, remedy="pass such an int, or a datetime.timedelta")
+        raise value_error("every must be a positive timedelta", repr(every), "pass a positive one, or leave it out")
+    return check_int(every, "every", 1, remedy="pass such an int, or a datetime.timedelta")
 
 
 def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple, final
 
+from variable_batch_size._validation import check_int
 from variable_batch_size.data.plan import Plan
 
 
@@ -55,7 +55,7 @@ class Clock:
 
     def set_epoch(self, number: int) -> None:
         """Go to the first step of an epoch; stay where the clock is, if it was just set into that epoch."""
-        number = operator.index(number)
+        number = check_int(number, "epoch", remedy="count epochs from 0")
         if self._untouched and number == self.epoch.number:
             return
         self.epoch = self.plan.epoch(number)
@@ -81,7 +81,7 @@ class Clock:
         Raises:
             ValueError: when this plan has no such position.
         """
-        position = Position(operator.index(state["epoch"]), operator.index(state["step"]))
+        position = Position(check_int(state["epoch"], "epoch"), check_int(state["step"], "step"))
         epoch = self.plan.epoch(position.epoch)
         if not epoch.first_step <= position.step <= epoch.end_step:
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import LARGEST, whole
+from variable_batch_size._validation import MAX_INT, check_int
 from variable_batch_size.backend import detect
 from variable_batch_size.data.plan import counts
 
@@ -53,9 +53,9 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int) -> Fit
     Raises:
         ValueError: where one of them is not a whole number from 1 to 2**53.
     """
-    batch = whole(global_batch_size, "global_batch_size", 1, LARGEST)
-    largest = whole(max_minibatch_size, "max_minibatch_size", 1, LARGEST)
-    world = whole(world_size, "world_size", 1, LARGEST)
+    batch = check_int(global_batch_size, "global_batch_size", 1, MAX_INT)
+    largest = check_int(max_minibatch_size, "max_minibatch_size", 1, MAX_INT)
+    world = check_int(world_size, "world_size", 1, MAX_INT)
     cut = counts(batch, min(largest, batch))  # a microbatch larger than the batch has only more rows
     rounds = -(-cut // world)
     sizes = np.flatnonzero(rounds == rounds.min()) + 1
@@ -98,8 +98,8 @@ def find_minibatch_size(
         MemoryError: where not even one row fits.
         Exception: whatever else the model, the loss or the optimizer raises.
     """
-    limit = whole(limit, "limit", 1)
-    size = min(whole(start, "start", 1), limit)
+    limit = check_int(limit, "limit", 1)
+    size = min(check_int(start, "start", 1), limit)
     fits, too_large, said = 0, limit + 1, None
     while too_large - fits > 1:
         refused = _try(model_fn, loss_fn, example, size, optimizer_fn)

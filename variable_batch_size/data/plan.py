@@ -13,12 +13,10 @@ from functools import lru_cache
 from typing import final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
-
-Ints = NDArray[np.int64]
 
 STEPS_AT_ONCE = 4096  # how many steps are looked up together: large enough for numpy, small enough for the first one
 
@@ -39,7 +37,7 @@ def pieces(rest: int, minibatch_size: int, fixed_shape: bool = True) -> tuple[in
 
 
 @lru_cache(maxsize=4)  # of a batch, for several worlds
-def counts(batch_size: int, largest: int) -> Ints:
+def counts(batch_size: int, largest: int) -> IntArray:
     """Microbatches of a step for minibatch_size = 1, 2, ..., `largest`, with a fixed shape; (largest,), read-only.
 
     As `pieces`, a full microbatch being the first divisor, but for all sizes at once. The divisors of each size come
@@ -47,7 +45,7 @@ def counts(batch_size: int, largest: int) -> Ints:
     """
     left, found = np.full(largest + 1, batch_size), np.zeros(largest + 1, dtype=np.int64)
 
-    def take(sizes: slice, divisor: Ints | int) -> None:
+    def take(sizes: slice, divisor: IntArray | int) -> None:
         times, left[sizes] = np.divmod(left[sizes], divisor)
         found[sizes] += times
 
@@ -164,10 +162,10 @@ class Deal:
     """
 
     first_step: int
-    ends: Ints
-    counts: Ints
-    starts: Ints
-    rests: Ints
+    ends: IntArray
+    counts: IntArray
+    starts: IntArray
+    rests: IntArray
     world: World
     minibatch_size: int
     fixed_shape: bool
@@ -175,13 +173,13 @@ class Deal:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def turns(self, begin: int, end: int) -> tuple[Ints, Ints]:
+    def turns(self, begin: int, end: int) -> tuple[IntArray, IntArray]:
         """For microbatches `begin .. end - 1` of the deal: the index of the step (K,), and the turn in it (K,)."""
         number = np.arange(begin, end)
         index = np.searchsorted(self.ends, number, side="right")
         return index, number - np.where(index > 0, self.ends[index - 1], 0)
 
-    def microbatches(self, index: Ints, turn: Ints) -> tuple[Ints, Ints]:
+    def microbatches(self, index: IntArray, turn: IntArray) -> tuple[IntArray, IntArray]:
         """First position (K,) and distinct samples (K,) of microbatches; a replay shows those of what it replays."""
         number = (self.world.rank + turn * self.world.size) % self.counts[index]
         rests, which = np.unique(self.rests[index], return_inverse=True)
@@ -197,7 +195,7 @@ class Deal:
         start = before[entry] - before[row] + full * self.minibatch_size
         return self.starts[index] + start, size
 
-    def positions(self, start: Ints, size: Ints) -> Ints:
+    def positions(self, start: IntArray, size: IntArray) -> IntArray:
         """The rows of microbatches as positions in the epoch's order, (K, minibatch_size).
 
         Each sample of a piece of d samples is repeated minibatch_size / d times; without a fixed shape the columns
@@ -235,8 +233,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("dataset_size", "minibatch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a whole number >= 1, got {getattr(self, name)}; pass a larger one")
+            check_int(getattr(self, name), name, 1, remedy="pass a larger one")
         if self.trace.max_batch_size > self.dataset_size:
             raise ValueError(
                 f"every batch size of the trace must fit in the dataset, which has {self.dataset_size} samples, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Callable, Sequence, Sized
@@ -10,9 +9,10 @@ from typing import Any, final
 
 from torch.utils.data import Sampler
 
+from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend import current_world
 from variable_batch_size.data.clock import Clock, Position
-from variable_batch_size.data.plan import Deal, Ints, Plan
+from variable_batch_size.data.plan import Deal, Plan
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.world import World
@@ -69,15 +69,17 @@ class CustomSampler(Sampler[list[int]]):
         self.world = _world(rank, num_replicas)
         self.plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end),
-            dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else _whole("dataset_size", dataset_size),
-            minibatch_size=_whole("minibatch_size", minibatch_size),
+            dataset_size=len(dataset_size)
+            if isinstance(dataset_size, Sized)
+            else check_int(dataset_size, "dataset_size", 1),
+            minibatch_size=check_int(minibatch_size, "minibatch_size", 1),
             drop_last=drop_last,
             fixed_shape=fixed_shape,
         )
-        self.seed, self.shuffle = _whole("seed", seed), shuffle
+        self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # refuses a seed or a dataset size that has no order
-        if epochs:
-            self.plan.epoch(_whole("epochs", epochs) - 1)
+        if epochs is not None:
+            self.plan.epoch(check_int(epochs, "epochs", 1) - 1)
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
         self._attached = False  # whether an optimizer counts what is yielded
@@ -175,7 +177,7 @@ class CustomSampler(Sampler[list[int]]):
                 f"set_epoch({self.epoch + 1}) on the sampler and on the optimizer before iterating again"
             )
 
-    def order(self, epoch: int) -> Callable[[Ints], Ints]:
+    def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Position in an epoch's order -> index in the dataset, for arrays."""
         return order(self.plan.dataset_size, self.seed, epoch, shuffle=self.shuffle)
 
@@ -322,12 +324,4 @@ def _world(rank: int | None, num_replicas: int | None) -> World:
             f"num_replicas and rank must be passed together, got num_replicas={num_replicas} and rank={rank}; pass "
             f"both, or neither to take them from torch.distributed or PyTorch/XLA"
         )
-    return World(_whole("rank", rank), _whole("num_replicas", num_replicas))
-
-
-def _whole(name: str, value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        found = f"{value!r:.60} ({type(value).__name__})"
-        raise TypeError(f"{name} must be a whole number, got {found}; pass an int") from None
+    return World(rank, num_replicas)

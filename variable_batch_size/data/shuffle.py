@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast, final
+from typing import Any, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Identity", "Permutation", "order"]
+from variable_batch_size._validation import IntArray, check_int
 
-Positions: TypeAlias = NDArray[np.int64]
+__all__ = ["Identity", "Permutation", "order"]
 
 _TABLE = 1024  # longest order that is kept as a table: short ones have too few cells for a Feistel network
 _LONGEST = 2**48
@@ -64,25 +64,25 @@ class Permutation:
     n: int
     seed: int
     epoch: int
-    _samples: Callable[[Positions], Positions] = field(init=False, repr=False, compare=False)
+    _samples: Callable[[IntArray], IntArray] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _require("n", self.n, 1, _LONGEST, "give the number of samples of the dataset")
-        _require("seed", self.seed, 0, 2**64 - 1, "take it modulo 2**64")
-        _require("epoch", self.epoch, 0, None, "count epochs from 0")
+        object.__setattr__(self, "n", check_int(self.n, "n", 1, _LONGEST, "pass the number of samples of the dataset"))
+        object.__setattr__(self, "seed", check_int(self.seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"))
+        object.__setattr__(self, "epoch", check_int(self.epoch, "epoch", remedy="count epochs from 0"))
         if self.n <= _TABLE:
             ranks = np.argsort(_words(self.n, self.seed, self.epoch, self.n), kind="stable")
             object.__setattr__(self, "_samples", ranks.astype(np.int64).take)
         else:
             object.__setattr__(self, "_samples", _Feistel(self.n, _words(self.n, self.seed, self.epoch, 3 * _ROUNDS)))
 
-    def __call__(self, positions: Positions) -> Positions:
+    def __call__(self, positions: IntArray) -> IntArray:
         """The samples at these positions; int64, of the same shape."""
         flat = _checked(positions, self.n).reshape(-1)
         samples = np.empty_like(flat)
         for start in range(0, flat.size, _BLOCK):
             samples[start : start + _BLOCK] = self._samples(flat[start : start + _BLOCK])
-        return cast(Positions, samples.reshape(np.shape(positions)))
+        return cast(IntArray, samples.reshape(np.shape(positions)))
 
     def __reduce__(self) -> tuple[type[Permutation], tuple[int, int, int]]:
         """Travels as its three numbers; the keys are made again where it arrives."""
@@ -97,9 +97,9 @@ class Identity:
     n: int
 
     def __post_init__(self) -> None:
-        _require("n", self.n, 1, _LONGEST, "give the number of samples of the dataset")
+        object.__setattr__(self, "n", check_int(self.n, "n", 1, _LONGEST, "pass the number of samples of the dataset"))
 
-    def __call__(self, positions: Positions) -> Positions:
+    def __call__(self, positions: IntArray) -> IntArray:
         """A copy of the positions; int64, of the same shape."""
         return np.array(_checked(positions, self.n))
 
@@ -127,14 +127,14 @@ class _Feistel:
         self.sides = [(word(size), word(bits := (size - 1).bit_length()), word(width - bits)) for size in sizes]
         self.n, self.word, self.half = n, word, word(width // 2)
 
-    def __call__(self, positions: Positions) -> Positions:
+    def __call__(self, positions: IntArray) -> IntArray:
         """Samples at positions, both int64 (m,)."""
         samples: NDArray[Any] = self.encrypt(positions.astype(self.word))
         outside = np.flatnonzero(samples >= self.word(self.n))
         while outside.size:
             samples[outside] = walked = self.encrypt(samples[outside])
             outside = outside[walked >= self.word(self.n)]
-        return cast(Positions, samples.astype(np.int64))
+        return cast(IntArray, samples.astype(np.int64))
 
     def encrypt(self, cells: NDArray[Any]) -> NDArray[Any]:
         """All rounds, a bijection of the grid's rows * columns cells; words (m,)."""
@@ -188,7 +188,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return cast(NDArray[np.uint64], x ^ x >> np.uint64(31))
 
 
-def _checked(positions: Positions, n: int) -> Positions:
+def _checked(positions: IntArray, n: int) -> IntArray:
     """The positions as contiguous int64 of the same shape, each in [0, n)."""
     array = np.asarray(positions)
     if array.dtype.kind not in "iu":
@@ -199,11 +199,3 @@ def _checked(positions: Positions, n: int) -> Positions:
         wrong = array[(array < 0) | (array >= n)].flat[0]
         raise IndexError(f"positions must be in [0, {n}), got {wrong}; there are {n} samples")
     return array
-
-
-def _require(name: str, value: int, low: int, high: int | None, remedy: str) -> None:
-    allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a Python int {allowed}, got {value!r}; convert it with int(...)")
-    if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} must be a Python int {allowed}, got {value}; {remedy}")

@@ -15,7 +15,7 @@ from typing import Any, Literal, final, get_args
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from variable_batch_size._validation import integer, refusal
+from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 By = Literal["progress", "samples", "updates"]
@@ -65,9 +65,9 @@ class ProgressScheduler:
             )
         self._scheduler = _checked(scheduler, optimizer)
         if by not in get_args(By):
-            raise refusal('by must be "progress", "samples" or "updates"', repr(by), "pass one of them")
+            raise value_error('by must be "progress", "samples" or "updates"', repr(by), "pass one of them")
         if by == "samples" and optimizer.ref_batchsize is None:
-            raise refusal(
+            raise value_error(
                 'by="samples" needs an optimizer with a ref_batchsize, the samples of a reference update',
                 "one without",
                 'give the optimizer its ref_batchsize, or pass by="updates"',
@@ -128,7 +128,7 @@ class ProgressScheduler:
         """
         found = state_dict.get("by")
         if found != self._by:
-            raise refusal(
+            raise value_error(
                 f"the state of a schedule must count what goes on here, by={self._by!r}",
                 f"by={found!r}",
                 "make this ProgressScheduler with the by that its state was saved with",
@@ -177,10 +177,10 @@ def _checked_total(total: object) -> float:
     """The last reference update: infinity where there is none."""
     if total is None:
         return math.inf
-    number = total if isinstance(total, float) else integer(total)
-    if number is None or not 0 < number < math.inf:
-        remedy = "pass the length of the training in reference updates, or leave it out"
-        raise refusal("total must be a finite number > 0", f"{total!r:.60}", remedy)
+    remedy = "pass the length of the training in reference updates, or leave it out"
+    number = check_number(total, "total", remedy)
+    if number == 0:
+        raise value_error("total must be a finite number > 0", number, remedy)
     return number
 
 

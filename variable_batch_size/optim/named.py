@@ -6,7 +6,7 @@ from typing import Any, final
 
 from torch.optim import SGD, Adam, Optimizer, RMSprop
 
-from variable_batch_size._validation import number
+from variable_batch_size._validation import check_number
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.scaling import moved_beta
@@ -122,7 +122,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     def __init__(
         self, inner: Optimizer, sampler: CustomSampler, ref_batchsize: int, *, warmup_epochs: float, **options: Any
     ) -> None:
-        epochs = number(warmup_epochs, "warmup_epochs", "pass the warm-up's length at ref_batchsize, 0 for none")
+        epochs = check_number(warmup_epochs, "warmup_epochs", "pass the warm-up's length at ref_batchsize, 0 for none")
         super().__init__(inner, sampler, ref_batchsize, rule=LEGWRule(0), **options)  # which checks the arguments
         self._updater.rule = LEGWRule(epochs * sampler.plan.dataset_size / (self.ref_batchsize or 1))
 

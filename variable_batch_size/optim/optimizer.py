@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import whole
+from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.plan import Microbatch, Step
@@ -85,7 +85,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
         self._loop = Loop(sampler, self._backend)
         self._rates = Rates()
-        self.log_steps = 10 if log_steps is None else whole(log_steps, "log_steps", 1)
+        self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
 
     @property

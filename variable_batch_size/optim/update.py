@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 
-from variable_batch_size._validation import refusal
+from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Microbatch, Step
 from variable_batch_size.optim.accumulation import Gradients
@@ -58,9 +58,11 @@ class Updater:
         if reduction not in get_args(Reduction):
             raise ValueError(f'reduction must be "mean" or "sum", as the loss does, got {reduction!r}; pass one')
         if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-            raise refusal("max_grad_norm must be a number > 0", repr(max_grad_norm), "leave it out to do without")
+            raise value_error("max_grad_norm must be a number > 0", repr(max_grad_norm), "leave it out to do without")
         if noise is not None and noise not in get_args(Estimator):
-            raise refusal('noise must be "microbatches" or "differenced"', f"{noise!r:.60}", "pass one or leave it out")
+            raise value_error(
+                'noise must be "microbatches" or "differenced"', f"{noise!r:.60}", "pass one or leave it out"
+            )
         self.rule, self.ref_batchsize = rule, ref_batchsize
         self.reduction, self.max_grad_norm = reduction, max_grad_norm
         self.progress = Progress()
@@ -205,7 +207,7 @@ class Updater:
         if noise is None and not needs_noise(self.rule):
             return None
         if self.ref_batchsize is None:
-            raise refusal(
+            raise value_error(
                 "the noise is averaged over 1000 reference updates, so measuring it needs ref_batchsize",
                 "none",
                 "pass the batch size at which the learning rate was tuned",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, final
 
-from variable_batch_size._validation import number, refusal, whole
+from variable_batch_size._validation import check_int, check_number, value_error
 
 Factor: TypeAlias = Any  # a float, or a 0-D tensor where it depends on the noise and parameters are not on the CPU
 
@@ -123,7 +123,7 @@ def checked_reference(rule: Rule, ref_batchsize: object) -> int | None:
     if ref_batchsize is None and not isinstance(rule, ConstantRule):
         raise ValueError(f"{rule} needs ref_batchsize, the batch size at which the learning rate was tuned; pass it")
     remedy = "pass the batch size at which the learning rate was tuned"
-    return None if ref_batchsize is None else whole(ref_batchsize, "ref_batchsize", 1, remedy=remedy)
+    return None if ref_batchsize is None else check_int(ref_batchsize, "ref_batchsize", 1, remedy=remedy)
 
 
 def _check_rule(rule: object) -> None:
@@ -212,7 +212,9 @@ class LEGWRule:
     warmup_updates: float
 
     def __post_init__(self) -> None:
-        checked = number(self.warmup_updates, "warmup_updates", "pass how many updates the learning rate grows for")
+        checked = check_number(
+            self.warmup_updates, "warmup_updates", "pass how many updates the learning rate grows for"
+        )
         object.__setattr__(self, "warmup_updates", checked)
 
     def __call__(self, update: RuleInput) -> Scaling:
@@ -286,7 +288,9 @@ class ConstantTimescale:
         """The rule's own factors, but k / (factor on lr) on weight decay."""
         scaling = self.rule(update)
         if isinstance(scaling.lr, (int, float)) and scaling.lr == 0:
-            raise refusal(f"{self} divides by a factor on lr, which must not be 0", "0", "let the rule give another")
+            raise value_error(
+                f"{self} divides by a factor on lr, which must not be 0", "0", "let the rule give another"
+            )
         return replace(scaling, weight_decay=update.ratio / scaling.lr)
 
 
@@ -306,7 +310,7 @@ def checked_rules(rule: Rule | Sequence[Rule] | None, ref_batchsize: object, gro
     if not isinstance(rule, Sequence) or isinstance(rule, str):  # type: ignore[unreachable]
         return rule, checked_reference(rule, ref_batchsize)
     if len(rule) != groups:
-        raise refusal(
+        raise value_error(
             "a sequence of rules must hold one for each parameter group",
             f"{len(rule)} for {groups}",
             "pass as many, or one rule for all; to add a group later, add it to the inner optimizer and wrap that anew",

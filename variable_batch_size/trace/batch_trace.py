@@ -14,8 +14,8 @@ from typing import Literal, final
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import LARGEST, integer, refusal, whole
-from variable_batch_size.trace.csv_file import EXAMPLE, IntArray, read_sizes
+from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_int, type_error, value_error
+from variable_batch_size.trace.csv_file import EXAMPLE, read_sizes
 
 OnEnd = Literal["error", "hold", "cycle"]
 
@@ -50,7 +50,7 @@ class BatchTrace:
     def __post_init__(self) -> None:
         """Bring the runs into their one form, in which neighbours differ in size, and count and hash them."""
         if self.on_end not in ("error", "hold", "cycle"):
-            raise refusal('on_end must be "error", "hold" or "cycle"', repr(self.on_end), "choose one of these")
+            raise value_error('on_end must be "error", "hold" or "cycle"', repr(self.on_end), "choose one of these")
         differs = np.diff(self._size, prepend=0) != 0
         first, size = self._first[differs], self._size[differs]
         length = np.diff(first, append=self.steps or int(first[-1]) + 1)
@@ -59,7 +59,7 @@ class BatchTrace:
         over = (length > (2**63 - 1) // size) | (end < 0)
         if over.any():
             found = f"more in the run from step {first[over.argmax()]} on"
-            raise refusal(f"{self._name}: all samples together must be <= 2**63 - 1", found, "shorten the trace")
+            raise value_error(f"{self._name}: all samples together must be <= 2**63 - 1", found, "shorten the trace")
         meaning = f"BatchTrace 1 {self.steps} {self.on_end if self.steps else 'hold'} ".encode()
         digest = hashlib.sha256(meaning + np.stack([first, size]).astype("<i8").tobytes()).hexdigest()
         before = np.concatenate([[0], end[:-1]])
@@ -81,18 +81,18 @@ class BatchTrace:
     def from_sizes(cls, sizes: Iterable[int] | npt.NDArray[np.integer], *, on_end: OnEnd = "error") -> BatchTrace:
         """Take the sizes (samples) of steps 0, 1, 2, ... as they come; ValueError names the first that is wrong."""
         array = sizes if isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu" and sizes.ndim == 1 else None
-        if array is None or not ((array >= 1) & (array <= LARGEST)).all():
+        if array is None or not ((array >= 1) & (array <= MAX_INT)).all():
             named = ((size, f"trace step {i} (sizes[{i}]): batchsize") for i, size in enumerate(sizes))
-            array = np.array([whole(size, name, 1, LARGEST) for size, name in named])
+            array = np.array([check_int(size, name, 1, MAX_INT) for size, name in named])
         if len(array) == 0:
-            raise refusal("a trace must have at least one step", "no sizes", "give at least one")
+            raise value_error("a trace must have at least one step", "no sizes", "give at least one")
         return cls(np.arange(len(array)), array.astype(np.int64), len(array), on_end)
 
     @classmethod
     def constant(cls, size: int, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
         """Give `steps` steps, or without end, the same `size` (samples); ValueError unless both are >= 1."""
-        end = None if steps is None else whole(steps, "steps", 1, LARGEST)
-        return cls(np.array([0]), np.array([whole(size, "batchsize", 1, LARGEST)]), end, on_end)
+        end = None if steps is None else check_int(steps, "steps", 1, MAX_INT)
+        return cls(np.array([0]), np.array([check_int(size, "batchsize", 1, MAX_INT)]), end, on_end)
 
     @classmethod
     def parse(cls, schedule: str, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
@@ -102,10 +102,10 @@ class BatchTrace:
         an entry of another form, and for starts that are not 0 first and then increasing.
         """
         first, size = zip(*_entries(schedule), strict=True)
-        end = None if steps is None else whole(steps, "steps", 1, LARGEST)
+        end = None if steps is None else check_int(steps, "steps", 1, MAX_INT)
         if end is not None and end <= first[-1]:
             required = f"steps must be > {first[-1]}, the start of the last entry of {schedule!r:.60}"
-            raise refusal(required, end, "raise it, or drop the entries that are not reached")
+            raise value_error(required, end, "raise it, or drop the entries that are not reached")
         return cls(np.array(first), np.array(size), end, on_end, f"{schedule!r:.60}")
 
     @classmethod
@@ -121,13 +121,13 @@ class BatchTrace:
             return cls.parse(source, on_end=end)
         if isinstance(source, (str, os.PathLike)):
             return cls.from_csv(source, on_end=end)
-        number = integer(source)
+        number = as_int(source)
         if number is not None:
             return cls.constant(number, on_end=end)
         if isinstance(source, (Sequence, np.ndarray)) and not isinstance(source, (bytes, bytearray, memoryview)):
             return cls.from_sizes(source, on_end=end)
         required = "trace must be a path, a BatchTrace, a sequence of ints, an int or a schedule string"
-        raise TypeError(f"{required}, got {source!r:.60} ({type(source).__name__}); pass one of these")
+        raise type_error(required, source, "pass one of these")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the file that `from_csv` reads, whole or not at all; ValueError for a trace without end."""
@@ -145,7 +145,7 @@ class BatchTrace:
 
     def batch_size(self, step: int) -> int:
         """Return the global batch size (samples) of `step`; TraceEndError beyond the end, ValueError below 0."""
-        _, inside = self._fold(whole(step, "step"), self.steps, "step")
+        _, inside = self._fold(check_int(step, "step"), self.steps, "step")
         return int(self._size[_run(self._first, inside)])
 
     def batch_sizes(self, steps: npt.ArrayLike) -> IntArray:
@@ -161,7 +161,7 @@ class BatchTrace:
 
     def offset(self, step: int) -> int:
         """Return the number of samples in all steps before `step`, which may be the one after the last."""
-        step = whole(step, "step")
+        step = check_int(step, "step")
         laps, inside = (0, step) if step == self.steps else self._fold(step, self.steps, "step")
         run = _run(self._first, inside)
         done = int(self._before[run]) + (inside - int(self._first[run])) * int(self._size[run])
@@ -170,7 +170,7 @@ class BatchTrace:
     def step_at(self, sample: int) -> int:
         """Return the step that holds sample number `sample`: offset(step) <= sample < offset(step + 1)."""
         steps, total = (self.steps, self.total_samples) if self.steps else (0, None)
-        laps, inside = self._fold(whole(sample, "sample"), total, "sample")
+        laps, inside = self._fold(check_int(sample, "sample"), total, "sample")
         run = _run(self._before, inside)
         return laps * steps + int(self._first[run]) + (inside - int(self._before[run])) // int(self._size[run])
 
@@ -200,15 +200,15 @@ class BatchTrace:
         started again, it goes on by its own sizes. ValueError for a size below `multiple`, and without an end for a
         last size that is no multiple, because no size that goes on for ever keeps up with it.
         """
-        multiple = whole(multiple, "multiple", 1, LARGEST)
+        multiple = check_int(multiple, "multiple", 1, MAX_INT)
         small, exact = self._size < multiple, self._size % multiple == 0
         if small.any():
             run = small.argmax()
             where = f"{self._name} step {self._first[run]}: batchsize must be >= {multiple} to be rounded to it"
-            raise refusal(where, self._size[run], "raise it, or round to a smaller multiple")
+            raise value_error(where, self._size[run], "raise it, or round to a smaller multiple")
         if self.steps is None and not exact[-1]:
             where = f"{self._name}: the last size of a trace without end must be a multiple of {multiple}"
-            raise refusal(where, self._size[-1], "change it, or give the number of steps by steps=")
+            raise value_error(where, self._size[-1], "change it, or give the number of steps by steps=")
         # A run of multiples stays one piece; in the others every step becomes a piece of its own.
         pieces, span = np.where(exact, 1, self._length), np.where(exact, self._length, 1)
         span, size = np.repeat(span, pieces), np.repeat(self._size, pieces)
@@ -248,14 +248,14 @@ def _entries(schedule: str) -> Iterator[tuple[int, int]]:
     """First step and size of every entry of a schedule."""
     words, least = schedule.replace(",", " ").split(), 0
     if not words:
-        raise refusal("a schedule must have an entry", repr(schedule), f"write it like {EXAMPLE}")
+        raise value_error("a schedule must have an entry", repr(schedule), f"write it like {EXAMPLE}")
     for place, word in enumerate(words, 1):
         where, match = f"schedule entry {place} ({word!r:.60})", _ENTRY.fullmatch(word)
         if match is None:
             required = f"schedule entry {place} must be first step:size in whole numbers, K = 1000 and M = 10^6 allowed"
-            raise refusal(required, f"{word!r:.60}", f"write the schedule like {EXAMPLE}")
+            raise value_error(required, f"{word!r:.60}", f"write the schedule like {EXAMPLE}")
         start, size = (int(match[i]) * 1000 ** " km".index(match[i + 1].lower() or " ") for i in (1, 3))
         if place == 1 and start != 0:
-            raise refusal(f"{where} must start at step 0", start, "begin the schedule with 0:size")
-        least = 1 + whole(start, f"{where}: first step", least, LARGEST, "order the entries by increasing step")
-        yield start, whole(size, f"{where}: batchsize", 1, LARGEST, "fix the entry, or drop it")
+            raise value_error(f"{where} must start at step 0", start, "begin the schedule with 0:size")
+        least = 1 + check_int(start, f"{where}: first step", least, MAX_INT, "order the entries by increasing step")
+        yield start, check_int(size, f"{where}: batchsize", 1, MAX_INT, "fix the entry, or drop it")

@@ -9,11 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from variable_batch_size._validation import LARGEST, refusal, whole
-
-IntArray = npt.NDArray[np.int64]
+from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_error
 
 EXAMPLE = '"0:128 2000:256 10K:1024"'
 _SMALL = 1 << 18  # bytes, which are read line by line before pandas is imported: a training starts again often
@@ -28,7 +25,9 @@ def read_sizes(name: str, renumber: bool) -> IntArray:
     for column in ("step", "batchsize"):
         if header.count(column) != 1:
             found = repr(",".join(header))[:60] if header else "an empty file"
-            raise refusal(f"trace header ({name}:{at}) must have one column {column}", found, "add or rename columns")
+            raise value_error(
+                f"trace header ({name}:{at}) must have one column {column}", found, "add or rename columns"
+            )
     step, size = (header.index(column) for column in ("step", "batchsize"))
     fast = _read_fast(data, None if renumber else step, size, len(header)) if len(data) > _SMALL else None
     if fast is not None:
@@ -37,21 +36,23 @@ def read_sizes(name: str, renumber: bool) -> IntArray:
     for at, cells in lines:
         try:
             if len(cells) != len(header):
-                raise refusal(f"it must have {len(header)} cells, as the header has", len(cells), "fix the row")
+                raise value_error(f"it must have {len(header)} cells, as the header has", len(cells), "fix the row")
             if not renumber:
                 _check_step(cells[step], len(sizes))
-            sizes.append(whole(_parsed(cells[size]), "batchsize", 1, LARGEST, "fix the row, or drop it and renumber"))
-        except ValueError as error:
+            sizes.append(
+                check_int(_parsed(cells[size]), "batchsize", 1, MAX_INT, "fix the row, or drop it and renumber")
+            )
+        except (TypeError, ValueError) as error:
             raise ValueError(f"trace row {len(sizes) + 1} ({name}:{at}): {error}") from None
     if not sizes:
-        raise refusal(f"trace {name} must have at least one step", f"only the header ({name}:{at})", "add rows")
+        raise value_error(f"trace {name} must have at least one step", f"only the header ({name}:{at})", "add rows")
     return np.array(sizes)
 
 
 def _check_step(cell: str, due: int) -> None:
     if _parsed(cell) != due:
         remedy = "fix the column, or ignore it by renumber=True"
-        raise refusal(f"step must count 0, 1, 2, ... and be {due} here", f"{_parsed(cell)!r:.60}", remedy)
+        raise value_error(f"step must count 0, 1, 2, ... and be {due} here", f"{_parsed(cell)!r:.60}", remedy)
 
 
 def _bytes_of(name: str) -> bytes:
@@ -66,7 +67,7 @@ def _bytes_of(name: str) -> bytes:
     except UnicodeDecodeError as error:
         where = f"{name}:{1 + data.count(10, 0, error.start)}"
         found = f"byte {data[error.start]:#04x}"
-        raise refusal(f"trace ({where}) must be text in UTF-8", found, "save it as CSV in UTF-8") from None
+        raise value_error(f"trace ({where}) must be text in UTF-8", found, "save it as CSV in UTF-8") from None
     return data
 
 
@@ -79,7 +80,7 @@ def _lines(data: bytes, name: str) -> Iterator[tuple[int, list[str]]]:
             if len(cells) > 1 or any(cells):
                 yield reader.line_num, cells
     except csv.Error as error:
-        raise refusal(f"trace line ({name}:{reader.line_num}) must be CSV", error, "fix the line") from None
+        raise value_error(f"trace line ({name}:{reader.line_num}) must be CSV", error, "fix the line") from None
 
 
 def _read_fast(data: bytes, step: int | None, size: int, cells: int) -> IntArray | None:
@@ -102,7 +103,7 @@ def _read_fast(data: bytes, step: int | None, size: int, cells: int) -> IntArray
         return None
     sizes = table[size].to_numpy()
     counts = step is None or np.array_equal(table[step].to_numpy(), np.arange(len(sizes)))
-    return sizes if counts and ((sizes >= 1) & (sizes <= LARGEST)).all() else None
+    return sizes if counts and ((sizes >= 1) & (sizes <= MAX_INT)).all() else None
 
 
 def _parsed(cell: str) -> int | str:
