@@ -233,7 +233,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("dataset_size", "minibatch_size"):
-            check_int(getattr(self, name), name, 1, remedy="pass a larger one")
+            checked = check_int(getattr(self, name), name, 1, remedy="pass a larger one")
+            object.__setattr__(self, name, checked)
         if self.trace.max_batch_size > self.dataset_size:
             raise ValueError(
                 f"every batch size of the trace must fit in the dataset, which has {self.dataset_size} samples, "

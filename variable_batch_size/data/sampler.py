@@ -69,10 +69,8 @@ class CustomSampler(Sampler[list[int]]):
         self.world = _world(rank, num_replicas)
         self.plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end),
-            dataset_size=len(dataset_size)
-            if isinstance(dataset_size, Sized)
-            else check_int(dataset_size, "dataset_size", 1),
-            minibatch_size=check_int(minibatch_size, "minibatch_size", 1),
+            dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size,
+            minibatch_size=minibatch_size,
             drop_last=drop_last,
             fixed_shape=fixed_shape,
         )
