@@ -18,19 +18,20 @@ PACKAGE = Path(vbs.__file__).parent
 # may import. The lines stand from the ground up: a room is named after all that it may import.
 ARROWS: dict[str, set[str]] = {
     "_validation": set(),
+    "_lazy": set(),
     "world": {"_validation"},
     "preemption": set(),
     "tracker": set(),
     "trace": {"_validation"},
     "rules": {"_validation"},
     "backend": {"world", "preemption", "_validation"},
-    "data": {"trace", "backend", "world", "_validation"},
+    "data": {"trace", "backend", "world", "_validation", "_lazy"},
     "optim": {"data", "rules", "backend", "tracker", "_validation"},
     "metrics": {"optim"},
     "testing": {"optim"},
     "checkpoint": {"optim", "backend", "preemption", "world", "_validation"},
 }
-WITHOUT_TORCH = {"_validation", "world", "preemption", "tracker", "trace", "rules"} | {
+WITHOUT_TORCH = {"_lazy", "_validation", "world", "preemption", "tracker", "trace", "rules"} | {
     *(f"data.{module}" for module in ("plan", "clock", "shuffle")),
     *(f"checkpoint.{module}" for module in ("folder", "background")),
     "backend._xla_launch",

@@ -23,7 +23,7 @@ from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.scaling import Group, checked_beta
-from variable_batch_size.rules.base import Scaling
+from variable_batch_size.rules import Scaling
 
 
 @final
@@ -115,7 +115,7 @@ class BiasCorrection:
 
 
 def _betas(group: Group, scaling: Scaling) -> list[float]:
-    return [float(checked_beta(beta, scaling.one_minus_beta)) for beta in group["betas"]]
+    return [float(checked_beta(beta, scaling)) for beta in group["betas"]]
 
 
 def _correct(group: Group, scaling: Scaling, after: Averages) -> Scaling:

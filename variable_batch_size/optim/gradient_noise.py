@@ -18,7 +18,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.accumulation import precision
-from variable_batch_size.rules.base import Noise, adascale_gain
+from variable_batch_size.rules import Noise, adascale_gain
 
 HORIZON = 1000  # updates at the reference, over which the averages reach
 LEAST_SIGMA2, LEAST_MU2 = 1e-6, 0.0  # where the gain is formed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.optim import Optimizer
@@ -25,8 +25,21 @@ from variable_batch_size.optim.loop import Loop, Watcher
 from variable_batch_size.optim.scaling import Rates
 from variable_batch_size.optim.update import Estimator, Reduction, Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper
-from variable_batch_size.rules.base import Noise, Rule, Rules, checked_rules
+from variable_batch_size.rules import Noise, Rule, RuleContext
+from variable_batch_size.rules.base import check_reference
+from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.tracker import Tracker
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `CustomOptimizer` other than `rule`."""
+
+    noise: Estimator | None
+    reduction: Reduction
+    max_grad_norm: float | None
+    log_steps: int | None
+    tracker: Tracker | None
+    backend: Backend | None
 
 
 class CustomOptimizer(OptimizerWrapper):
@@ -65,7 +78,7 @@ class CustomOptimizer(OptimizerWrapper):
         sampler: CustomSampler,
         ref_batchsize: int | None = None,
         *,
-        rule: Rule | Sequence[Rule] | None = None,
+        rule: Rule | str | Sequence[Rule | str] = "constant",
         noise: Estimator | None = None,
         reduction: Reduction = "mean",
         max_grad_norm: float | None = None,
@@ -79,19 +92,22 @@ class CustomOptimizer(OptimizerWrapper):
         for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one or leave it out")
-        rules, reference = checked_rules(rule, ref_batchsize, len(inner.param_groups))
+        rules = rules_for_groups(rule, len(inner.param_groups))
+        references = [check_reference(one, ref_batchsize) for one in rules]
+        reference = references[0]
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters)
         self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
         self._loop = Loop(sampler, self._backend)
+        _check_rules(rules, inner, reference, sampler)
         self._rates = Rates()
         self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
 
     @property
-    def rule(self) -> Rules:
-        """The rule, or a tuple with one for each parameter group."""
-        return self._updater.rule
+    def rules(self) -> tuple[Rule, ...]:
+        """The rule of each parameter group."""
+        return self._updater.rules
 
     @property
     def backend(self) -> Backend:
@@ -112,8 +128,10 @@ class CustomOptimizer(OptimizerWrapper):
         """Add parameters, on every rank alike; which of them have gradients is agreed anew at the next update."""
         if self._made:
             self._refuse_inside_step("add_param_group()")
-            checked_rules(self.rule, self.ref_batchsize, len(self.param_groups) + 1)
+            one_for_all = len(set(map(id, self.rules))) == 1
+            rules = rules_for_groups(self.rules[0] if one_for_all else self.rules, len(self.param_groups) + 1)
             super().add_param_group(param_group)
+            self._updater.rules = rules
             self._updater.renew()
 
     # The loop. ---------------------------------------------------------------------------------------------------
@@ -223,7 +241,8 @@ class CustomOptimizer(OptimizerWrapper):
         """
         if self._updater.moments is None:
             raise RuntimeError(
-                f'noise() needs a measurement, but {self.rule} does without; pass noise="microbatches" to the optimizer'
+                f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "
+                f'noise="microbatches" to the optimizer'
             )
         return self._updater.moments.noise()
 
@@ -325,14 +344,14 @@ class CustomOptimizer(OptimizerWrapper):
         """What has to be the same on every rank, as numbers below 2**64."""
         plan, samples, updater = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._updater
         parameters = updater.gradients.parameters
-        rule = f"{updater.rule} {updater.reduction} {updater.max_grad_norm} {updater.noise_from}"
+        rule = f"{updater.rules} {updater.reduction} {updater.max_grad_norm} {updater.noise_from}"
         return {
             **self._loop.clock.state_dict(),
             **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
             "trace": int(samples["trace"][:16], 16),
             "minibatch_size": plan.minibatch_size,
             "fixed_shape": int(plan.fixed_shape),
-            "ref_batchsize": self.ref_batchsize or 0,
+            "ref_batchsize": 0 if self.ref_batchsize is None else self.ref_batchsize,
             # Without addresses, which differ.
             "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
             "number of parameters": len(parameters),
@@ -345,3 +364,19 @@ class CustomOptimizer(OptimizerWrapper):
                 f"{what} needs whole steps, but some microbatches of step {self._loop.clock.step} are accumulated and "
                 f"others are due; call it when optimizer.step() has returned True"
             )
+
+
+def _check_rules(rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: CustomSampler) -> None:
+    """Let each rule that has a `check` look at the training."""
+    context = RuleContext(
+        optimizer=tuple(base.__name__ for base in type(inner).__mro__),
+        groups=tuple(
+            {name: value for name, value in group.items() if name != "params"} for group in inner.param_groups
+        ),
+        ref_batchsize=reference,
+        max_batch_size=sampler.plan.trace.max_batch_size,
+    )
+    for rule in rules:
+        check: Any = getattr(rule, "check", None)
+        if check is not None:
+            check(context)

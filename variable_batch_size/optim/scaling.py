@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.rules.base import Scaling
+from variable_batch_size.rules import Scaling
 
 Group = dict[str, Any]
 
@@ -70,31 +70,25 @@ def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
             changes[name] = group[name] * factor
     if scaling.one_minus_beta != 1:
         if "betas" in group:
-            changes["betas"] = tuple(checked_beta(beta, scaling.one_minus_beta) for beta in group["betas"])
+            changes["betas"] = tuple(checked_beta(beta, scaling) for beta in group["betas"])
         elif "alpha" in group and "lambd" not in group:  # ASGD's alpha is an exponent
-            changes["alpha"] = checked_beta(group["alpha"], scaling.one_minus_beta)
+            changes["alpha"] = checked_beta(group["alpha"], scaling)
     return changes
 
 
-def moved_beta(beta: float, factor: float) -> float:
-    """The beta whose 1 - beta is `factor` times as large; it may lie outside [0, 1), but misses 0 by no rounding."""
-    moved = beta if factor == 1 else 1 - factor * (1 - beta)
-    return 0.0 if abs(moved) <= factor * 2**-51 else moved
-
-
-def checked_beta(beta: float, factor: float) -> float:
-    """The same, inside [0, 1).
+def checked_beta(beta: float, scaling: Scaling) -> float:
+    """Return the scaled beta.
 
     Raises:
-        ValueError: when it is not.
+        ValueError: if it is outside [0, 1).
     """
-    moved = moved_beta(beta, factor)
-    if not 0 <= moved < 1:
+    scaled = scaling.scaled_beta(beta)
+    if not 0 <= scaled < 1:
         raise ValueError(
-            f"a rule must leave every beta in [0, 1), but the factor {factor:g} on 1 - beta takes {beta:g} to "
-            f"{moved:g}; cut the largest batch size of the trace, or choose a beta nearer to 1"
+            f"a rule must leave every beta in [0, 1), but the factor {scaling.one_minus_beta:g} on 1 - beta takes "
+            f"{beta:g} to {scaled:g}; limit the largest batch size of the trace, or choose a beta nearer to 1"
         )
-    return moved
+    return scaled
 
 
 def _check_untouched(groups: Sequence[Group], changes: Sequence[Group]) -> None:

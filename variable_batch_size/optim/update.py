@@ -21,7 +21,8 @@ from variable_batch_size.optim.bias_correction import BiasCorrection
 from variable_batch_size.optim.gradient_noise import Moments
 from variable_batch_size.optim.progress import Progress
 from variable_batch_size.optim.scaling import Displacement, scaled
-from variable_batch_size.rules.base import ConstantTimescale, RuleInput, Rules, Scaling, each, needs_noise
+from variable_batch_size.rules import ConstantTimescale, Rule, RuleInput, Scaling
+from variable_batch_size.rules.base import needs_noise
 
 Reduction = Literal["mean", "sum"]
 Estimator = Literal["microbatches", "differenced"]
@@ -49,7 +50,7 @@ class Updater:
         self,
         inner: Optimizer,
         backend: Backend,
-        rule: Rules,
+        rules: tuple[Rule, ...],
         ref_batchsize: int | None,
         noise: Estimator | None,
         reduction: Reduction,
@@ -63,7 +64,7 @@ class Updater:
             raise value_error(
                 'noise must be "microbatches" or "differenced"', f"{noise!r:.60}", "pass one or leave it out"
             )
-        self.rule, self.ref_batchsize = rule, ref_batchsize
+        self.rules, self.ref_batchsize = rules, ref_batchsize
         self.reduction, self.max_grad_norm = reduction, max_grad_norm
         self.progress = Progress()
         self.scaling = Scaling()
@@ -123,11 +124,12 @@ class Updater:
             updates: how many the training had before.
             samples: of these.
         """
-        moments, reference = self.moments, self.ref_batchsize or step.batch_size
+        moments = self.moments
+        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         update = RuleInput(step.batch_size, reference, updates, samples)
         scalings = [] if moments else self._scalings(update)
         # One factor for all gradients, which is known by now and does not come after clipping, rides on their weight.
-        rides = not (moments or self.max_grad_norm or isinstance(self.rule, tuple))
+        rides = not (moments or self.max_grad_norm or len(set(map(id, self.rules))) > 1)
         gradients = self.gradients.whole(self._weight * (scalings[0].gradient if rides else 1))
         squares = [moments.share(gradients)] if moments else []
         found_inf = [] if self._found_inf is None else [self._found_inf]
@@ -181,12 +183,14 @@ class Updater:
 
     def _scalings(self, update: RuleInput, finite: Any = True) -> list[Scaling]:
         """The factors of each parameter group; on a device they are 0 where `finite` says no."""
-        made = []
-        for rule in each(self.rule):
-            scaling = rule(update)
-            _check_finite(rule, scaling)
-            made.append(self._guarded(scaling, finite.float()) if isinstance(finite, Tensor) else scaling)
-        return made if isinstance(self.rule, tuple) else made * len(self._inner.param_groups)
+        made: dict[int, Scaling] = {}  # of each rule, which may be that of several groups
+        for rule in self.rules:
+            if id(rule) not in made:
+                scaling = rule(update)
+                _check_finite(rule, scaling)
+                guarded = isinstance(finite, Tensor)
+                made[id(rule)] = self._guarded(scaling, finite.float()) if guarded else scaling
+        return [made[id(rule)] for rule in self.rules]
 
     def _guarded(self, scaling: Scaling, counts: Tensor) -> Scaling:
         lr, progress = (
@@ -204,7 +208,7 @@ class Updater:
         return microbatch.rows if self.reduction == "sum" else 1
 
     def _measuring(self, noise: Estimator | None) -> Moments | None:
-        if noise is None and not needs_noise(self.rule):
+        if noise is None and not any(map(needs_noise, self.rules)):
             return None
         if self.ref_batchsize is None:
             raise value_error(
@@ -235,11 +239,12 @@ class Updater:
                 f"it multiplies what happened to them, but some are {' and '.join(sorted(small))}; keep the "
                 f"parameters in float32, and use torch.autocast"
             )
-        if any(isinstance(rule, ConstantTimescale) and rule.needs_noise for rule in each(self.rule)):
-            raise TypeError(
-                f"on {device} a weight decay must not depend on the noise, which is not read there, but that of "
-                f"{self.rule} does; use the rule without ConstantTimescale"
-            )
+        for rule in self.rules:
+            if isinstance(rule, ConstantTimescale) and rule.needs_noise:
+                raise TypeError(
+                    f"on {device} the weight decay must not depend on the noise, which is not read there, but that of "
+                    f"{rule} does; use the rule without ConstantTimescale"
+                )
 
 
 def _check_finite(rule: object, scaling: Scaling) -> None:

@@ -1,0 +1,47 @@
+"""A lazy index of a package: its names are imported when they are first used (Scientific Python's SPEC 1)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def lazy_index(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package whose `__init__.py` is `file`.
+
+    The index is what that file imports under `if TYPE_CHECKING:`, where type checkers read it: `from module import
+    name as name` is imported when `name` is first used, `from module import *` at once, for the names in its `__all__`.
+
+    Example::
+
+        if TYPE_CHECKING:
+            from variable_batch_size.metrics import Accumulator as Accumulator
+        else:
+            __getattr__, __dir__, __all__ = lazy_index(__name__, __file__)
+    """
+    homes: dict[str, str] = {}  # name -> module
+    for node in _imports_for_type_checkers(file):
+        module = str(node.module)
+        for alias in node.names:
+            names = importlib.import_module(module).__all__ if alias.name == "*" else [alias.name]
+            homes |= dict.fromkeys(names, module)
+    public = sorted(homes)
+
+    def getattr_(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # found without this function from now on
+        return value
+
+    return getattr_, lambda: sorted({*vars(sys.modules[package]), *public}), public
+
+
+def _imports_for_type_checkers(file: str) -> list[ast.ImportFrom]:
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return [node for block in guarded for node in block.body if isinstance(node, ast.ImportFrom)]

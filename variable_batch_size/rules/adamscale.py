@@ -1,0 +1,30 @@
+"""AdaScale for Adam: the root of the gain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from variable_batch_size.rules.base import RuleInput, Scaling, required_noise
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdamScaleRule:
+    """Multiply the learning rate of Adam and similar optimizers by the root of AdaScale's gain: lr * sqrt(gain).
+
+    The gain is that of the plain gradients, before Adam divides them, and it is the progress of the update.
+
+    Scales: lr by sqrt(gain).
+    Use when: Adam and AdamW with any k, without tuning.
+    Fails when: as AdaScale does; Adam's own scaling hides the noise.
+    Source: Qiao et al. 2021, arXiv 2008.12260, section 3.2.
+    """
+
+    needs_noise: ClassVar[bool] = True
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Return the root of the gain as the factor on lr, and the gain as the progress."""
+        gain = required_noise(self, update).gain
+        return Scaling(lr=math.sqrt(gain) if isinstance(gain, float) else gain.sqrt(), progress=gain)

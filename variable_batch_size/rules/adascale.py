@@ -1,0 +1,41 @@
+"""The learning rate that the gradient noise allows: AdaScale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from variable_batch_size.rules.base import RuleInput, Scaling, required_noise
+
+
+def adascale_gain(sigma2: Any, mu2: Any, batch_size: Any, ref_batchsize: Any) -> Any:
+    """Return (sigma^2 / ref + mu^2) / (sigma^2 / B + mu^2), in [1, B / ref] for B >= ref, else in [B / ref, 1].
+
+    The gain is the number of updates at the reference that an update of B samples is worth (Johnson et al. 2020, arXiv
+    2007.05105, equation 4, with B / ref for the number of workers). Arguments are floats, or 0-D tensors.
+
+    >>> adascale_gain(sigma2=100.0, mu2=1.0, batch_size=100, ref_batchsize=50)
+    1.5
+    """
+    return (sigma2 / ref_batchsize + mu2) / (sigma2 / batch_size + mu2)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdaScaleRule:
+    """Multiply the learning rate by AdaScale's gain: lr * gain, see `adascale_gain`.
+
+    Each update makes as much progress as the gradient noise allows.
+
+    Scales: lr by the gain, from 1 to k, that the gradient noise allows.
+    Use when: SGD with any k, without tuning.
+    Fails when: most steps have a single microbatch, so that nothing is measured; layers mix samples, as BatchNorm does.
+    Source: Johnson et al. 2020, arXiv 2007.05105, algorithm 1.
+    """
+
+    needs_noise: ClassVar[bool] = True
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Return the gain as the factor on lr and as the progress."""
+        gain = required_noise(self, update).gain
+        return Scaling(lr=gain, progress=gain)

@@ -1,0 +1,34 @@
+"""The linear rule inside SGD's velocity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LinearMomentumRule:
+    """Apply the linear rule inside SGD's velocity: u = m u + k (G + decay w), w -= lr u, k = B / ref_batchsize.
+
+    Each gradient keeps the weight of its own batch size, while lr stays.
+
+    Scales: gradient and weight decay by k.
+    Use when: SGD whose batch size changes often: each gradient keeps its own scale.
+    Fails when: k is large, or early in training, like the linear rule.
+    Source: Goyal et al. 2017, arXiv 1706.02677, equation 9.
+    """
+
+    def check(self, context: RuleContext) -> None:
+        """Raise TypeError unless the inner optimizer is SGD, or a subclass."""
+        if "SGD" not in context.optimizer:
+            raise TypeError(
+                f"{self} scales what enters SGD's velocity, so the inner optimizer must be a torch.optim.SGD, got "
+                f"{context.optimizer[0]}; use the linear rule instead"
+            )
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Return the factor k on gradient and weight decay."""
+        return Scaling(gradient=update.ratio, weight_decay=update.ratio, progress=update.ratio)

@@ -1,0 +1,64 @@
+"""Scale Adam's hyperparameters such that it follows the same stochastic differential equation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SqrtSDERule:
+    """Scale Adam's or RMSprop's hyperparameters by k = B / ref_batchsize: lr * sqrt(k), (1 - beta) * k, eps / sqrt(k).
+
+    The optimizer follows the same stochastic differential equation, whose time is counted in samples, so its averages
+    reach as many samples back as at the reference. RMSprop's alpha is the beta here; its momentum, which the paper does
+    not use, stays.
+
+    Scales: lr by sqrt(k), 1 - beta by k, eps by 1/sqrt(k).
+    Use when: Adam, AdamW or RMSprop while noise dominates the gradient.
+    Fails when: batches are so large that noise no longer dominates; k > 1/(1 - beta) raises.
+    Source: Malladi et al. 2022, arXiv 2205.10287, section 5.
+    """
+
+    def check(self, context: RuleContext) -> None:
+        """Check the inner optimizer and its betas.
+
+        Raises:
+            TypeError: unless the inner optimizer is Adam, AdamW or RMSprop, or a subclass.
+            ValueError: if the largest batch size of the trace takes a beta out of [0, 1).
+        """
+        if not {"Adam", "RMSprop"} & set(context.optimizer):
+            raise TypeError(
+                f"{self} scales the betas of adaptive optimizers, so the inner optimizer must be a torch.optim.Adam, "
+                f"AdamW or RMSprop, got {context.optimizer[0]}; use the root rule, or the linear rule for SGD"
+            )
+        if context.ref_batchsize is not None:
+            _check_betas(context, context.ref_batchsize)
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Return the factors sqrt(k) on lr, k on 1 - beta and 1 / sqrt(k) on eps."""
+        root = update.ratio**0.5
+        return Scaling(lr=root, one_minus_beta=update.ratio, eps=1 / root, progress=update.ratio)
+
+
+def _check_betas(context: RuleContext, reference: int) -> None:
+    name = "alpha" if "RMSprop" in context.optimizer else "betas"
+    beta = min(float(beta) for group in context.groups for beta in _as_tuple(group[name]))
+    k = context.max_batch_size / reference
+    scaled = Scaling(one_minus_beta=k).scaled_beta(beta)
+    if scaled < 0:
+        largest = int(reference / (1 - beta))
+        # Rounding of beta may have taken one sample too many off.
+        largest += Scaling(one_minus_beta=(largest + 1) / reference).scaled_beta(beta) >= 0
+        raise ValueError(
+            f"every beta must stay in [0, 1) when 1 - beta is multiplied by k = B / ref_batchsize, but the largest "
+            f"batch size is {context.max_batch_size}, where k = {k:g} takes {beta:g} of {name} to {scaled:g}; limit "
+            f"the batch sizes to {largest}, or choose a beta of at least {1 - 1 / k:g}"
+        )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)

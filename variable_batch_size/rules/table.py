@@ -1,0 +1,34 @@
+"""The table of rules: name -> class, one line a rule.
+
+The index of the package, the named optimizers, `CustomOptimizer(rule="...")`, the contract suite, the guided tour and
+the README read it, so a new rule is a file in this folder and a line (with its import) here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from variable_batch_size.rules.adamscale import AdamScaleRule as AdamScaleRule
+from variable_batch_size.rules.adascale import AdaScaleRule as AdaScaleRule
+from variable_batch_size.rules.base import Rule
+from variable_batch_size.rules.constant import ConstantRule as ConstantRule
+from variable_batch_size.rules.legw import LEGWRule as LEGWRule
+from variable_batch_size.rules.linear import LinearRule as LinearRule
+from variable_batch_size.rules.linear_momentum import LinearMomentumRule as LinearMomentumRule
+from variable_batch_size.rules.root import RootRule as RootRule
+from variable_batch_size.rules.sqrt_sde import SqrtSDERule as SqrtSDERule
+
+RULES: Final[Mapping[str, type[Rule]]] = MappingProxyType(
+    {
+        "constant": ConstantRule,
+        "linear": LinearRule,
+        "root": RootRule,
+        "linear-momentum": LinearMomentumRule,
+        "sqrt-sde": SqrtSDERule,
+        "legw": LEGWRule,
+        "adascale": AdaScaleRule,
+        "adamscale": AdamScaleRule,
+    }
+)
