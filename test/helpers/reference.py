@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from variable_batch_size.data.shuffle import order
+from variable_batch_size.optim.named import NamedOptimizer
 
 Array = NDArray[np.float64]
 
@@ -58,7 +59,8 @@ class Equation:
 
 WARMUP = 5.5  # epochs
 
-# A class that stands here gets every test of test_contract.py.
+# The equations of the papers, written independently of the package. Every rule in `vbs.RULES` gets every test of
+# test_contract.py: one that is not listed here is compared with what its own class returns.
 EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
     vbs.ConstantOptimizer: Equation(lambda at: vbs.Scaling()),
     vbs.LinearRuleOptimizer: Equation(  # Goyal et al. 2017, section 2.1
@@ -93,6 +95,28 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
         noise=True,
     ),
 }
+
+
+def _own_equation(name: str) -> Equation:
+    """The factors that the rule's own class returns."""
+    rule = vbs.RULES[name]()
+
+    def factors(at: Update) -> vbs.Scaling:
+        return rule(vbs.RuleInput(round(at.k * REF), REF, at.u - 1, noise=vbs.Noise(1.0, 1.0, at.gain)))
+
+    return Equation(factors, noise=bool(getattr(rule, "needs_noise", False)))
+
+
+def _class_of(name: str) -> type[vbs.CustomOptimizer]:
+    """The named optimizer of a rule, or one that is made here."""
+    for kind in EQUATIONS:
+        if kind.rule_name == name:  # type: ignore[attr-defined]
+            return kind
+    return type(f"{vbs.RULES[name].__name__}Optimizer", (NamedOptimizer,), {"rule_name": name})
+
+
+OPTIMIZERS = {name: _class_of(name) for name in vbs.RULES}
+EQUATIONS |= {kind: _own_equation(name) for name, kind in OPTIMIZERS.items() if kind not in EQUATIONS}
 LINEAR = EQUATIONS[vbs.LinearRuleOptimizer]
 
 
@@ -350,9 +374,8 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 def wrap(
     kind: type[vbs.CustomOptimizer], inner: torch.optim.Optimizer, sampler: vbs.CustomSampler, **options: Any
 ) -> vbs.CustomOptimizer:
-    """Any class of wrapper; `ref_batchsize` is REF where it takes one."""
-    reference = {} if kind is vbs.ConstantOptimizer else {"ref_batchsize": REF}
-    return kind(inner, sampler, **(reference | EQUATIONS.get(kind, LINEAR).options | options))
+    """Any class of wrapper, with REF as its reference."""
+    return kind(inner, sampler, **({"ref_batchsize": REF} | EQUATIONS.get(kind, LINEAR).options | options))
 
 
 def training(

@@ -1,4 +1,4 @@
-"""What every optimizer of the package owes its users: one suite over all classes in `reference.EQUATIONS`."""
+"""What every optimizer of the package guarantees: one suite over all rules in `vbs.RULES`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import variable_batch_size as vbs
 from helpers.reference import (
     EQUATIONS,
     HYPERPARAMETERS,
+    OPTIMIZERS,
     SIZES,
     Training,
     assert_equal,
@@ -33,13 +34,23 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 Kind = type[vbs.CustomOptimizer]
-every_class = pytest.mark.parametrize("kind", EQUATIONS, ids=lambda kind: kind.__name__)
+every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
 
 
-def test_every_class_of_the_package_is_in_the_suite() -> None:
-    public = {getattr(vbs, name) for name in vbs.__all__}
-    classes = {thing for thing in public if isinstance(thing, type) and issubclass(thing, vbs.CustomOptimizer)}
-    assert classes - {vbs.CustomOptimizer} == set(EQUATIONS)
+def test_the_suite_covers_every_named_optimizer() -> None:
+    public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Optimizer")}
+    assert public - {vbs.CustomOptimizer} <= set(OPTIMIZERS.values())
+
+
+def test_a_rule_is_chosen_by_its_name() -> None:
+    by_name = training(vbs.CustomOptimizer, rule="linear").run(len(SIZES))
+    assert_equal(by_name.weights(), twin(vbs.LinearRuleOptimizer, SIZES), tolerance=1e-12)
+    groups = training(vbs.CustomOptimizer, rule=("root",)).optimizer
+    assert groups.rules == (vbs.RootRule(),)
+    with pytest.raises(ValueError, match=r"^rule must be one of constant, linear, .*, got 'lineal'; pass one of these"):
+        training(vbs.CustomOptimizer, rule="lineal")
+    with pytest.raises(ValueError, match=r"LEGWRule takes some; pass rule=vbs\.LEGWRule\(\.\.\.\)"):
+        training(vbs.CustomOptimizer, rule="legw")
 
 
 # ------------------------------------------------------------------------------------------- law 1: the exact batch
@@ -57,7 +68,7 @@ def test_every_class_of_the_package_is_in_the_suite() -> None:
     seed=st.integers(0, 2**64 - 1),
     tail=st.integers(0, 40),
 )
-def test_an_update_is_that_of_one_big_batch(
+def test_an_update_equals_that_of_one_big_batch(
     kind: Kind,
     sizes: list[int],
     minibatch_size: int,
@@ -86,7 +97,7 @@ def test_an_update_is_that_of_one_big_batch(
 
 @every_class
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e6])
-def test_clipping_is_that_of_the_whole_gradient(kind: Kind, max_grad_norm: float) -> None:
+def test_clips_the_gradient_of_the_whole_update(kind: Kind, max_grad_norm: float) -> None:
     def train(backend: Backend) -> Training:
         return training(kind, SIZES, backend=backend, max_grad_norm=max_grad_norm).run(len(SIZES))
 
@@ -95,7 +106,7 @@ def test_clipping_is_that_of_the_whole_gradient(kind: Kind, max_grad_norm: float
 
 
 @every_class
-def test_one_call_of_the_collective_makes_an_update(kind: Kind) -> None:
+def test_an_update_makes_one_collective_call(kind: Kind) -> None:
     def calls(backend: Backend) -> list[int]:
         run = training(kind, SIZES, sum(SIZES), backend=backend)
         counts = [backend.collectives for updated in run.turns() if updated]  # type: ignore[attr-defined]
@@ -104,7 +115,7 @@ def test_one_call_of_the_collective_makes_an_update(kind: Kind) -> None:
     assert run_ranks(calls, 3) == 3 * [[1] * (len(SIZES) - 1)]  # after the first one, which compares the ranks
 
 
-# ----------------------------------------------------------------------------- law 5: stop anywhere, go on anywhere
+# ------------------------------------------------------------------------------- law 5: stop anywhere, resume anywhere
 
 
 @every_class
@@ -115,7 +126,7 @@ def test_one_call_of_the_collective_makes_an_update(kind: Kind) -> None:
     after=st.tuples(st.integers(1, 9), st.integers(1, 4)),
     choice=st.integers(0, 2),
 )
-def test_a_training_goes_on_in_another_world(
+def test_resumes_in_another_world(
     kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], choice: int
 ) -> None:
     inners = EQUATIONS[kind].inners
@@ -130,7 +141,7 @@ def test_a_training_goes_on_in_another_world(
         torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
         return file.getvalue()
 
-    def go_on(backend: Backend) -> Training:
+    def resume(backend: Backend) -> Training:
         run = training(kind, SIZES, minibatch_size=after[0], backend=backend, **options)
         model, optimizer = torch.load(io.BytesIO(saved[0]), weights_only=True)
         run.model.load_state_dict(model)
@@ -139,17 +150,17 @@ def test_a_training_goes_on_in_another_world(
 
     saved = run_ranks(begin, before[1])
     unbroken = training(kind, SIZES, minibatch_size=after[0], **options).run(len(SIZES))
-    for rank in run_ranks(go_on, after[1]):
+    for rank in run_ranks(resume, after[1]):
         assert_equal(rank.weights(), unbroken.weights())
         assert rank.optimizer.progress == pytest.approx(unbroken.optimizer.progress, rel=1e-12)
     assert_equal(unbroken.weights(), twin(kind, SIZES, inner=inner, minibatch_size=after[0]))
 
 
-# -------------------------------------------------------------------------------- law 7: the user's stays the user's
+# ---------------------------------------------------------------------- law 7: the user's optimizer stays the user's
 
 
 @every_class
-def test_it_is_a_torch_optimizer_that_shares_what_the_inner_one_has(kind: Kind) -> None:
+def test_is_a_torch_optimizer_that_shares_the_inner_state(kind: Kind) -> None:
     run = training(kind).run(2)
     optimizer, inner = run.optimizer, run.optimizer.inner
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -161,7 +172,7 @@ def test_it_is_a_torch_optimizer_that_shares_what_the_inner_one_has(kind: Kind) 
 
 @every_class
 @pytest.mark.parametrize("fails", [False, True])
-def test_hyperparameters_are_scaled_inside_an_update_only(kind: Kind, fails: bool) -> None:
+def test_hyperparameters_are_scaled_only_inside_an_update(kind: Kind, fails: bool) -> None:
     def groups(parameters: Iterable[Tensor], **common: Any) -> torch.optim.Optimizer:
         own = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(parameters)]
         return EQUATIONS[kind].inners[0](own, **common)  # type: ignore[call-arg]
@@ -190,14 +201,14 @@ def test_hyperparameters_are_scaled_inside_an_update_only(kind: Kind, fails: boo
 
 
 @every_class
-def test_gain_and_current_lr_tell_about_the_last_update(kind: Kind) -> None:
+def test_lr_factor_and_current_lr_describe_the_last_update(kind: Kind) -> None:
     run = training(kind, SIZES, sum(SIZES))
     lr = run.optimizer.param_groups[0]["lr"]
-    assert (run.optimizer.gain(), run.optimizer.current_lr()) == (1, lr)
+    assert (run.optimizer.lr_factor(), run.optimizer.current_lr()) == (1, lr)
     for by in factors_along(kind, SIZES, sum(SIZES)):
         run.run(1)
         factor = by.lr * by.gradient
-        assert run.optimizer.gain() == pytest.approx(factor)
+        assert run.optimizer.lr_factor() == pytest.approx(factor)
         assert run.optimizer.current_lr() == pytest.approx(lr * factor)
 
 
@@ -209,13 +220,13 @@ def test_progress_counts_reference_updates(kind: Kind) -> None:
 
 
 @every_class
-def test_a_scheduler_moves_the_reference_rate(kind: Kind) -> None:
+def test_a_scheduler_changes_the_reference_lr(kind: Kind) -> None:
     inner = EQUATIONS[kind].inners[0]
     run, plain = training(kind, SIZES, sum(SIZES)), inner(network().parameters(), **HYPERPARAMETERS[inner])
     ours, theirs = (LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in (run.optimizer, plain))
     for _ in SIZES:
         run.run(1)
-        assert run.optimizer.current_lr() == pytest.approx(plain.param_groups[0]["lr"] * run.optimizer.gain())
+        assert run.optimizer.current_lr() == pytest.approx(plain.param_groups[0]["lr"] * run.optimizer.lr_factor())
         plain.step()
         ours.step()
         theirs.step()
@@ -235,7 +246,7 @@ def test_zero_grad_does_nothing(kind: Kind) -> None:
 
 
 @every_class
-def test_the_state_is_plain_numbers_and_tensors_without_a_world(kind: Kind) -> None:
+def test_state_dict_holds_plain_numbers_and_no_world(kind: Kind) -> None:
     state = training(kind, SIZES).run(3).optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "vbs"}
     position = {"epoch": 0, "step": 3, "samples": sum(SIZES[:3])}
@@ -250,7 +261,7 @@ def test_the_state_is_plain_numbers_and_tensors_without_a_world(kind: Kind) -> N
 
 
 @every_class
-def test_a_state_from_the_middle_of_an_update_is_refused(kind: Kind) -> None:
+def test_state_dict_raises_in_the_middle_of_a_step(kind: Kind) -> None:
     run = training(kind, SIZES)
     assert next(run.turns()) is False
     with pytest.raises(RuntimeError, match=r"^state_dict\(\) needs whole steps, .* step 0 .*; call it when"):
@@ -258,7 +269,7 @@ def test_a_state_from_the_middle_of_an_update_is_refused(kind: Kind) -> None:
 
 
 @every_class
-def test_closures_and_wrappers_of_wrappers_are_refused(kind: Kind) -> None:
+def test_rejects_closures_and_wrapped_wrappers(kind: Kind) -> None:
     run = training(kind, SIZES)
     with pytest.raises(RuntimeError, match="takes no closure; call backward"):
         run.optimizer.step(lambda: 0.0)

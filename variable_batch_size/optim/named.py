@@ -103,6 +103,8 @@ class LEGWRuleOptimizer(CustomOptimizer):
         ValueError: if warmup_epochs is negative or not finite.
     """
 
+    rule_name: ClassVar[str] = "legw"
+
     def __init__(
         self,
         inner: Optimizer,
@@ -114,7 +116,9 @@ class LEGWRuleOptimizer(CustomOptimizer):
     ) -> None:
         epochs = check_number(warmup_epochs, "warmup_epochs", "pass the length of the warm-up at ref_batchsize, or 0")
         reference = check_reference(LEGWRule(0), ref_batchsize)
-        updates = epochs * sampler.plan.dataset_size / reference if reference else 0.0
+        updates = 0.0
+        if reference is not None and isinstance(sampler, CustomSampler):  # otherwise CustomOptimizer raises
+            updates = epochs * sampler.plan.dataset_size / reference
         super().__init__(inner, sampler, reference, rule=LEGWRule(updates), **options)
 
 

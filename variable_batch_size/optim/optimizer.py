@@ -196,7 +196,7 @@ class CustomOptimizer(OptimizerWrapper):
         Returns:
             Whether the weights changed: False in the middle of a step, and where a `GradScaler`, or a measurement of
             the noise on the CPU, found a gradient that is not finite. On another device nobody reads that, so that the
-            answer is True: weights, noise and progress stay all the same, `gain()` is 0, and the inner optimizer's
+            answer is True: weights, noise and progress stay all the same, `lr_factor()` is 0, and the inner optimizer's
             averages decay as by a gradient of 0.
 
         Raises:
@@ -224,14 +224,14 @@ class CustomOptimizer(OptimizerWrapper):
 
     step.hooked = True  # type: ignore[attr-defined]  # so that torch runs hooks of all optimizers in the inner step alone
 
-    def gain(self) -> float:
+    def lr_factor(self) -> float:
         """How far the last update went, in updates at `ref_batchsize`: the (first) rule's factor on its length."""
         scaling = self._updater.scaling
         return float(scaling.lr) * float(scaling.gradient)
 
     def current_lr(self) -> float:
         """The effective learning rate of the last update, in the first parameter group."""
-        return float(self._updater.rate) * self.gain()
+        return float(self._updater.rate) * self.lr_factor()
 
     def noise(self) -> Noise:
         """The gradient's noise as it is known now; sigma2 and mu2 are nan before the first estimate.
@@ -316,7 +316,7 @@ class CustomOptimizer(OptimizerWrapper):
             "vbs/num_microbatches": passed.num_microbatches,
             "vbs/world_size": self._backend.world.size,
             "vbs/lr_effective": self.current_lr(),
-            "vbs/lr_factor": self.gain(),
+            "vbs/lr_factor": self.lr_factor(),
             "vbs/samples": self._loop.clock.samples,
         }
         if self._updater.moments is None:

@@ -1,0 +1,84 @@
+"""A new rule is two files: its own, and the table. Checked with a ninth rule in a copy of the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import variable_batch_size as vbs
+from helpers.readme import README
+from helpers.rule_table import description, rule_table
+
+RULE = '''"""Multiply the learning rate by the cube root of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from variable_batch_size.rules.base import RuleInput, Scaling
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CubeRootRule:
+    """Multiply the learning rate by k^(1/3), k = B / ref_batchsize.
+
+    Scales: lr by the cube root of k.
+    Use when: this test runs.
+    Fails when: never.
+    """
+
+    def __call__(self, update: RuleInput) -> Scaling:
+        """Return the cube root of k as the factor on lr."""
+        return Scaling(lr=update.ratio ** (1 / 3), progress=update.ratio)
+'''
+SCRIPT = """
+import torch
+import variable_batch_size as vbs
+from helpers.reference import OPTIMIZERS, SIZES, assert_equal, training, twin
+from helpers.rule_table import rule_table
+assert vbs.CubeRootRule is vbs.RULES["cube-root"] and "CubeRootRule" in vbs.__all__
+kind = OPTIMIZERS["cube-root"]  # which the contract suite goes through
+assert_equal(training(kind, SIZES).run(len(SIZES)).weights(), twin(kind, SIZES))
+assert training(vbs.CustomOptimizer, rule="cube-root").optimizer.rules == (vbs.CubeRootRule(),)
+assert "this test runs" in rule_table()
+print(vbs.__file__)
+"""
+
+
+def test_a_ninth_rule_touches_two_files(tmp_path: Path) -> None:
+    package = shutil.copytree(Path(vbs.__file__).parent, tmp_path / "variable_batch_size")
+    (package / "rules" / "cube_root.py").write_text(RULE)
+    table = package / "rules" / "table.py"
+    imported = "from variable_batch_size.rules.legw import LEGWRule as LEGWRule\n"
+    added = "from variable_batch_size.rules.cube_root import CubeRootRule as CubeRootRule\n"
+    text = (
+        table.read_text()
+        .replace(imported, added + imported)
+        .replace('"legw"', '"cube-root": CubeRootRule,\n        "legw"')
+    )
+    table.write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(package / "__init__.py")
+
+
+def test_every_rule_describes_itself() -> None:
+    for rule in vbs.RULES.values():
+        assert set(description(rule)) >= {"Scales", "Use when", "Fails when"}, rule.__name__
+
+
+def test_the_readme_has_the_table_of_rules() -> None:
+    assert rule_table() in README, f"copy this into README.md:\n{rule_table()}"
