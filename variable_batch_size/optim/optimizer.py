@@ -126,7 +126,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; which of them have gradients is agreed anew at the next update."""
-        if self._made:
+        if self._initialized:
             self._refuse_inside_step("add_param_group()")
             one_for_all = len(set(map(id, self.rules))) == 1
             rules = rules_for_groups(self.rules[0] if one_for_all else self.rules, len(self.param_groups) + 1)

@@ -1,4 +1,4 @@
-"""A torch optimizer around another one: what it is made of stays the inner one's."""
+"""A torch optimizer that wraps another one and shares its parameter groups, state, defaults and hooks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 
 class OptimizerWrapper(Optimizer):
-    """Shares parameter groups, state, defaults and hooks with `inner`; to be given a `step`.
+    """A wrapper that shares parameter groups, state, defaults and hooks with `inner`. Subclasses define `step`.
 
     Args:
         inner: any torch optimizer that steps without a closure, on dense gradients.
 
     Raises:
-        TypeError: for anything else; the text says what to do.
+        TypeError: if `inner` is not a `torch.optim.Optimizer`, or a wrapper, LBFGS or SparseAdam.
     """
 
-    _made = False  # until then torch's own constructor runs, which adds the groups that are there
+    _initialized = False  # torch's constructor calls add_param_group for the groups that `inner` has already
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = _checked(inner)
-        own = inner.defaults, inner.state, inner.param_groups
-        super().__init__(inner.param_groups, inner.defaults)  # empties the inner one
-        inner.defaults, inner.state, inner.param_groups = own
+        shared = inner.defaults, inner.state, inner.param_groups
+        super().__init__(inner.param_groups, inner.defaults)  # replaces these three by empty ones
+        inner.defaults, inner.state, inner.param_groups = shared
         for register in (name for name in dir(Optimizer) if name.startswith("register_")):
             setattr(self, register, getattr(inner, register))
-        self._made = True
+        self._initialized = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -58,26 +58,26 @@ class OptimizerWrapper(Optimizer):
         self.inner.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the inner optimizer."""
-        if self._made:
+        """Add a parameter group to the inner optimizer."""
+        if self._initialized:
             self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients are cleared after the update, and in between they are needed."""
+        """Do nothing: `step()` clears the gradients after each update, and needs them until then."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles, which would leave the model and the sampler behind."""
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; make another and load its state_dict()")
+        """Raise TypeError: a copy or a pickle would lose the model and the sampler."""
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict()")
 
 
 def _checked(inner: Optimizer) -> Optimizer:
     remedies = {
         OptimizerWrapper: "wrap the optimizer inside it instead",
-        LBFGS: "it runs the model itself, by a closure; use an optimizer that steps without one",
-        SparseAdam: "it takes sparse gradients only; use Adam, and layers with sparse=False",
+        LBFGS: "it needs a closure that runs the model; use an optimizer that steps without one",
+        SparseAdam: "it accepts only sparse gradients; use Adam, and layers with sparse=False",
     }
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}; make one")
+        raise TypeError(f"the inner optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}; pass one")
     for kind, remedy in remedies.items():
         if isinstance(inner, kind):
             raise TypeError(f"{type(inner).__name__} cannot be the inner optimizer: {remedy}")
