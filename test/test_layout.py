@@ -1,9 +1,10 @@
-"""Who may import whom, read from the source; and what importing the package does and does not do."""
+"""The structure: who may import whom, as docs/architecture.md says, and what importing the package does."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,29 +14,15 @@ import pytest
 
 import variable_batch_size as vbs
 
+ROOT = Path(__file__).parent.parent
 PACKAGE = Path(vbs.__file__).parent
-# Who may import whom: a room (a folder, or a module beside them) imports itself and what its line names, and what those
-# may import. The lines stand from the ground up: a room is named after all that it may import.
-ARROWS: dict[str, set[str]] = {
-    "_validation": set(),
-    "_lazy": set(),
-    "world": {"_validation"},
-    "preemption": set(),
-    "tracker": set(),
-    "trace": {"_validation"},
-    "rules": {"_validation"},
-    "backend": {"world", "preemption", "_validation"},
-    "data": {"trace", "backend", "world", "_validation", "_lazy"},
-    "optim": {"data", "rules", "backend", "tracker", "_validation"},
-    "metrics": {"optim"},
-    "testing": {"optim"},
-    "checkpoint": {"optim", "backend", "preemption", "world", "_validation"},
+BLOCK = re.search(r"^```text\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
+LINES = [line.split("->") for line in BLOCK[1].splitlines()] if BLOCK else []
+ARROWS = {room.strip(): {target.strip() for target in targets.split(",") if target.strip()} for room, targets in LINES}
+WITHOUT_TORCH = {"_lazy", "_validation", "world", "preemption", "trace", "rules"} | {
+    *(f"data.{module}" for module in ("plan", "microbatching", "deal", "clock", "shuffle")),
 }
-WITHOUT_TORCH = {"_lazy", "_validation", "world", "preemption", "tracker", "trace", "rules"} | {
-    *(f"data.{module}" for module in ("plan", "clock", "shuffle")),
-    *(f"checkpoint.{module}" for module in ("folder", "background")),
-    "backend._xla_launch",
-}
+NAMES_NO_TORCH = {"tracker", "checkpoint.folder", "checkpoint.background", "backend._xla_launch"}  # but their package does
 WITH_XLA = {"backend.xla"}
 
 
@@ -76,29 +63,24 @@ def room(module: str) -> str:
     return module.split(".")[0]
 
 
-def reach(start: str) -> set[str]:
-    """A room and all that it may import, directly or through another."""
-    return {start}.union(*map(reach, ARROWS[start]))
-
-
-def test_every_room_has_a_line() -> None:
+def test_every_room_has_a_line_in_the_architecture() -> None:
     assert set(map(room, MODULES)) == set(ARROWS)
 
 
 @every_module
 def test_imports_follow_the_arrows(module: str) -> None:
     own = {found.removeprefix("variable_batch_size.") for found in imports_from(module, "variable_batch_size")}
-    assert set(map(room, own)) <= reach(room(module))
+    assert set(map(room, own)) <= {room(module), *ARROWS[room(module)]}
 
 
-def test_arrows_point_downwards() -> None:
-    below: set[str] = set()
+def test_arrows_point_to_earlier_lines() -> None:
+    earlier: set[str] = set()
     for start, targets in ARROWS.items():
-        assert targets <= below
-        below.add(start)
+        assert targets <= earlier
+        earlier.add(start)
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_modules_import_each_other_in_no_circle() -> None:
     arrows = {
         module: {found.removeprefix("variable_batch_size.") for found in imports_from(module, "variable_batch_size")}
         for module in MODULES
@@ -109,63 +91,112 @@ def test_no_module_imports_itself_through_others() -> None:
     assert set(MODULES) - standing == set()
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if {module, room(module)} & WITHOUT_TORCH])
-def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
+@pytest.mark.parametrize("module", [module for module in FILES if FILES[module].name == "__init__.py"])
+def test_a_package_file_only_re_exports(module: str) -> None:
+    allowed = ast.Expr | ast.ImportFrom | ast.Assign | ast.AugAssign | ast.If
+    nodes = [node for node in ast.walk(ast.parse(FILES[module].read_text())) if isinstance(node, ast.stmt)]
+    assert all(isinstance(node, allowed) for node in nodes)
+
+
+@pytest.mark.parametrize("module", sorted(NAMES_NO_TORCH))
+def test_a_module_does_not_name_torch(module: str) -> None:
     assert not imports_from(module, "torch")
 
 
+def test_importing_a_module_without_torch_does_not_import_it_indirectly() -> None:
+    modules = [module for module in MODULES if {module, room(module)} & WITHOUT_TORCH]
+    script = f"""
+import importlib, sys
+import variable_batch_size as vbs
+for module in {modules}:
+    importlib.import_module(f"variable_batch_size.{{module}}")
+    assert "torch" not in sys.modules, module
+vbs.BatchTrace, vbs.RULES, vbs.LinearRule, vbs.World, vbs.Microbatch, vbs.Preemption
+assert "torch" not in sys.modules
+"""
+    assert run_python(script) == (0, "", "")
+
+
 @every_module
-def test_torch_xla_is_imported_late_and_in_one_place(module: str) -> None:
+def test_only_the_xla_backend_imports_torch_xla_and_only_when_used(module: str) -> None:
     found = [late for name, at_once in imports(module) if name.split(".")[0] == "torch_xla" for late in [not at_once]]
     assert all(found)
     assert not found or module in WITH_XLA
 
 
-@every_module
-def test_a_file_stays_readable(module: str) -> None:
-    assert len(FILES[module].read_text().splitlines()) <= 400
+def python_files() -> list[Path]:
+    return [path for folder in (PACKAGE, ROOT / "test", ROOT / "benchmarks") for path in sorted(folder.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: path.name)
+def test_a_file_has_at_most_400_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_nobody_patches_the_import_path() -> None:
+    patched = re.compile(r"^\s*sys\.path\.(append|insert|extend)", re.MULTILINE)
+    assert [path for path in python_files() if patched.search(path.read_text())] == []
+
+
+def run_python(script: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_importing_the_package_has_no_side_effects() -> None:
     script = """
 import logging, os, sys, warnings
 before = dict(os.environ), warnings.filters[:]
-import torch
-handlers, threads, rng = logging.root.handlers[:], torch.get_num_threads(), torch.get_rng_state()
 import variable_batch_size
+assert dict(os.environ) == before[0], "changes the environment"
+assert not {"torch", "pandas"} & set(sys.modules), "imports what takes long"
+import torch
+before = dict(os.environ)
+handlers, threads, rng = logging.root.handlers[:], torch.get_num_threads(), torch.get_rng_state()
+for name in variable_batch_size.__all__:
+    getattr(variable_batch_size, name)
 assert "torch_xla" not in sys.modules, "imports torch_xla"
 assert len(variable_batch_size.BatchTrace.from_csv("traces/test_trace.csv")) > 0
 assert "pandas" not in sys.modules, "imports pandas, which takes longer than all of the package"
 assert logging.root.handlers == handlers == [] and logging.root.level == logging.WARNING, "configures logging"
-assert dict(os.environ) == before[0], "changes the environment"
+assert dict(os.environ) == before, "changes the environment"
 assert torch.get_num_threads() == threads and bool((torch.get_rng_state() == rng).all()), "changes torch"
 assert not torch.distributed.is_initialized()
 """
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run_python(script) == (0, "", "")
 
 
 def test_the_index_is_sorted_and_complete() -> None:
-    tree = ast.parse(FILES[""].read_text())
-    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in tree.body)
-    imported = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert vbs.__all__ == sorted(imported)
+    assert vbs.__all__ == sorted(vbs.__all__)
+    assert set(vbs.__all__) <= set(dir(vbs))
+    assert {rule.__name__ for rule in vbs.RULES.values()} < set(vbs.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
+        vbs.Nonsense  # noqa: B018
+    names: dict[str, object] = {}
+    exec("from variable_batch_size import *", names)
+    assert set(vbs.__all__) <= set(names)
+
+
+@pytest.mark.parametrize("first", ["variable_batch_size.data.fit", "variable_batch_size.metrics"])
+def test_a_submodule_does_not_shadow_a_name_of_the_index(first: str) -> None:
+    script = f"import {first}; import variable_batch_size as vbs; assert vbs.fit(8, 4, 1).rounds == 2"
+    assert run_python(script) == (0, "", "")
 
 
 def public_things() -> Iterator[tuple[str, object]]:
     """Everything in the index, and what a user can call or read on it."""
     for public in vbs.__all__:
         thing = getattr(vbs, public)
-        yield public, thing
+        if callable(thing):
+            yield public, thing
         for key, member in vars(thing).items() if isinstance(thing, type) else ():
             if not key.startswith("_") and (inspect.isfunction(member) or isinstance(member, property | classmethod)):
                 yield f"{public}.{key}", member
 
 
-def test_every_public_name_says_what_it_is() -> None:
+def test_every_public_name_has_a_docstring() -> None:
     first_lines = {public: (inspect.getdoc(thing) or "").split("\n")[0] for public, thing in public_things()}
     assert {public for public, line in first_lines.items() if not line.endswith((".", ":"))} == set()
     assert len(first_lines) > 60

@@ -67,7 +67,9 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError: a copy or a pickle would lose the model and the sampler."""
-        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict()")
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict()"
+        )
 
 
 def _checked(inner: Optimizer) -> Optimizer:
