@@ -22,7 +22,12 @@ ARROWS = {room.strip(): {target.strip() for target in targets.split(",") if targ
 WITHOUT_TORCH = {"_lazy", "_validation", "world", "preemption", "trace", "rules"} | {
     *(f"data.{module}" for module in ("plan", "microbatching", "deal", "clock", "shuffle")),
 }
-NAMES_NO_TORCH = {"tracker", "checkpoint.folder", "checkpoint.background", "backend._xla_launch"}  # but their package does
+NAMES_NO_TORCH = {
+    "tracker",
+    "checkpoint.folder",
+    "checkpoint.background",
+    "backend._xla_launch",
+}  # but their package does
 WITH_XLA = {"backend.xla"}
 
 

@@ -242,7 +242,7 @@ def test_inside_an_accumulation_every_rank_refuses(tmp_path: Path) -> None:
 
     run_ranks(train, 2)
     assert len(said) == 2
-    assert all("needs whole steps" in text for text in said)
+    assert all("must be called between steps" in text for text in said)
     assert names(tmp_path) == []
 
 

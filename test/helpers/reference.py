@@ -467,3 +467,8 @@ def assert_equal(found: Sequence[Array], expected: Sequence[Array], tolerance: f
     largest = max(float(np.abs(array).max()) for array in expected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * largest)
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(found.pop("state"), expected.pop("state"), rtol=0, atol=0)
+    assert found == expected

@@ -264,14 +264,16 @@ def test_state_dict_holds_plain_numbers_and_no_world(kind: Kind) -> None:
 def test_state_dict_raises_in_the_middle_of_a_step(kind: Kind) -> None:
     run = training(kind, SIZES)
     assert next(run.turns()) is False
-    with pytest.raises(RuntimeError, match=r"^state_dict\(\) needs whole steps, .* step 0 .*; call it when"):
+    with pytest.raises(
+        RuntimeError, match=r"^state_dict\(\) must be called between steps, but step 0 .*; call it when"
+    ):
         run.optimizer.state_dict()
 
 
 @every_class
 def test_rejects_closures_and_wrapped_wrappers(kind: Kind) -> None:
     run = training(kind, SIZES)
-    with pytest.raises(RuntimeError, match="takes no closure; call backward"):
+    with pytest.raises(RuntimeError, match="takes no closure; call loss"):
         run.optimizer.step(lambda: 0.0)
     if EQUATIONS[kind].any_inner:
         with pytest.raises(TypeError, match=f"{kind.__name__} cannot be the inner .* wrap the optimizer inside it"):

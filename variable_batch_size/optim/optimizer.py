@@ -1,8 +1,8 @@
-"""Accumulate, all-reduce once, scale, step: any torch optimizer under a batch size that changes.
+"""Accumulate, all-reduce once, scale, step: any torch optimizer with a batch size that changes.
 
-The life of an update on one rank: each microbatch's `backward()` adds to `.grad`, each `step()` counts it and weighs
-it; the last one makes the gradients of all ranks one, clips them, lets the rule scale the hyperparameters, runs the
-inner optimizer's own `step()`, puts the hyperparameters back and moves the clocks.
+The life of an update on one rank: the `backward()` of each microbatch adds to `.grad`, and each `step()` counts and
+weighs it. The last `step()` of an update sums the gradients over the ranks, clips them, lets the rule scale the
+hyperparameters, runs the inner optimizer's `step()`, restores the hyperparameters and advances the clocks.
 """
 
 from __future__ import annotations
@@ -43,31 +43,33 @@ class Options(TypedDict, total=False):
 
 
 class CustomOptimizer(OptimizerWrapper):
-    """Wraps a torch optimizer so that its updates follow a sampler's trace, with hyperparameters scaled by a rule.
+    """A torch optimizer whose updates follow the trace of a sampler, with hyperparameters scaled by a rule.
 
-    Each update uses the gradient of the mean loss over exactly the step's samples,
+    Each update uses the gradient of the mean loss over exactly the samples of its step,
     G = sum_j (n_j / B) g_j over the microbatches j of all ranks. Call `step()` after the `backward()` of every
-    microbatch. Between updates every hyperparameter holds the user's reference value, so `torch.optim.lr_scheduler`
-    works on the wrapper as on any optimizer; step it only when `step()` returned True. Hooks that are registered on
-    the wrapper are the inner optimizer's: those of its step run once an update, when the gradients are whole.
+    microbatch. Between updates every hyperparameter has the user's reference value, so `torch.optim.lr_scheduler`
+    works as on any optimizer; step a scheduler only when `step()` returned True. Hooks registered on the wrapper are
+    registered on the inner optimizer: step hooks run once an update, on the reduced gradients.
 
     Args:
-        inner: the optimizer that updates the weights; it shares its `param_groups` and `state` with the wrapper.
+        inner: the optimizer that updates the weights. The wrapper shares its `param_groups` and `state`.
         sampler: the `CustomSampler` that feeds the loop.
-        ref_batchsize: samples an update at which the hyperparameters were tuned; needed by every rule but the
-            constant one.
-        rule: (batch size, noise) -> factors on the hyperparameters; or a sequence of rules, one a parameter group.
-        noise: how to measure the gradient's noise: from the "microbatches" of each update, or also, "differenced",
-            from two consecutive updates where one has a single microbatch (one more copy of the gradients); by default
-            from microbatches where the rule needs it, else not at all.
-        reduction: what the user's loss does over the rows of a microbatch, "mean" or "sum".
-        max_grad_norm: clips the step's whole gradient to this norm.
-        log_steps: writes scalars every so many updates; by default 10 when there is a tracker, else never.
-        tracker: where they go; with `log_steps` alone a `Tracker("runs")`.
-        backend: how ranks communicate; by default what fits the parameters' device.
+        ref_batchsize: batch size, in samples, at which the hyperparameters were tuned. Every rule needs it but
+            "constant".
+        rule: a rule, or its name in `vbs.RULES`; or a sequence of these, one for each parameter group.
+        noise: how to measure the gradient noise: "microbatches" compares the microbatches of each update;
+            "differenced" also compares consecutive updates if one has a single microbatch, for one more copy of the
+            gradients. Default: "microbatches" if a rule needs the noise, otherwise it is not measured.
+        reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
+        max_grad_norm: maximum norm to which the gradient of an update is clipped.
+        log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
+        tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` is given.
+        backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
 
     Raises:
-        TypeError, ValueError: where the arguments do not fit together; the text says what to do.
+        TypeError: if an argument has the wrong type, or the rule cannot be used with the inner optimizer.
+        ValueError: if a number is out of range, the rule needs a `ref_batchsize` and there is none, a name is unknown,
+            or the sampler deals for another rank than that of the backend.
     """
 
     _step_supports_amp_scaling = True
@@ -91,7 +93,7 @@ class CustomOptimizer(OptimizerWrapper):
         kind: Any
         for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one or leave it out")
+                raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one, or omit it")
         rules = rules_for_groups(rule, len(inner.param_groups))
         references = [check_reference(one, ref_batchsize) for one in rules]
         reference = references[0]
@@ -111,23 +113,28 @@ class CustomOptimizer(OptimizerWrapper):
 
     @property
     def backend(self) -> Backend:
-        """How its ranks communicate."""
+        """The backend: how ranks communicate."""
         return self._backend
 
     @property
     def ref_batchsize(self) -> int | None:
-        """Samples an update at which the hyperparameters were tuned."""
+        """The batch size, in samples, at which the hyperparameters were tuned."""
         return self._updater.ref_batchsize
 
     @property
     def reduction(self) -> Reduction:
-        """What the loss does over the rows of a microbatch."""
+        """The reduction of the loss over the rows of a microbatch, "mean" or "sum"."""
         return self._updater.reduction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on every rank alike; which of them have gradients is agreed anew at the next update."""
+        """Add a parameter group, the same on every rank. The next update determines which parameters have gradients.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            ValueError: if each group has a rule of its own.
+        """
         if self._initialized:
-            self._refuse_inside_step("add_param_group()")
+            self._check_between_steps("add_param_group()")
             one_for_all = len(set(map(id, self.rules))) == 1
             rules = rules_for_groups(self.rules[0] if one_for_all else self.rules, len(self.param_groups) + 1)
             super().add_param_group(param_group)
@@ -138,80 +145,81 @@ class CustomOptimizer(OptimizerWrapper):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the update that is due."""
+        """The epoch of the next update."""
         return self._loop.clock.epoch.number
 
     @property
     def updates(self) -> int:
-        """How many updates the training has passed: the step of the trace that is due."""
+        """The number of updates of the training so far: the step of the trace that comes next."""
         return self._loop.clock.step
 
     @property
     def samples(self) -> int:
-        """How many samples the training has passed, over all ranks."""
+        """The number of samples of the training so far, over all ranks."""
         return self._loop.clock.samples
 
     @property
     def progress(self) -> float:
-        """How far the training is, in updates at `ref_batchsize`: the sum of the updates' gains."""
+        """How far the training is, in updates at `ref_batchsize`: the sum of `Scaling.progress` over the updates."""
         return float(self._updater.progress)
 
     @property
     def inside_step(self) -> bool:
-        """Whether some microbatches of a step are accumulated and others are due."""
+        """Whether some microbatches of a step are accumulated and others are still to come."""
         return self._loop.inside_step
 
     def progress_later(self) -> Callable[[], float]:
-        """The progress as it stands now, to be read later without holding up a device."""
+        """Return a function that returns the present progress, to be called later without waiting for a device."""
         return self._updater.progress.later()
 
     @property
     def microbatch(self) -> Microbatch:
-        """The microbatch that is due: the one whose `backward()` comes next, or has come and was not stepped.
+        """The microbatch that the next `step()` counts.
 
         Raises:
-            RuntimeError: when the epoch has had all of its updates.
+            RuntimeError: if all updates of the epoch are committed.
         """
         return self._loop.microbatch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go where the sampler goes with `sampler.set_epoch(epoch)`; a half-accumulated step is dropped."""
+        """Move to the first step of an epoch, as `sampler.set_epoch(epoch)` does; discard an incomplete step."""
         self._loop.clock.set_epoch(epoch)
         self.discard_step()
 
     def discard_step(self) -> None:
-        """Drop the microbatches of a step that was broken off, so that it can begin again."""
+        """Discard the accumulated microbatches of an incomplete step, so that the step can start over."""
         self._updater.clear()
-        self._backend.mark_step()  # so that what is cleared does not make the next microbatch's graph another one
+        self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
         self._loop.restart()
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher`, for as long as somebody else holds it, when a step is committed and when one is dropped."""
+        """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
         self._loop.watchers.add(watcher)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
-        """Count one microbatch, whose `backward()` has run; after a step's last one, update the weights.
+        """Count one microbatch, whose `backward()` has run; after the last one of a step, update the weights.
 
         Returns:
-            Whether the weights changed: False in the middle of a step, and where a `GradScaler`, or a measurement of
-            the noise on the CPU, found a gradient that is not finite. On another device nobody reads that, so that the
-            answer is True: weights, noise and progress stay all the same, `lr_factor()` is 0, and the inner optimizer's
-            averages decay as by a gradient of 0.
+            Whether the weights changed: False in the middle of a step, and if a `GradScaler`, or the measurement of
+            the noise on the CPU, found a non-finite gradient. On other devices a non-finite gradient is not read by
+            the host, and the result is True: weights, noise and progress stay, `lr_factor()` is 0, and the averages of
+            the inner optimizer decay as with a gradient of 0.
 
         Raises:
-            RuntimeError: when the loop does not feed the optimizer what its sampler deals; the text says what to do.
+            RuntimeError: if a closure is passed, no `backward()` has run, or the loop does not feed the optimizer the
+                microbatches of its sampler, each once and in order.
         """
         if closure is not None:
-            raise RuntimeError("step() runs a microbatch once and takes no closure; call backward() before it instead")
+            raise RuntimeError("step() takes no closure; call loss.backward() before it")
         gradients, loop = self._updater.gradients, self._loop
-        if not (gradients.agreed or loop.inside_step):  # before ranks go on with unequal microbatches
+        if not (gradients.agreed or loop.inside_step):  # before ranks with unequal numbers of microbatches diverge
             agreement.refuse_distributed_data_parallel(gradients.parameters)
         self._rates.check(self.param_groups, inside_step=loop.inside_step)
         microbatch = loop.arrive()
         gradients.check(replay=microbatch.samples == 0)
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
-        # Both are set by a GradScaler, for this call.
+        # A GradScaler sets both attributes for this call.
         self._updater.add(microbatch, following, getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         if not microbatch.ends_step:
             loop.next_turn()
@@ -222,22 +230,22 @@ class CustomOptimizer(OptimizerWrapper):
         self._track(step)
         return updated
 
-    step.hooked = True  # type: ignore[attr-defined]  # so that torch runs hooks of all optimizers in the inner step alone
+    step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
 
     def lr_factor(self) -> float:
-        """How far the last update went, in updates at `ref_batchsize`: the (first) rule's factor on its length."""
+        """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
         scaling = self._updater.scaling
         return float(scaling.lr) * float(scaling.gradient)
 
     def current_lr(self) -> float:
-        """The effective learning rate of the last update, in the first parameter group."""
+        """Return the effective learning rate of the last update, of the first parameter group."""
         return float(self._updater.rate) * self.lr_factor()
 
     def noise(self) -> Noise:
-        """The gradient's noise as it is known now; sigma2 and mu2 are nan before the first estimate.
+        """Return the gradient noise, averaged so far; sigma2 and mu2 are nan before the first estimate.
 
         Raises:
-            RuntimeError: where nothing measures it.
+            RuntimeError: if the noise is not measured.
         """
         if self._updater.moments is None:
             raise RuntimeError(
@@ -249,25 +257,25 @@ class CustomOptimizer(OptimizerWrapper):
     # State. ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and under "vbs" the position in the training, without rank or world.
+        """Return the state of the inner optimizer and, under "vbs", the position in the training; no rank or world.
 
         Raises:
-            RuntimeError: in the middle of an accumulation.
+            RuntimeError: in the middle of a step.
         """
-        self._refuse_inside_step("state_dict()")
+        self._check_between_steps("state_dict()")
         clock = self._loop.clock
         own = {**clock.state_dict(), "samples": clock.samples, **self._updater.state_dict()}
         return {**self.inner.state_dict(), "vbs": {**own, **self._loop.sampler.fingerprint()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Restore what `state_dict()` gave, on any world; the sampler follows.
+        """Restore a state, in any world. The sampler moves to its position.
 
         Args:
-            state_dict: of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
-            strict: whether to refuse a state that was made for another dataset size, seed or trace.
+            state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
+            strict: whether to raise if the state was saved with another dataset size, seed or trace.
 
         Raises:
-            ValueError: when the state does not fit; then nothing has changed.
+            ValueError: if the state does not match; then nothing has changed.
         """
         sampler, clock = self._loop.sampler, Clock(self._loop.sampler.plan)
         position = state_dict.get("vbs")
@@ -277,8 +285,8 @@ class CustomOptimizer(OptimizerWrapper):
             clock.load_state_dict(position)
         elif strict:
             raise ValueError(
-                'a state to go on from holds under "vbs" where the training stood, but this one does not, as if a '
-                "plain optimizer had made it; pass strict=False to take over the inner optimizer's state alone"
+                'the state must hold the position in the training under "vbs", but this one has none, like the state '
+                "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self.discard_step()
@@ -290,11 +298,11 @@ class CustomOptimizer(OptimizerWrapper):
     # An update. --------------------------------------------------------------------------------------------------
 
     def _update(self) -> bool:
-        # What this rank still has to compute, of its own and of the user's, may differ from what others have: it must
-        # not end up in one graph with the collective, which has to be the same on all.
+        # Ranks may have different pending operations. These must not be in the graph of the collective, which has to
+        # be the same on all ranks.
         self._backend.mark_step()
         if not self._updater.gradients.agreed:
-            self._agree()
+            self._compare_ranks()
         clock = self._loop.clock
         updated = self._updater.apply(self._loop.step, clock.step, clock.samples)
         self._updater.clear()
@@ -330,8 +338,8 @@ class CustomOptimizer(OptimizerWrapper):
             "vbs/mu2": noise.mu2,
         }
 
-    def _agree(self) -> None:
-        """Before the first update: compare the ranks, and fix which parameters have gradients."""
+    def _compare_ranks(self) -> None:
+        """Before the first update, compare the ranks and fix which parameters have gradients."""
         gradients = self._updater.gradients
         mask = gradients.mask()
         if self._backend.world.size > 1:
@@ -341,7 +349,7 @@ class CustomOptimizer(OptimizerWrapper):
         gradients.agree(mask)
 
     def _facts(self) -> dict[str, int]:
-        """What has to be the same on every rank, as numbers below 2**64."""
+        """Return what must be the same on every rank, as integers below 2**64."""
         plan, samples, updater = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._updater
         parameters = updater.gradients.parameters
         rule = f"{updater.rules} {updater.reduction} {updater.max_grad_norm} {updater.noise_from}"
@@ -352,22 +360,22 @@ class CustomOptimizer(OptimizerWrapper):
             "minibatch_size": plan.minibatch_size,
             "fixed_shape": int(plan.fixed_shape),
             "ref_batchsize": 0 if self.ref_batchsize is None else self.ref_batchsize,
-            # Without addresses, which differ.
+            # Without memory addresses, which differ between ranks.
             "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
             "number of parameters": len(parameters),
             "parameters": agreement.checksum(parameters, self._backend),
         }
 
-    def _refuse_inside_step(self, what: str) -> None:
+    def _check_between_steps(self, what: str) -> None:
         if self._loop.inside_step:
             raise RuntimeError(
-                f"{what} needs whole steps, but some microbatches of step {self._loop.clock.step} are accumulated and "
-                f"others are due; call it when optimizer.step() has returned True"
+                f"{what} must be called between steps, but step {self._loop.clock.step} has accumulated only some of "
+                f"its microbatches; call it when optimizer.step() has returned True, or call discard_step() first"
             )
 
 
 def _check_rules(rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: CustomSampler) -> None:
-    """Let each rule that has a `check` look at the training."""
+    """Call the `check` of each rule that has one."""
     context = RuleContext(
         optimizer=tuple(base.__name__ for base in type(inner).__mro__),
         groups=tuple(

@@ -1,0 +1,92 @@
+"""Mixed precision: torch's GradScaler and autocast around the wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import variable_batch_size as vbs
+from helpers.reference import REF, SIZES, Training, assert_equal, training, twin
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+
+def label(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value)
+
+
+def scaled_steps(run: Training, scaler: torch.amp.GradScaler, spoil: int = -1, **unscale: bool) -> Iterator[bool]:
+    """The rest of an epoch under a GradScaler; the loss of microbatch number `spoil` is infinite."""
+    for number, indices in enumerate(run.sampler):
+        loss = run.loss(indices) * (torch.inf if number == spoil else 1)
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(run.optimizer)
+        yield scaler.step(run.optimizer)  # type: ignore[misc]
+        scaler.update()
+
+
+def grad_scaler(growth_interval: int = 2) -> torch.amp.GradScaler:
+    """One whose scale grows at every second microbatch."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=growth_interval)
+
+
+@pytest.mark.parametrize("unscale", [{}, {"unscale": True}], ids=["", "unscale_"])
+@pytest.mark.parametrize("kind", [vbs.RootRuleOptimizer, vbs.LinearRuleMomentumOptimizer], ids=label)
+def test_the_update_is_exact_if_the_loss_scale_changes_within_a_step(kind: Any, unscale: dict[str, bool]) -> None:
+    def train(backend: Backend) -> Training:
+        run = training(kind, SIZES[:4], 61, backend=backend, max_grad_norm=0.5)
+        scaler = grad_scaler()
+        assert sum(scaled_steps(run, scaler, **unscale)) == 4
+        assert scaler.get_scale() > 2.0**8
+        return run
+
+    for run in run_ranks(train, 3):
+        assert_equal(run.weights(), twin(kind, SIZES[:4], 61, max_grad_norm=0.5))
+        assert run.optimizer.progress == pytest.approx(61 / REF)
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
+    def train(backend: Backend) -> tuple[Training, list[bool]]:
+        run = training(vbs.RootRuleOptimizer, SIZES[:4], 61, backend=backend)
+        return run, list(scaled_steps(run, grad_scaler(), spoil=0 if backend.world.rank == 1 else -1))
+
+    for run, returned in run_ranks(train, 3):
+        assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES[:4], 61, skipped={0}))
+        assert sum(returned) == 3
+        assert run.optimizer.progress == pytest.approx((61 - SIZES[0]) / REF)
+        assert (run.optimizer.updates, run.optimizer.samples) == (4, 61)
+
+
+def test_an_overflow_in_a_replay_is_ignored() -> None:
+    def train(backend: Backend) -> Training:
+        run = training(sizes=SIZES[:4], dataset_size=61, backend=backend)
+        list(scaled_steps(run, grad_scaler(), spoil=3 if backend.world.rank == 1 else -1))  # its turn in the step of 1
+        return run
+
+    for run in run_ranks(train, 3):
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_trains_with_grad_scaler_and_autocast(dtype: torch.dtype) -> None:
+    run = training(sizes=SIZES[:4], dataset_size=61, dtype=torch.float32)
+    whole_loss = run.loss
+
+    def loss(indices: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return whole_loss(indices)
+
+    run.loss = loss  # type: ignore[method-assign]
+    assert sum(scaled_steps(run, grad_scaler(growth_interval=8))) == 4
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61), 1e-2)
+
+
+def test_a_disabled_grad_scaler_changes_nothing() -> None:
+    run = training(sizes=SIZES[:4], dataset_size=61)
+    assert sum(scaled_steps(run, torch.amp.GradScaler("cpu", enabled=False))) == 4
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61))

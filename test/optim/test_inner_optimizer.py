@@ -1,0 +1,127 @@
+"""The wrapper around every optimizer of torch, and what its constructor rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import variable_batch_size as vbs
+from helpers.reference import (
+    REF,
+    SGD,
+    SIZES,
+    Array,
+    Training,
+    assert_equal,
+    assert_same_state,
+    batches,
+    network,
+    training,
+    twin,
+)
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+
+def label(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value)
+
+
+EVERY = {thing for thing in vars(torch.optim).values() if isinstance(thing, type) and issubclass(thing, Optimizer)}
+REJECTED = {torch.optim.LBFGS, torch.optim.SparseAdam}
+STEPPING = sorted(EVERY - REJECTED - {Optimizer}, key=label)
+VARIANTS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+    (torch.optim.SGD, {"fused": True, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"maximize": True, "dampening": 0.1, "momentum": 0.9}),
+    (torch.optim.SGD, {"lr": torch.tensor(0.02, dtype=torch.float64)}),
+    (torch.optim.Adam, {"foreach": True}),
+    (torch.optim.Adam, {"fused": True}),
+    (torch.optim.Adam, {"amsgrad": True, "lr": torch.tensor(0.02)}),
+    (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.02)}),
+    (torch.optim.Adagrad, {"fused": True}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+]
+
+
+def by_hand(make: Callable[..., Optimizer], hyperparameters: dict[str, Any]) -> list[Array]:
+    """The linear rule around a plain optimizer, as a user would write it: one big batch an update."""
+    run = training(inner=make, hyperparameters=hyperparameters)
+    inner, lr = run.optimizer.inner, hyperparameters["lr"]
+    for batch in batches(SIZES, 50):
+        run.loss(batch.tolist()).backward()
+        inner.param_groups[0]["lr"] = lr * (len(batch) / REF)
+        inner.step()
+        inner.zero_grad()
+    return run.weights()
+
+
+@pytest.mark.parametrize(("kind", "options"), [(kind, {}) for kind in STEPPING] + VARIANTS, ids=label)
+def test_every_torch_optimizer_steps_as_it_does_unwrapped(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    def make(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
+        return kind([p for p in parameters if p.ndim == 2 or kind is not torch.optim.Muon], **hyperparameters)
+
+    hyperparameters = {"lr": 0.02} | options
+    run = training(inner=make, hyperparameters=hyperparameters).run(len(SIZES))
+    tolerance = 1e-2 if kind is torch.optim.Muon else 1e-10  # Muon's iteration runs in bfloat16
+    assert_equal(run.weights(), by_hand(make, hyperparameters), tolerance)
+    assert run.optimizer.param_groups[0]["lr"] is hyperparameters["lr"]
+    assert run.optimizer.progress == pytest.approx(sum(map(len, batches(SIZES, 50))) / REF)
+
+
+@pytest.mark.parametrize("kind", sorted(REJECTED, key=label), ids=label)
+def test_rejects_optimizers_that_cannot_accumulate(kind: type[Optimizer]) -> None:
+    with pytest.raises(TypeError, match=f"^{kind.__name__} cannot be the inner optimizer: .*; use"):
+        training(inner=kind, hyperparameters={})
+
+
+def test_named_parameters_are_kept() -> None:
+    run = training(inner=lambda _, **options: torch.optim.SGD(network().named_parameters(), **options))
+    assert run.optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_wrapping_does_not_change_the_inner_optimizer() -> None:
+    run = training(inner=torch.optim.Adagrad, hyperparameters={"lr": 0.1, "initial_accumulator_value": 0.5})
+    plain = torch.optim.Adagrad(network().parameters(), lr=0.1, initial_accumulator_value=0.5)
+    assert_same_state(run.optimizer.inner.state_dict(), plain.state_dict())
+
+
+def test_a_parameter_group_added_later_trains() -> None:
+    def first_layer(parameters: Iterable[Tensor], **hyperparameters: float) -> Optimizer:
+        return torch.optim.SGD(list(parameters)[:2], **hyperparameters)
+
+    def train(backend: Backend) -> Training:
+        run = training(vbs.ConstantOptimizer, SIZES, inner=first_layer, backend=backend).run(2)
+        run.optimizer.add_param_group({"params": list(run.model.parameters())[2:], "lr": 0.1})
+        return run.run(2)
+
+    model = network()
+    plain = first_layer(model.parameters(), **SGD)
+    run = training(model=model)
+    for step, batch in enumerate(batches(SIZES[:4], 50)):
+        if step == 2:
+            plain.add_param_group({"params": list(model.parameters())[2:], "lr": 0.1})
+        model.zero_grad()
+        run.loss(batch.tolist()).backward()
+        plain.step()
+    for rank in run_ranks(train, 2):
+        assert_equal(rank.weights(), run.weights())
+
+
+def test_gradients_from_before_the_wrapper_are_dropped() -> None:
+    model = network()
+    model(torch.ones(1, 3).double()).sum().backward()
+    assert_equal(training(model=model).run(2).weights(), twin(vbs.LinearRuleOptimizer, SIZES[:2]))
+
+
+def test_add_param_group_raises_in_the_middle_of_a_step() -> None:
+    run = training()
+    next(run.turns())
+    with pytest.raises(RuntimeError, match=r"^add_param_group\(\) must be called between steps"):
+        run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    assert len(run.optimizer.param_groups) == 1
