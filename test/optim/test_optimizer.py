@@ -24,7 +24,7 @@ def test_a_plain_optimizers_state_raises_unless_strict_is_false() -> None:
     plain = torch.optim.SGD(network().parameters(), lr=0.3, momentum=0.5)
     run = training().run(2)
     before = copy.deepcopy(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match=r'"vbs".*pass strict=False to take over the inner optimizer.s state alone'):
+    with pytest.raises(ValueError, match=r'"vbs".*pass strict=False to load the inner optimizer.s state only'):
         run.optimizer.load_state_dict(plain.state_dict())
     assert_same_state(run.optimizer.state_dict(), before)
     run.optimizer.load_state_dict(plain.state_dict(), strict=False)
