@@ -26,9 +26,9 @@ from torch import Tensor
 from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.checkpoint import rng_states, stored_state
 from variable_batch_size.checkpoint.background import Background
+from variable_batch_size.checkpoint.coordinated_stop import CommonStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, whole
 from variable_batch_size.checkpoint.snapshot import Snapshot
-from variable_batch_size.checkpoint.stop import CommonStop
 from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, current, notice

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from variable_batch_size.checkpoint.stop import CommonStop
+from variable_batch_size.checkpoint.coordinated_stop import CommonStop
 from variable_batch_size.world import World
 
 LONG = 10_000  # updates; nobody goes on that far
