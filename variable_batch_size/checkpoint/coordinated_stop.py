@@ -1,9 +1,9 @@
-"""How all ranks come to stop after the same update, though none waits for another.
+"""Stop all ranks after the same update, although no rank waits for another.
 
-A rank that has started an update can be ahead of others by any number of them, where devices work through what the
-host has queued. So each rank reserves the updates that it goes through without asking, in a store that all ranks see.
-Who wants to stop says so there first, and then reads what the others have reserved: the last of these updates is where
-all stop. One that reserves too late to be read finds, as it asks next, that it has been said.
+Ranks can be any number of updates apart, because devices execute work that the host has queued. Each rank therefore
+reserves, in a store that all ranks share, the updates that it makes before it next checks for a request. A rank that
+wants to stop writes the request first and then reads the reservations: all ranks stop after the last reserved update.
+A rank whose reservation is too late to be read finds the request when it checks next.
 """
 
 from __future__ import annotations
@@ -16,52 +16,55 @@ import torch.distributed as dist
 
 from variable_batch_size.world import World
 
-_WANTED, _LAST = "wanted", "last"
-_SHARE = 0.01  # of the time of an update that may go into asking
-_PATIENCE = 1.0  # seconds that a rank may go on without asking, if an update does not take longer
+_REQUESTED, _LAST = "requested", "last"  # keys of the store
+_MAX_SHARE = 0.01  # largest share of an update's time to spend on checks
+_MAX_INTERVAL = 1.0  # seconds between two checks, unless one update takes longer
 
 
 @final
-class CommonStop:
-    """Of the ranks of a world; each makes one, and they all count the same updates from there.
+class CoordinatedStop:
+    """Agreement of the ranks of a world on the update after which all of them stop.
+
+    All ranks must create one before the same update.
 
     Args:
-        store: that all ranks see.
-        name: of this stop, which no other one in the store has; the same on all ranks.
-        world: of these ranks.
+        store: store that all ranks share.
+        name: name of this stop in the store; unique there, and the same on all ranks.
+        world: this rank and the number of ranks.
     """
 
     def __init__(self, store: dist.Store, name: str, world: World) -> None:
         self._store, self._world = dist.PrefixStore(f"variable_batch_size/{name}", store), world
-        self._passed, self._reserved = 0, 1  # one update is reserved by a rank that has written nothing
-        self._last: int | None = None
-        self._asked_at, self._asked_when = 0, time.perf_counter()
-        self._store.check([_WANTED])
-        self._cost = time.perf_counter() - self._asked_when  # seconds that it takes to ask
+        self._updates = 0  # made since this object was created
+        self._reserved = 1  # a rank that has written nothing has reserved one update
+        self._last: int | None = None  # update after which all ranks stop, once it is agreed
+        self._checked_update, self._checked_time = 0, time.perf_counter()
+        self._store.check([_REQUESTED])
+        self._check_seconds = time.perf_counter() - self._checked_time
 
     def after_update(self, wanted: bool) -> bool:
-        """Whether all ranks stop after this update, the next one that this rank has made.
+        """Count an update of this rank, and return whether all ranks stop after it.
 
         Args:
-            wanted: whether this rank wants that.
+            wanted: whether this rank wants to stop.
         """
-        self._passed += 1
-        if self._last is None and (wanted or self._passed >= self._reserved):
-            self._ask(wanted)
-        return self._last is not None and self._passed >= self._last
+        self._updates += 1
+        if self._last is None and (wanted or self._updates >= self._reserved):
+            self._check(wanted)
+        return self._last is not None and self._updates >= self._last
 
-    def _ask(self, wanted: bool) -> None:
+    def _check(self, wanted: bool) -> None:
         began = time.perf_counter()
         if wanted:
-            self._store.set(_WANTED, "")
+            self._store.set(_REQUESTED, "")
         else:
-            self._reserve(self._passed + self._ahead(began))
-        if self._store.check([_WANTED]):
-            self._reserve(self._passed)  # it goes no further without knowing
+            self._reserve(self._updates + self._interval(began))
+        if self._store.check([_REQUESTED]):
+            self._reserve(self._updates)  # this rank makes no further update before it knows the last one
             last = max(map(self._reserved_by, range(self._world.size)))
-            self._last = int(self._store.compare_set(_LAST, "", str(last)))  # of several answers the first one holds
-        self._asked_at, self._asked_when = self._passed, time.perf_counter()
-        self._cost += (self._asked_when - began - self._cost) / 4
+            self._last = int(self._store.compare_set(_LAST, "", str(last)))  # ranks may differ: the first one counts
+        self._checked_update, self._checked_time = self._updates, time.perf_counter()
+        self._check_seconds += (self._checked_time - began - self._check_seconds) / 4
 
     def _reserve(self, update: int) -> None:
         self._reserved = update
@@ -71,7 +74,7 @@ class CommonStop:
         key = str(rank)
         return int(self._store.get(key)) if self._store.check([key]) else 1
 
-    def _ahead(self, now: float) -> int:
-        """How many updates to reserve, so that asking takes a small share of their time."""
-        update = (now - self._asked_when) / (self._passed - self._asked_at)  # seconds
-        return max(1, math.ceil(min(self._cost / _SHARE, _PATIENCE) / max(update, 1e-9)))
+    def _interval(self, now: float) -> int:
+        """Return the number of updates until the next check, such that checks take a small share of the time."""
+        update_seconds = (now - self._checked_time) / (self._updates - self._checked_update)
+        return max(1, math.ceil(min(self._check_seconds / _MAX_SHARE, _MAX_INTERVAL) / max(update_seconds, 1e-9)))
