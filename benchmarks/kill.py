@@ -65,7 +65,7 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     print(f"seed {flags.seed}")
     number_of_kills = flags.kills or (50 if flags.signal else 200)
-    endings = [name for name, ending in ENDINGS["torchrun"].items() if ending.asked == flags.signal]
+    endings = [name for name, ending in ENDINGS["torchrun"].items() if ending.graceful == flags.signal]
     failed = threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(flags.trainings) as pool:
         jobs = []
@@ -78,7 +78,7 @@ if __name__ == "__main__":
             kills = [done for job in as_completed(jobs) for done in job.result()]
         finally:
             failed.set()
-    repeated = [done.at - done.resumes_from for done in kills if done.at]
+    repeated = [done.update - done.resumes_from for done in kills if done.update]
     seconds = sorted(done.saved_after for done in kills if done.saved_after is not None)
     saved = (
         f"; saved {statistics.median(seconds):.2f} s after the signal (median), {seconds[-1]:.2f} s at most"

@@ -19,7 +19,7 @@ from helpers.kills import send
 from helpers.readme import ROOT, commands
 
 LINES = [line for line in commands() if "--checkpoint" in line]
-PATIENCE = 300.0  # seconds
+TIMEOUT = 300.0  # seconds
 SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 
 
@@ -64,7 +64,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
     wait_for(lambda: saved(tmp_path) >= 10, tmp_path)
     program = min(descendants(loop.pid))  # bash's own child
     os.kill(program, signal.SIGTERM)
-    assert loop.wait(PATIENCE) == 0, (tmp_path / "output").read_text()
+    assert loop.wait(TIMEOUT) == 0, (tmp_path / "output").read_text()
     output = (tmp_path / "output").read_text()
     assert re.findall(r"^(\d) x xla", output, re.MULTILINE) == ["2", "1"]
     assert "Warning" not in output
@@ -97,7 +97,7 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     before = saved(tmp_path)
     wait_for(lambda: saved(tmp_path) > before, tmp_path)
     send(signal.SIGKILL, [*descendants(second.pid), second.pid])
-    assert first.wait(PATIENCE) == 0, logs[0].read_text()
+    assert first.wait(TIMEOUT) == 0, logs[0].read_text()
     assert worlds() == ["1", "2", "1"]
     output = logs[0].read_text()
     assert "after SIGTERM" in output + logs[1].read_text()  # no update was lost when the second one joined
@@ -110,7 +110,7 @@ def saved(folder: Path) -> int:
 
 
 def wait_for(condition: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         logs = "\n".join(path.read_text(errors="replace") for path in folder.iterdir() if path.is_file())
         assert time.monotonic() < deadline, logs

@@ -212,7 +212,7 @@ def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
 
 
 def exit_lines(process: subprocess.Popen[str]) -> list[str]:
-    """Check that the process exits as after a signal, and return the lines that are left to read."""
+    """Check that the process exits as after a signal, and return its remaining output lines."""
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (EXIT_CODE, "")
     return out.splitlines()

@@ -75,7 +75,7 @@ class Stamp:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         updates = state["stamp"].unique().tolist()
         if updates != [self.optimizer.updates]:
-            raise ValueError(f"a checkpoint must be of one update, {self.optimizer.updates}, got numbers of {updates}")
+            raise ValueError(f"a checkpoint must be of one update, {self.optimizer.updates}, got parts of {updates}")
 
 
 class Journal:
@@ -83,17 +83,17 @@ class Journal:
 
     def __init__(self, folder: Path, attempt: int, rank: int) -> None:
         self._file = os.open(journal_path(folder, attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.note(pid=os.getpid())
+        self.write(pid=os.getpid())
 
-    def note(self, **facts: Any) -> None:
+    def write(self, **facts: Any) -> None:
         os.write(self._file, (json.dumps(facts) + "\n").encode())
 
-    def count(self, optimizer: vbs.CustomOptimizer, rows: Sequence[int]) -> None:
-        """Note the distinct samples of the current microbatch, none for a replay."""
+    def write_microbatch(self, optimizer: vbs.CustomOptimizer, rows: Sequence[int]) -> None:
+        """Write the distinct samples of the current microbatch, none for a replay."""
         samples = sorted(set(rows)) if optimizer.microbatch.samples else []
         if len(samples) != optimizer.microbatch.samples:
             raise ValueError(f"{optimizer.microbatch} must have as many samples as there are in {rows}")
-        self.note(update=optimizer.updates + 1, epoch=optimizer.epoch, samples=samples)
+        self.write(update=optimizer.updates + 1, epoch=optimizer.epoch, samples=samples)
 
 
 def journal_path(folder: Path, attempt: int, rank: int | str) -> Path:
@@ -111,14 +111,14 @@ def train(folder: Path, run: Run, attempt: Attempt) -> None:
         folder / "checkpoints", model=resumed.model, optimizer=resumed.optimizer, every=run.every, stamp=stamp
     ) as checkpoint:
         checkpoint.restore()
-        journal.note(restored=resumed.optimizer.updates)
+        journal.write(restored=resumed.optimizer.updates)
         first = resumed.optimizer.epoch
         for epoch in range(first, first + 2) if attempt.finish else itertools.count(first):
             resumed.sampler.set_epoch(epoch)
             resumed.optimizer.set_epoch(epoch)
             for rows in resumed.sampler:
                 resumed.loss(rows).backward()
-                journal.count(resumed.optimizer, rows)
+                journal.write_microbatch(resumed.optimizer, rows)
                 resumed.optimizer.step()
                 checkpoint.step()
     weights = [backend.host(parameter.detach()) for parameter in resumed.model.parameters()]

@@ -33,7 +33,7 @@ from helpers.reference import assert_equal
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
 from variable_batch_size.preemption import EXIT_CODE
 
-PATIENCE = 300.0  # seconds, after which an attempt counts as hanging
+TIMEOUT = 300.0  # seconds, after which an attempt counts as hanging
 FORCED = "Unable to shutdown process"  # what torchrun prints if a worker has not exited 30 s after a SIGTERM
 SAVED = rf"^Checkpoint update-\d+ saved (\d+\.\d\d) s after SIG\w+; exiting with {EXIT_CODE}\.$"
 MARK = "KILLED_TRAINING"  # environment variable of every process of an attempt, also of processes without a journal
@@ -83,8 +83,8 @@ class Job:
         while members := self.members():
             send(signal.SIGKILL, members)
 
-    def notes(self) -> Notes:
-        return Notes.read(self._folder, self._attempt)
+    def journals(self) -> Journals:
+        return Journals.read(self._folder, self._attempt)
 
     def wait(self, condition: Callable[[], bool], what: str, alive: bool = True) -> None:
         """Wait until the condition is true.
@@ -95,10 +95,10 @@ class Job:
             alive: whether the processes must not end before.
 
         Raises:
-            AssertionError: if the processes end before, or PATIENCE is exceeded; it shows their output and, in the
+            AssertionError: if the processes end before, or TIMEOUT is exceeded; it shows their output and, in the
                 second case, their tracebacks.
         """
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not condition():
             if alive and self.process.poll() is not None:
                 raise AssertionError(f"an attempt ended by itself before {what}:\n{self.log.read_text()}")
@@ -119,7 +119,7 @@ def send(number: int, processes: list[int]) -> None:
             os.kill(process, number)
 
 
-# ----------------------------------------------------------------------------------------------------- ways to be ended
+# -------------------------------------------------------------------------------------------------- how an attempt ends
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Ending:
 
     code: int  # exit code of the process that was started first
     deliver: Callable[[Job, random.Random], None]  # sends the signals
-    asked: bool = False  # whether the training can save first
+    graceful: bool = False  # whether the training can save first
 
 
 def to_launcher(number: signal.Signals) -> Callable[[Job, random.Random], None]:
@@ -136,40 +136,40 @@ def to_launcher(number: signal.Signals) -> Callable[[Job, random.Random], None]:
 
 
 def to_a_worker(number: signal.Signals) -> Callable[[Job, random.Random], None]:
-    """The other workers have to end by themselves."""
-    return lambda job, rng: send(number, [rng.choice(job.notes().pids)])
+    """Send the signal to one worker; the others have to end by themselves."""
+    return lambda job, rng: send(number, [rng.choice(job.journals().pids)])
 
 
 def to_all(number: signal.Signals) -> Callable[[Job, random.Random], None]:
-    """As a system does when it shuts down; a worker then gets the signal from its launcher too."""
+    """Send the signal to all processes, as a system that shuts down; workers then get it from their launcher too."""
     return lambda job, rng: send(number, job.members())
 
 
-ALL_AT_ONCE = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
+KILL_ALL = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
 ENDINGS = {
     "torchrun": {  # it exits with 1 if a worker fails, and after a SIGTERM
-        "all": ALL_AT_ONCE,
+        "all": KILL_ALL,
         "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
         "torchrun": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),  # and with it the store that its workers use
-        "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), asked=True),
-        "SIGTERM to all": Ending(1, to_all(signal.SIGTERM), asked=True),
-        "SIGTERM to a worker": Ending(1, to_a_worker(signal.SIGTERM), asked=True),
-        "SIGUSR1 to a worker": Ending(1, to_a_worker(signal.SIGUSR1), asked=True),
+        "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), graceful=True),
+        "SIGTERM to all": Ending(1, to_all(signal.SIGTERM), graceful=True),
+        "SIGTERM to a worker": Ending(1, to_a_worker(signal.SIGTERM), graceful=True),
+        "SIGUSR1 to a worker": Ending(1, to_a_worker(signal.SIGUSR1), graceful=True),
     },
     "cores": {
-        "all": ALL_AT_ONCE,
+        "all": KILL_ALL,
         "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
         "the launcher": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),
-        "SIGTERM": Ending(EXIT_CODE, to_launcher(signal.SIGTERM), asked=True),
+        "SIGTERM": Ending(EXIT_CODE, to_launcher(signal.SIGTERM), graceful=True),
     },
 }
 
 # By name: the condition that begins the phase, and the seconds after it within which an ending is drawn.
-PHASES: dict[str, tuple[Callable[[Notes, Run], bool], float]] = {
-    "start": (lambda notes, run: True, 5.0),
-    "restore": (lambda notes, run: bool(notes.pids), 1.5),
-    "training": (lambda notes, run: bool(notes.updates), 0.6),
-    "saved": (lambda notes, run: len(notes.updates) > 2 * run.every, 0.6),  # this attempt has published a checkpoint
+PHASES: dict[str, tuple[Callable[[Journals, Run], bool], float]] = {
+    "start": (lambda journals, run: True, 5.0),
+    "restore": (lambda journals, run: bool(journals.pids), 1.5),
+    "training": (lambda journals, run: bool(journals.updates), 0.6),
+    "saved": (lambda journals, run: len(journals.updates) > 2 * run.every, 0.6),  # a checkpoint has been published
 }
 
 
@@ -179,7 +179,7 @@ class Kill:
 
     world: int
     ending: str
-    at: int  # the update in progress, or just made; 0 before the first one
+    update: int  # the update in progress, or just made; 0 before the first one
     saving: bool
     resumes_from: int  # update of the newest checkpoint
     saved_after: float | None = None  # seconds from the signal to the checkpoint, if the training was asked to stop
@@ -187,11 +187,11 @@ class Kill:
     def __str__(self) -> str:
         if self.saved_after is not None:
             return (
-                f"{self.ending}, world size {self.world}, stopped after update {self.at}, saved {self.saved_after:.2f} "
-                f"s after the signal"
+                f"{self.ending}, world size {self.world}, stopped after update {self.update}, "
+                f"saved {self.saved_after:.2f} s after the signal"
             )
-        where = f"at update {self.at}" if self.at else "before any update"
-        repeated = f", repeats {self.at - self.resumes_from} updates" if self.at else ""
+        where = f"at update {self.update}" if self.update else "before any update"
+        repeated = f", repeats {self.update - self.resumes_from} updates" if self.update else ""
         return (
             f"{self.ending}, world size {self.world}, {where}{' during a save' if self.saving else ''}, "
             f"resumes from update {self.resumes_from}{repeated}"
@@ -202,23 +202,21 @@ class Kill:
 
 
 @dataclass
-class Notes:
+class Journals:
     """The journals of all ranks of one attempt."""
 
     pids: list[int] = field(default_factory=list)
     restored: set[int] = field(default_factory=set)  # the update from which the ranks resumed
-    updates: dict[int, list[tuple[int, list[int]]]] = field(
-        default_factory=dict
-    )  # by update: epoch and samples of each microbatch
+    updates: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)  # epochs and samples of microbatches
 
     @staticmethod
-    def read(folder: Path, attempt: int) -> Notes:
-        notes = Notes()
+    def read(folder: Path, attempt: int) -> Journals:
+        journals = Journals()
         for path in sorted(folder.glob(journal_path(folder, attempt, "*").name)):
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):  # else the process was killed while it wrote the line
-                    notes._add(json.loads(line))
-        return notes
+                    journals._add(json.loads(line))
+        return journals
 
     def _add(self, fact: dict[str, Any]) -> None:
         if "pid" in fact:
@@ -229,10 +227,12 @@ class Notes:
             self.updates.setdefault(fact["update"], []).append((fact["epoch"], fact["samples"]))
 
 
-def assert_exact(attempts: Sequence[Notes], dataset_size: int) -> int:
+def assert_exact(attempts: Sequence[Journals], dataset_size: int) -> int:
     """Check that every update was committed once and every sample used once an epoch, and return the last update."""
-    assert all(len(notes.restored) == 1 for notes in attempts if notes.updates), "ranks resumed from different updates"
-    resumed = [(min(notes.restored), notes.updates) for notes in attempts if notes.restored]
+    assert all(len(journals.restored) == 1 for journals in attempts if journals.updates), (
+        "ranks resumed from different updates"
+    )
+    resumed = [(min(journals.restored), journals.updates) for journals in attempts if journals.restored]
     last = max(resumed[-1][1])
     ends = [*(restored for restored, _ in resumed[1:]), last]
     committed = [
@@ -273,23 +273,23 @@ class Campaign:
     def kill(self, world: int, ending: str, phase: str = "training") -> Kill:
         """Start an attempt in a world of this size, and end it in this phase."""
         rng = random.Random(self._rng.random())  # so that timing does not affect the draws of later attempts
-        way, (begun, longest) = ENDINGS[self.by][ending], PHASES[phase]
+        expected, (has_begun, longest) = ENDINGS[self.by][ending], PHASES[phase]
         delay = rng.uniform(0, longest)
         with self._start(world, rng, finish=False) as job:
-            job.wait(lambda: begun(job.notes(), self.run), phase)
+            job.wait(lambda: has_begun(job.journals(), self.run), phase)
             time.sleep(delay)
-            if not job.notes().pids:  # no rank handles signals yet
-                ending, way = "all", ALL_AT_ONCE
+            if not job.journals().pids:  # no rank handles signals yet
+                ending, expected = "all", KILL_ALL
             assert job.process.poll() is None, job.log.read_text()
-            way.deliver(job, rng)
+            expected.deliver(job, rng)
             job.wait(job.ended, "all its processes have ended", alive=False)
-            assert job.process.returncode == way.code, (job.process.returncode, job.log.read_text())
+            assert job.process.returncode == expected.code, (job.process.returncode, job.log.read_text())
             assert FORCED not in job.log.read_text(), job.log.read_text()
-            saved_after = self._saved_after(job) if way.asked else None
-            at = max(job.notes().updates, default=0)
-            done = Kill(world, ending, at, self._saving(job.began), self._newest(), saved_after)
-        if done.at:  # the save before the one in progress is complete
-            assert 0 <= done.at - done.resumes_from <= (0 if way.asked else 2 * self.run.every), done
+            saved_after = self._saved_after(job) if expected.graceful else None
+            update = max(job.journals().updates, default=0)
+            done = Kill(world, ending, update, self._saving(job.began), self._newest(), saved_after)
+        if done.update:  # the save before the one in progress is complete
+            assert 0 <= done.update - done.resumes_from <= (0 if expected.graceful else 2 * self.run.every), done
         self.kills.append(done)
         return done
 
@@ -298,7 +298,7 @@ class Campaign:
         with self._start(world, random.Random(self._rng.random()), finish=True) as job:
             job.wait(job.ended, "it has finished", alive=False)
             assert job.process.returncode == 0, job.log.read_text()
-        attempts = [Notes.read(self.folder, attempt) for attempt in range(self.attempts)]
+        attempts = [Journals.read(self.folder, attempt) for attempt in range(self.attempts)]
         for kill, following in zip(self.kills, attempts[1:], strict=True):
             assert following.restored <= {kill.resumes_from}, (kill, following.restored)
         uninterrupted = self.run.start(self.minibatch_sizes[0]).run(assert_exact(attempts, self.run.dataset_size))
@@ -327,7 +327,7 @@ class Campaign:
         return float(seconds)
 
     def _saving(self, began: float) -> bool:
-        """Return whether a save was interrupted since then; the next save deletes what an earlier one left."""
+        """Return whether a save was interrupted since then; the next save deletes older leftovers."""
         return any(path.stat().st_mtime >= began for path in self.folder.glob("checkpoints/.update-*.part"))
 
     def _newest(self) -> int:
