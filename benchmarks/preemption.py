@@ -1,7 +1,8 @@
-"""What does it cost to ask after each update whether all ranks stop here?
+"""What does it cost to check after each update whether all ranks stop here?
 
-An update with the `Checkpoint.step()` of a training that heeds a `Preemption`, against the same update alone; of the
-small CNN, whose updates are the shortest that one might want to stop, with one microbatch a rank.
+The time of an update with the `Checkpoint.step()` of a training that handles a `Preemption`, relative to the same
+update alone. The model is the small CNN, whose updates are the shortest for which a stop is of use, with one
+microbatch per rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 100  # updates
 
 
 def training(batches: Batches, folder: str | None) -> Callable[[], None]:
-    """One update; where there is a folder, the training can be asked to stop."""
+    """Return a function that makes one update; with a folder, the update includes `Checkpoint.step()`."""
     world, ((images, labels),) = vbs.backend.current_world(), batches
     model = MODELS["small CNN"]().to(images.device)
     vbs.broadcast_parameters(model)
@@ -48,7 +49,7 @@ def compare(where: str, pairs: int, folder: str, barrier: Callable[[], object], 
     batches = data(1, device)
     found = list(ratios((training(batches, folder), training(batches, None)), BLOCK, pairs, barrier))
     if vbs.backend.current_world().rank == 0:
-        record(f"time of an update that can be the last / of one that cannot, small CNN, {where}", spread(found))
+        record(f"time of an update with Checkpoint.step() / without, small CNN, {where}", spread(found))
 
 
 def process(rank: int, world: int, address: str, folder: str, pairs: int) -> None:
@@ -70,7 +71,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=41)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--xla", action="store_true", help="cores of PyTorch/XLA in the place of processes")
+    parser.add_argument("--xla", action="store_true", help="use PyTorch/XLA cores instead of processes")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if flags.xla:
@@ -79,5 +80,5 @@ if __name__ == "__main__":
         else:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
-                address = f"tcp://localhost:{free.getsockname()[1]}"  # whose store is what torchrun gives its workers
+                address = f"tcp://localhost:{free.getsockname()[1]}"  # a TCP store, as torchrun gives its workers
             mp.spawn(process, (flags.world, address, folder, flags.pairs), nprocs=flags.world)

@@ -1,10 +1,10 @@
-"""How long is the way back from a checkpoint to training, and how long does a save hold the training up?
+"""How long does it take to resume from a checkpoint, and how long does a save block the training?
 
-The first question is asked in fresh processes, from their start to the first update after a restore. The second one in
-others, where the call of `save(wait=False)` is compared with a plain copy of the same tensors, and a save for which
-the training waits with `torch.save` to another name and `os.replace`, which promises less: no checksum, and nothing
-about a machine that loses power. `torch.distributed.checkpoint.async_save` is what a user would take to go on at once.
-All that is compared is interleaved. Everything runs in one process and on one CPU thread; the writer is another one.
+The first question is measured in new processes, from their start to the first update after a restore. The second one
+is measured in others: the call of `save(wait=False)` against a plain copy of the same tensors, and a save that waits
+against `torch.save` to another name and `os.replace`, which has no checksum and no guarantee after a power loss.
+`torch.distributed.checkpoint.async_save` is the alternative of a user who does not want to wait. All measurements
+that are compared are interleaved. Each process trains on one CPU thread; the writer is a second thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-# Nothing else is imported here: that is a part of what the fresh processes measure.
+# Everything else is imported later, because the new processes measure their imports.
 
 HIDDEN = {"10M": (2048, 2), "100M": (4096, 6)}  # width and number of the square layers
 ROWS = 32
 
 
 class Training(NamedTuple):
-    """What a script holds."""
+    """The objects of a training script."""
 
     model: Any
     optimizer: Any
@@ -40,17 +40,17 @@ class Training(NamedTuple):
     update: Callable[[], object]
 
     def tensors(self) -> list[Any]:
-        """All that a checkpoint of it holds."""
+        """Return all tensors that a checkpoint holds."""
         momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
         return [*(value.detach() for value in self.model.state_dict().values()), *momenta]
 
     def state(self) -> dict[str, Any]:
-        """The same, as it is saved without a `Checkpoint`."""
+        """Return the state that a user saves without a `Checkpoint`."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
 def build(size: str) -> Training:
-    """A perceptron, made as one is for a training from the beginning too."""
+    """Return a training of a multilayer perceptron before its first update."""
     import torch
     from torch import nn
 
@@ -66,7 +66,7 @@ def build(size: str) -> Training:
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=ROWS)
     images, labels = torch.randn(ROWS, 784), torch.randint(10, (ROWS,))
-    indices = chain(sampler)  # which begins when it is first asked: after a restore
+    indices = chain(sampler)  # lazy: it starts at the first update, which is after a restore
 
     def update() -> None:
         next(indices)
@@ -76,8 +76,8 @@ def build(size: str) -> Training:
     return Training(model, optimizer, sampler, update)
 
 
-def begun(size: str, folder: Path) -> None:
-    """Leave a checkpoint of a training that has begun."""
+def save_first(size: str, folder: Path) -> None:
+    """Make one update and save a checkpoint."""
     import variable_batch_size as vbs
 
     training = build(size)
@@ -86,8 +86,8 @@ def begun(size: str, folder: Path) -> None:
         checkpoint.save()
 
 
-def way_back(size: str, folder: Path, started: float) -> dict[str, float]:
-    """The seconds of each part, in a process that was started then."""
+def resume(size: str, folder: Path, started: float) -> dict[str, float]:
+    """Return the seconds of each part of resuming, in a process that was started at time `started`."""
     times = {"start": time.time()}
     import torch
 
@@ -95,7 +95,7 @@ def way_back(size: str, folder: Path, started: float) -> dict[str, float]:
     import variable_batch_size as vbs
 
     times["import variable_batch_size"] = time.time()
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports 800 modules of torch more
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports 800 further modules of torch
     times["imports of torch.optim"] = time.time()
     training = build(size)
     times["model"] = time.time()
@@ -107,18 +107,18 @@ def way_back(size: str, folder: Path, started: float) -> dict[str, float]:
     return {name: now - before for (name, now), before in zip(times.items(), [started, *times.values()], strict=False)}
 
 
-def saves(size: str, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """The seconds of each kind of save and copy, round by round."""
+def saves(size: str, folder: Path, repetitions: int) -> dict[str, list[float]]:
+    """Return the seconds of each kind of save and copy, by repetition."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     import variable_batch_size as vbs
 
-    warnings.simplefilter("ignore")  # dcp's, that there is one process
+    warnings.simplefilter("ignore")  # dcp warns that there is one process
     training = build(size)
     training.update()
     tensors, took = training.tensors(), defaultdict(list)
-    kept = [torch.empty_like(tensor) for tensor in tensors]
+    buffers = [torch.empty_like(tensor) for tensor in tensors]
     checkpoint = vbs.Checkpoint(folder / "ours", model=training.model, optimizer=training.optimizer, keep=1)
 
     def timed(what: str, call: Callable[[], Any]) -> Any:
@@ -129,114 +129,123 @@ def saves(size: str, folder: Path, rounds: int) -> dict[str, list[float]]:
 
     def save_and_replace() -> None:
         torch.save(training.state(), folder / "part")
-        os.replace(folder / "part", folder / "whole")  # noqa: PTH105
+        os.replace(folder / "part", folder / "published")  # noqa: PTH105
 
-    def go_on() -> None:
+    def save_and_continue() -> None:
         for _ in range(3):
-            alone.append(updated())
-        path = timed("stall", lambda: checkpoint.save(wait=False))
-        beside.append(updated())
+            alone.append(update_seconds())
+        path = timed("blocked", lambda: checkpoint.save(wait=False))
+        beside.append(update_seconds())
         while not path.exists():
-            beside.append(updated())
-        time.sleep(0.1)  # until the one before is deleted
+            beside.append(update_seconds())
+        time.sleep(0.1)  # until the previous checkpoint is deleted
         took["alone"].append(median(alone[-3:]))
         took["beside"].append(sum(beside) / len(beside))
         beside.clear()
 
-    def updated() -> float:
+    def update_seconds() -> float:
         began = time.perf_counter()
         training.update()
         return time.perf_counter() - began
 
-    def distributed() -> None:
-        pending = timed("dcp stall", lambda: dcp.async_save(training.state(), checkpoint_id=folder / "dcp"))
+    def save_by_dcp() -> None:
+        pending = timed("dcp blocked", lambda: dcp.async_save(training.state(), checkpoint_id=folder / "dcp"))
         pending.result()
 
     alone: list[float] = []
     beside: list[float] = []
     order: list[Callable[[], object]] = [
         lambda: timed("copy", lambda: [tensor.clone() for tensor in tensors]),
-        lambda: timed("copy into kept memory", lambda: torch._foreach_copy_(kept, tensors)),
+        lambda: timed("copy into reused memory", lambda: torch._foreach_copy_(buffers, tensors)),
         lambda: timed("save", checkpoint.save),
         lambda: timed("torch.save", save_and_replace),
-        go_on,
-        distributed,
+        save_and_continue,
+        save_by_dcp,
     ]
     timed("first copy", lambda: [tensor.clone() for tensor in tensors])
-    timed("first stall", lambda: checkpoint.save(wait=False))
+    timed("first blocked", lambda: checkpoint.save(wait=False))
     checkpoint.save()
-    for turn in range(-1, rounds):
-        random.Random(turn).shuffle(order)
+    for repetition in range(-1, repetitions):  # -1 is a warm-up
+        random.Random(repetition).shuffle(order)
         for call in order:
             training.update()
             call()
-        if turn < 0:
+        if repetition < 0:
             took = defaultdict(list, {name: times for name, times in took.items() if name.startswith("first")})
     checkpoint.close()
     return dict(took)
 
 
-def fresh(*arguments: object) -> Any:
-    """What a fresh process prints."""
+def run_process(*arguments: object) -> Any:
+    """Run this script in a new process, and return what it prints."""
     command = [sys.executable, __file__, "--started", repr(time.time()), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(size: str, processes: int, rounds: int, root: Path) -> None:
+def measure(size: str, processes: int, repetitions: int, root: Path) -> None:
     from results import record, spread
 
     root.mkdir()
-    fresh("--child", "begun", "--models", size, "--folder", root / "begun")
-    ways = [fresh("--child", "way back", "--models", size, "--folder", root / "begun") for _ in range(processes)]
-    parts = {name: median(way[name] for way in ways) for name in ways[0]}
-    imports = [sum(seconds for name, seconds in way.items() if name.startswith("import")) for way in ways]
-    after = [way["model"] + way["restore"] + way["first update"] for way in ways]
-    share = median(mine / sum(way.values()) for mine, way in zip(imports, ways, strict=True))
+    run_process("--child", "save first", "--models", size, "--folder", root / "saved")
+    runs = [run_process("--child", "resume", "--models", size, "--folder", root / "saved") for _ in range(processes)]
+    parts = {name: median(run[name] for run in runs) for name in runs[0]}
+    imports = [sum(seconds for name, seconds in run.items() if name.startswith("import")) for run in runs]
+    after = [run["model"] + run["restore"] + run["first update"] for run in runs]
+    share = median(own / sum(run.values()) for own, run in zip(imports, runs, strict=True))
     record(
-        f"seconds from a process's start to its first update after a restore, {size} parameters",
+        f"seconds from the start of a process to the first update after a restore, {size} parameters",
         ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
         + f"; imports are {share:.0%} (medians of {processes} processes)",
     )
     record(
-        f"seconds from having imported to the first update after a restore, {size} parameters",
+        f"seconds from the end of the imports to the first update after a restore, {size} parameters",
         f"{median(after):.2f} ({min(after):.2f} to {max(after):.2f}, {processes} processes)",
     )
     took: dict[str, list[float]] = defaultdict(list)
     for number in range(processes):
         folder = root / f"saves{number}"
         folder.mkdir()
-        for name, times in fresh("--child", "saves", "--models", size, "--folder", folder, "--rounds", rounds).items():
+        arguments = ("--child", "saves", "--models", size, "--folder", folder, "--repetitions", repetitions)
+        for name, times in run_process(*arguments).items():
             took[name] += times
-    for what, mine, other in (
-        ("the stall of save(wait=False) / copying the state", "stall", "copy"),
-        ("the stall of the first save(wait=False) of a process / copying the state", "first stall", "first copy"),
-        ("the stall of save(wait=False) / copying the state into kept memory", "stall", "copy into kept memory"),
-        ("the stall of torch.distributed.checkpoint.async_save / copying the state", "dcp stall", "copy"),
-        ("an update while the thread writes / one alone", "beside", "alone"),
-        ("save() / torch.save and os.replace", "save", "torch.save"),
+    for question, numerator, denominator in (
+        ("time that save(wait=False) blocks / a copy of the state", "blocked", "copy"),
+        (
+            "time that the first save(wait=False) of a process blocks / a copy of the state",
+            "first blocked",
+            "first copy",
+        ),
+        (
+            "time that save(wait=False) blocks / a copy of the state into reused memory",
+            "blocked",
+            "copy into reused memory",
+        ),
+        ("time that torch.distributed.checkpoint.async_save blocks / a copy of the state", "dcp blocked", "copy"),
+        ("time of an update while the thread writes / of an update alone", "beside", "alone"),
+        ("time of save() / of torch.save and os.replace", "save", "torch.save"),
     ):
-        ratios = [one / another for one, another in zip(took[mine], took[other], strict=True)]
-        record(f"{what}, {size} parameters", f"{spread(ratios)}; {1e3 * median(took[mine]):.0f} ms")
+        ratios = [one / other for one, other in zip(took[numerator], took[denominator], strict=True)]
+        record(f"{question}, {size} parameters", f"{spread(ratios)}; {1e3 * median(took[numerator]):.0f} ms")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", choices=HIDDEN, default=list(HIDDEN))
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=5, help="in each process that saves")
+    parser.add_argument("--repetitions", type=int, default=5, help="in each process that saves")
     for hidden in ("child", "started", "folder"):
         parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
         size, folder = flags.models[0], Path(flags.folder)
         children: dict[str, Callable[[], Any]] = {
-            "begun": lambda: begun(size, folder),
-            "way back": lambda: way_back(size, folder, float(flags.started)),
-            "saves": lambda: saves(size, folder, flags.rounds),
+            "save first": lambda: save_first(size, folder),
+            "resume": lambda: resume(size, folder, float(flags.started)),
+            "saves": lambda: saves(size, folder, flags.repetitions),
         }
         print(json.dumps(children[flags.child]()))
         raise SystemExit
     with tempfile.TemporaryDirectory() as root:
         for size in flags.models:
-            measure(size, flags.processes, flags.rounds, Path(root) / size)
+            measure(size, flags.processes, flags.repetitions, Path(root) / size)

@@ -1,4 +1,4 @@
-"""What the README says of machines that come and go: its own commands, while processes are taken away and added."""
+"""The commands of the README for elastic training, while processes are removed and added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,13 @@ from helpers.kills import send
 from helpers.readme import ROOT, commands
 
 LINES = [line for line in commands() if "--checkpoint" in line]
-PATIENCE = 300.0  # seconds
+TIMEOUT = 300.0  # seconds
 SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 
 
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Leaders of sessions, which end with the test and take all with them that they have started."""
+    """Leaders of sessions; each ends with the test, together with its descendants."""
     leaders: list[subprocess.Popen[bytes]] = []
     yield leaders
     for leader in leaders:
@@ -34,6 +34,7 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def start(line: str, log: Path, path: str = "") -> subprocess.Popen[bytes]:
+    """Run a line of shell; `path` comes first on PATH."""
     search = os.pathsep.join([path, str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": search, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
@@ -48,28 +49,32 @@ def start(line: str, log: Path, path: str = "") -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.xla
-def test_a_loop_goes_on_with_other_cores(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+def test_a_shell_loop_resumes_with_another_number_of_cores(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
     if importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
     nproc = tmp_path / "bin" / "nproc"
     nproc.parent.mkdir()
-    nproc.write_text(f"#!/bin/sh\n[ -e {tmp_path}/asked ] && echo 1 || echo 2\ntouch {tmp_path}/asked\n")
+    nproc.write_text(f"#!/bin/sh\n[ -e {tmp_path}/called ] && echo 1 || echo 2\ntouch {tmp_path}/called\n")
     nproc.chmod(0o755)
     line = LINES[0].replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log --num-workers 1 --epochs 1 {SHORT}")
-    loop = start(line, tmp_path / "said", str(nproc.parent))
+    loop = start(line, tmp_path / "output", str(nproc.parent))
     started.append(loop)
     wait_for(lambda: saved(tmp_path) >= 10, tmp_path)
     program = min(descendants(loop.pid))  # bash's own child
     os.kill(program, signal.SIGTERM)
-    assert loop.wait(PATIENCE) == 0, (tmp_path / "said").read_text()
-    said = (tmp_path / "said").read_text()
-    assert re.findall(r"^(\d) x xla", said, re.MULTILINE) == ["2", "1"]
-    assert "Warning" not in said
-    assert re.search(r"^stops: update-\d+ was whole \d+\.\d\d s after SIGTERM$", said, re.MULTILINE)
-    assert re.search(r"^samples +12,000$", said, re.MULTILINE)
+    assert loop.wait(TIMEOUT) == 0, (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_text()
+    assert re.findall(r"^(\d) x xla", output, re.MULTILINE) == ["2", "1"]
+    assert "Warning" not in output
+    assert re.search(
+        r"^Checkpoint update-\d+ saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", output, re.MULTILINE
+    )
+    assert re.search(r"^samples +12,000$", output, re.MULTILINE)
 
 
-def test_torchrun_goes_on_when_a_machine_joins_and_when_it_is_lost(
+def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
     with socket.socket() as free:
@@ -92,28 +97,28 @@ def test_torchrun_goes_on_when_a_machine_joins_and_when_it_is_lost(
     before = saved(tmp_path)
     wait_for(lambda: saved(tmp_path) > before, tmp_path)
     send(signal.SIGKILL, [*descendants(second.pid), second.pid])
-    assert first.wait(PATIENCE) == 0, logs[0].read_text()
+    assert first.wait(TIMEOUT) == 0, logs[0].read_text()
     assert worlds() == ["1", "2", "1"]
-    said = logs[0].read_text()
-    assert "after SIGTERM" in said + logs[1].read_text()  # when the second one joined, nothing was lost
-    assert re.search(r"^samples +24,000$", said, re.MULTILINE)
+    output = logs[0].read_text()
+    assert "after SIGTERM" in output + logs[1].read_text()  # no update was lost when the second one joined
+    assert re.search(r"^samples +24,000$", output, re.MULTILINE)
 
 
 def saved(folder: Path) -> int:
-    """The update of the newest checkpoint."""
+    """Return the update of the newest checkpoint."""
     return max((int(path.name[7:15]) for path in folder.glob("saved/update-*")), default=0)
 
 
-def wait_for(met: object, folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not met():  # type: ignore[operator]
+def wait_for(condition: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
         logs = "\n".join(path.read_text(errors="replace") for path in folder.iterdir() if path.is_file())
         assert time.monotonic() < deadline, logs
         time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, whatever sessions they are in."""
+    """Return the descendants of a process, in any session."""
     parents: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -17,22 +17,21 @@ import pytest
 import variable_batch_size as vbs
 from helpers.checkpoints import start
 from variable_batch_size.backend._xla_launch import run_by
-from variable_batch_size.checkpoint.folder import whole
-from variable_batch_size.preemption import EXIT_CODE, current, notice
+from variable_batch_size.checkpoint.folder import verified_manifest
+from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
 
-STOPS = [signal.SIGTERM, signal.SIGUSR1]
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
 
-# A main thread that stands in C, where Python runs no handlers, and another one that tells what has come.
+# A main thread that waits in C, where Python runs no handlers, and a thread that prints the signal.
 STUCK = """
-from variable_batch_size.checkpoint.folder import whole
-from variable_batch_size.preemption import notice
+from variable_batch_size.preemption import signal_notice
 import ctypes, threading, time
 with vbs.Preemption() as preemption:
-    def tell():
+    def report():
         while not preemption.requested:
             time.sleep(0.01)
-        print(notice(), flush=True)
-    threading.Thread(target=tell, daemon=True).start()
+        print(signal_notice(), flush=True)
+    threading.Thread(target=report, daemon=True).start()
     print("ready", flush=True)
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
@@ -42,7 +41,7 @@ with vbs.Preemption() as preemption:
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[str]]]:
-    """Started ones, which do not outlive the test."""
+    """Processes that end with the test."""
     started: list[subprocess.Popen[str]] = []
     yield started
     for process in started:
@@ -50,7 +49,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_a_main_thread_that_stands_in_c_hears_the_first_signal_and_is_ended_by_the_second(
+def test_a_main_thread_blocked_in_c_records_the_first_signal_and_exits_on_the_second(
     tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     process = start(STUCK, tmp_path)
@@ -59,49 +58,48 @@ def test_a_main_thread_that_stands_in_c_hears_the_first_signal_and_is_ended_by_t
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
     assert re.fullmatch(r"[01]\.\d\d s after SIGUSR1\n", process.stdout.readline())
-    process.send_signal(signal.SIGUSR1)  # the same one, which came by another way
+    process.send_signal(signal.SIGUSR1)  # the same request, from another sender
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == EXIT_CODE == 143
 
 
-def test_outside_of_the_context_signals_are_as_before() -> None:
-    before = [signal.getsignal(by) for by in STOPS], signal.set_wakeup_fd(-1)
+def test_handlers_are_restored_after_the_context() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS], signal.set_wakeup_fd(-1)
     with vbs.Preemption() as preemption:
-        assert current() is preemption
-        assert (preemption.requested, notice()) == (False, "")
-        with pytest.raises(RuntimeError, match=r"one Preemption, but .* leave one of them out"), vbs.Preemption():
+        assert active_preemption() is preemption
+        assert (preemption.requested, signal_notice()) == (False, "")
+        with pytest.raises(RuntimeError, match=r"one Preemption at a time, .*; remove one of them"), vbs.Preemption():
             pass
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_for(preemption)
-        assert notice().endswith("s after SIGUSR1")
-    assert ([signal.getsignal(by) for by in STOPS], signal.set_wakeup_fd(-1)) == before
-    assert (current(), notice()) == (None, "")
-    with preemption:  # again
+        assert signal_notice().endswith("s after SIGUSR1")
+    assert ([signal.getsignal(number) for number in SIGNALS], signal.set_wakeup_fd(-1)) == before
+    assert (active_preemption(), signal_notice()) == (None, "")
+    with preemption:  # a second time
         assert not preemption.requested
 
 
-def test_a_process_takes_signals_in_its_main_thread() -> None:
-    said = []
+def test_rejects_entry_outside_of_the_main_thread() -> None:
+    errors = []
 
     def enter() -> None:
         try:
             with vbs.Preemption():
                 pass
         except RuntimeError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=enter, name="rank 1")
     thread.start()
     thread.join()
-    assert said == [
-        "a process takes signals in its main thread, but Preemption was entered in rank 1; enter it before the ranks "
-        "are launched"
+    assert errors == [
+        "Preemption must be entered in the main thread, got thread 'rank 1'; enter it before the ranks are launched"
     ]
 
 
-def test_who_listened_to_signals_before_still_does() -> None:
+def test_signals_are_passed_on_to_the_previous_wakeup_fd() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
@@ -116,22 +114,22 @@ def test_who_listened_to_signals_before_still_does() -> None:
         os.close(writer)
 
 
-def test_when_somebody_else_begins_to_listen_the_first_signal_is_heard_still() -> None:
+def test_the_first_signal_is_recorded_without_the_wakeup_fd() -> None:
     with vbs.Preemption() as preemption:
         assert signal.set_wakeup_fd(-1) != -1
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(preemption)
 
 
-def test_a_signal_that_nobody_can_take_leaves_nothing_behind() -> None:
-    before = [signal.getsignal(by) for by in STOPS], threading.active_count()
-    with pytest.raises(OSError, match="Invalid argument"), vbs.Preemption([*STOPS, signal.SIGKILL]):
+def test_a_signal_that_has_no_handlers_leaves_nothing_behind() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS], threading.active_count()
+    with pytest.raises(OSError, match="Invalid argument"), vbs.Preemption([*SIGNALS, signal.SIGKILL]):
         pass
-    assert ([signal.getsignal(by) for by in STOPS], threading.active_count()) == before
-    assert (current(), signal.set_wakeup_fd(-1)) == (None, -1)
+    assert ([signal.getsignal(number) for number in SIGNALS], threading.active_count()) == before
+    assert (active_preemption(), signal.set_wakeup_fd(-1)) == (None, -1)
 
 
-def test_nothing_is_launched_after_a_signal() -> None:
+def test_launches_nothing_after_a_signal() -> None:
     with vbs.Preemption() as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(preemption)
@@ -140,9 +138,9 @@ def test_nothing_is_launched_after_a_signal() -> None:
         assert end.value.code == EXIT_CODE
 
 
-def test_a_forked_child_has_its_own_signals_and_leaves_those_of_its_parent() -> None:
+def test_a_forked_child_handles_its_own_signals_and_not_those_of_its_parent() -> None:
     with vbs.Preemption() as preemption:
-        for by in STOPS:
+        for number in SIGNALS:
             reader, writer = os.pipe()
             if (child := os.fork()) == 0:
                 try:
@@ -154,8 +152,8 @@ def test_a_forked_child_has_its_own_signals_and_leaves_those_of_its_parent() -> 
             assert os.read(reader, 5) == b"ready"
             os.close(reader)
             os.close(writer)
-            os.kill(child, by)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -by
+            os.kill(child, number)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
         assert not preemption.requested
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(preemption)
@@ -168,7 +166,7 @@ def wait_for(preemption: vbs.Preemption) -> None:
         time.sleep(0.001)
 
 
-# ------------------------------------------------------------------------------------------ what a training makes of it
+# ------------------------------------------------------------------------------------- a training that is asked to stop
 
 RANK = """
 import torch.distributed as dist
@@ -203,50 +201,50 @@ with vbs.Preemption(), checkpoint(folder / "saved", run) as saves:
             saves.step()
             print("ready", flush=True)
 """
-STOPPED = r"stops: (update-\d+) was whole \d+\.\d\d s after (\w+)"
+STOPPED = r"Checkpoint (update-\d+) saved \d+\.\d\d s after (\w+); exiting with 143\."
 
 
-def hear(process: subprocess.Popen[str], said: str) -> None:
-    """Wait until it says that; gloo has to say something before."""
+def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
+    """Wait until the process prints this line; gloo prints others before."""
     assert process.stdout is not None
-    while (line := process.stdout.readline()) != f"{said}\n":
+    while (line := process.stdout.readline()) != f"{expected}\n":
         assert line
 
 
-def end(process: subprocess.Popen[str]) -> list[str]:
-    """The last lines of one that stops as it should."""
+def exit_lines(process: subprocess.Popen[str]) -> list[str]:
+    """Check that the process exits as after a signal, and return its remaining output lines."""
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (EXIT_CODE, "")
     return out.splitlines()
 
 
-def test_all_ranks_stop_after_the_same_update_when_one_is_asked(
+def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(
     tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     processes += [start(RANK, tmp_path, rank) for rank in range(3)]
     for process in processes:
-        hear(process, "ready")
+        wait_for_line(process, "ready")
     processes[2].send_signal(signal.SIGUSR1)
-    lines = [end(process) for process in processes]
+    lines = [exit_lines(process) for process in processes]
     (updates,) = {int(rank[-1]) for rank in lines}
-    said = re.fullmatch(STOPPED, lines[0][-2])
-    assert said is not None
-    assert said[1] == f"update-{updates:08d}"
-    assert said[2] == "SIGUSR1"
-    assert whole(tmp_path / "saved" / said[1]) is not None
+    match = re.fullmatch(STOPPED, lines[0][-2])
+    assert match is not None
+    assert match[1] == f"update-{updates:08d}"
+    assert match[2] == "SIGUSR1"
+    assert verified_manifest(tmp_path / "saved" / match[1]) is not None
     assert [len(rank) for rank in lines[1:]] == [1, 1]
 
 
-def test_a_signal_to_a_whole_group_spares_the_workers_of_the_loader(
+def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
     tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     process = start(LOADER, tmp_path, new_session=True)
     processes.append(process)
-    hear(process, "ready")
+    wait_for_line(process, "ready")
     os.killpg(process.pid, signal.SIGTERM)
-    said = re.fullmatch(STOPPED, end(process)[-1])
-    assert said is not None
-    assert whole(tmp_path / "saved" / said[1]) is not None
+    match = re.fullmatch(STOPPED, exit_lines(process)[-1])
+    assert match is not None
+    assert verified_manifest(tmp_path / "saved" / match[1]) is not None
 
 
 @pytest.mark.xla
@@ -254,7 +252,7 @@ def test_a_signal_to_a_whole_group_spares_the_workers_of_the_loader(
 @pytest.mark.parametrize(
     "launcher", ["launch(work, args, cores=2)", "run_by(torch_xla.launch, partial(_without_ordinal, work), args)"]
 )
-def test_a_program_that_launched_cores_stops_with_them(
+def test_a_program_that_launched_cores_exits_with_them(
     launcher: str, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     script = f"""
@@ -262,19 +260,19 @@ from functools import partial
 import torch_xla
 from variable_batch_size.backend._xla_launch import run_by
 from variable_batch_size.backend.xla import _without_ordinal, launch
-from helpers.xla_checkpoints import Case, train_until_asked as work
+from helpers.xla_checkpoints import Case, train_until_signal as work
 args = (folder, Case(vbs.AdaScaleOptimizer, (5, 2, 9), 4))
 with vbs.Preemption():
     {launcher}
 """
     process = start(script, tmp_path)
     processes.append(process)
-    hear(process, "update 5")
+    wait_for_line(process, "update 5")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=100)
     assert process.returncode == EXIT_CODE, err
-    said = re.fullmatch(STOPPED, out.splitlines()[-1])
-    assert said is not None
-    assert whole(tmp_path / "checkpoints" / said[1]) is not None
-    stood = {f"update-{int(path.read_text()):08d}" for path in tmp_path.glob("stood*")}
-    assert stood == {said[1]}
+    match = re.fullmatch(STOPPED, out.splitlines()[-1])
+    assert match is not None
+    assert verified_manifest(tmp_path / "checkpoints" / match[1]) is not None
+    updates = {f"update-{int(path.read_text()):08d}" for path in tmp_path.glob("updates*")}
+    assert updates == {match[1]}

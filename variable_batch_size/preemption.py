@@ -1,8 +1,8 @@
-"""The signals by which machines are taken back, noticed at once and whatever the main thread is doing.
+"""Handle the signals that precede the loss of a machine immediately, whatever the main thread does.
 
-Python runs signal handlers in the main thread, between two of its instructions: never, while it stands in a collective
-that nobody completes. But the interpreter also writes each signal's number into a socket when it arrives, and here a
-thread reads that.
+Python runs signal handlers in the main thread, between two bytecode instructions: never while that thread waits in a
+collective that no other rank completes. The interpreter also writes the number of each signal to a socket when the
+signal arrives (`signal.set_wakeup_fd`), and a thread here reads that socket.
 """
 
 from __future__ import annotations
@@ -21,80 +21,86 @@ from typing import Any, final
 EXIT_CODE = 128 + signal.SIGTERM  # 143
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-_SAME = 1.0  # seconds; where a whole job is asked to stop, a process hears it from the system and from its launcher
-_END = b"\0"  # no signal has this number
+_DUPLICATE_SECONDS = 1.0  # a process of a job can get the same request twice, from the system and from its launcher
+_STOP = b"\0"  # ends the thread that reads the socket; no signal has this number
 
 _active: Preemption | None = None
 
 
 @final
 class Preemption:
-    """Lets a training that is asked to stop do so after the next update, with a checkpoint.
+    """Context manager that makes a training save and exit after the next update when a signal arrives.
 
-    A context for the main thread of each rank's own process, or of the one that calls
-    `variable_batch_size.backend.xla.launch`, which passes signals on to its ranks. When one has come to any rank, the
-    next `Checkpoint.step()` saves, on all ranks at the same update, and raises `SystemExit(143)`; who launched XLA's
-    cores ends with 143 too. A second signal, a second or more after the first, ends the process at once. (As AdaptDL
-    stops: Qiao et al. 2021.)
+    Enter it in the main thread of each rank's process, or of the process that calls
+    `variable_batch_size.backend.xla.launch`, which forwards signals to its ranks. After a signal to any rank, the next
+    `Checkpoint.step()` saves after the same update on all ranks and raises `SystemExit(143)`; a process that launched
+    XLA cores also exits with 143. A second signal, one second or more after the first, ends the process immediately.
+    AdaptDL stops trainings in the same way (Qiao et al. 2021).
 
     Args:
-        signals: which ones to take; by default those of clouds and of Slurm, SIGTERM and SIGUSR1.
+        signals: signals to handle; by default SIGTERM and SIGUSR1, which clouds and Slurm send.
 
     Raises:
-        RuntimeError: on entering it outside of the main thread, or in another one.
+        RuntimeError: on entry, if this is not the main thread, or the process has already entered a `Preemption`.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
         self.signals = tuple(map(signal.Signals, signals))
-        self._first: tuple[signal.Signals, float] | None = None
-        self._relay: Callable[[signal.Signals], None] | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-        self._wakeup = -1
+        self._first: tuple[signal.Signals, float] | None = None  # first signal, and time.monotonic() at its arrival
+        self._forward: Callable[[signal.Signals], None] | None = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._previous_wakeup_fd = -1
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Whether a signal has arrived."""
         return self._first is not None
 
     @contextmanager
-    def relayed(self, relay: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Pass what comes on to `relay`, for as long as the block runs."""
-        self._relay = relay
+    def forwarding_to(self, forward: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """Call `forward` with each signal that arrives during the block."""
+        self._forward = forward
         try:
             yield
         finally:
-            self._relay = None
+            self._forward = None
 
     @staticmethod
     def shield(worker: int = 0) -> None:
-        """Heed SIGTERM and SIGUSR1 of the parent only: a loader's `worker_init_fn`, where all processes get them."""
+        """Make a `DataLoader` worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
+
+        Pass it as `worker_init_fn` if signals are sent to every process of a job.
+
+        Args:
+            worker: id of the worker, which `DataLoader` passes; unused.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         if hasattr(signal, "sigwaitinfo"):  # not on macOS
-            threading.Thread(target=_end_with_parent, name="shield", daemon=True).start()
+            threading.Thread(target=_exit_on_signal_from_parent, name="shield", daemon=True).start()
 
     def __enter__(self) -> Preemption:
         global _active
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                f"a process takes signals in its main thread, but Preemption was entered in "
-                f"{threading.current_thread().name}; enter it before the ranks are launched"
+                f"Preemption must be entered in the main thread, got thread {threading.current_thread().name!r}; enter "
+                f"it before the ranks are launched"
             )
         if _active is not None:
             raise RuntimeError(
-                "a process has one Preemption, but this one was entered in another; leave one of them out"
+                "a process can enter one Preemption at a time, got a second one inside the first; remove one of them"
             )
-        _mind_forks()
-        self._first, self._handlers = None, {}
+        _reset_after_fork()
+        self._first, self._previous_handlers = None, {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._thread = threading.Thread(target=self._listen, name="preemption", daemon=True)
+        self._thread = threading.Thread(target=self._read_wakeup_socket, name="preemption", daemon=True)
         self._thread.start()
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         _active = self
         try:
             for signum in self.signals:
-                self._handlers[signum] = signal.signal(signum, self._hear)
-        except BaseException:  # one that nobody can take
+                self._previous_handlers[signum] = signal.signal(signum, self._record)
+        except BaseException:  # for example, SIGKILL has no handlers
             self.__exit__(None, None, None)
             raise
         return self
@@ -102,10 +108,10 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if _active is not self:  # a forked child, which shares the socket
+        if _active is not self:  # a forked child, which shares the socket with its parent
             return
         self._restore()
-        self._writer.send(_END)
+        self._writer.send(_STOP)
         self._thread.join()
         self._reader.close()
         self._writer.close()
@@ -113,56 +119,59 @@ class Preemption:
     def _restore(self) -> None:
         global _active
         _active = None
-        for signum, handler in self._handlers.items():
+        for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler or signal.SIG_DFL)  # None: not installed by Python
-        signal.set_wakeup_fd(self._wakeup)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
 
-    def _listen(self) -> None:
-        while (came := self._reader.recv(1)) not in (_END, b""):
-            if self._wakeup != -1:  # somebody else listened before
+    def _read_wakeup_socket(self) -> None:
+        while (received := self._reader.recv(1)) not in (_STOP, b""):
+            if self._previous_wakeup_fd != -1:
                 with suppress(OSError):
-                    os.write(self._wakeup, came)
-            if came[0] in self.signals:
-                self._take(signal.Signals(came[0]))
+                    os.write(self._previous_wakeup_fd, received)
+            if received[0] in self.signals:
+                self._handle(signal.Signals(received[0]))
 
-    def _hear(self, signum: int, frame: FrameType | None = None) -> tuple[signal.Signals, float]:
-        """What came first, and when; also the handler, for when somebody else has taken the socket's place."""
+    def _record(self, signum: int, frame: FrameType | None = None) -> tuple[signal.Signals, float]:
+        """Record the first signal, and return it with its time.
+
+        Also the signal handler, in case other code has called `signal.set_wakeup_fd`.
+        """
         self._first = self._first or (signal.Signals(signum), time.monotonic())
         return self._first
 
-    def _take(self, signum: signal.Signals) -> None:
-        _, when = self._hear(signum)
-        if self._relay is not None:
-            self._relay(signum)
-        if time.monotonic() - when >= _SAME:
+    def _handle(self, signum: signal.Signals) -> None:
+        _, first_time = self._record(signum)
+        if self._forward is not None:
+            self._forward(signum)
+        if time.monotonic() - first_time >= _DUPLICATE_SECONDS:
             os._exit(EXIT_CODE)
 
 
-def current() -> Preemption | None:
-    """The one that is entered in this process."""
+def active_preemption() -> Preemption | None:
+    """Return the `Preemption` that this process has entered, or None."""
     return _active
 
 
-def notice() -> str:
-    """Which signal has come to this process, and how long ago: "0.42 s after SIGTERM"; empty before."""
+def signal_notice() -> str:
+    """Return how long ago the first signal arrived, such as "0.42 s after SIGTERM"; empty if none has."""
     if _active is None or _active._first is None:
         return ""
-    signum, when = _active._first
-    return f"{time.monotonic() - when:.2f} s after {signum.name}"
+    signum, first_time = _active._first
+    return f"{time.monotonic() - first_time:.2f} s after {signum.name}"
 
 
-def _end_with_parent() -> None:
+def _exit_on_signal_from_parent() -> None:
     while signal.sigwaitinfo(_SIGNALS).si_pid != os.getppid():
         pass
-    os._exit(0)  # as torch's own handler does in a loader's worker
+    os._exit(0)  # as torch's own handler does in a worker of a DataLoader
 
 
 @functools.cache
-def _mind_forks() -> None:
-    """A forked child has the socket too, but its signals are its own."""
+def _reset_after_fork() -> None:
+    """Restore the previous handlers in forked children: they share the socket, but their signals are their own."""
 
-    def forget() -> None:
+    def restore() -> None:
         if _active is not None:
             _active._restore()
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=restore)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers import xla_jobs
-from variable_batch_size.backend._xla_launch import Meeting, run_threads
+from variable_batch_size.backend._xla_launch import Rendezvous, run_threads
 from variable_batch_size.backend.xla import XlaBackend, launch
 
 torch_xla = pytest.importorskip("torch_xla")
@@ -170,7 +170,7 @@ XlaBackend()
 
 
 def test_a_meeting_ends_when_all_are_here_or_one_has_left() -> None:
-    meeting, ends = Meeting(3), []
+    meeting, ends = Rendezvous(3), []
 
     def rank(rounds: int) -> None:
         try:

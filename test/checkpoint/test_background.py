@@ -1,4 +1,4 @@
-"""Saves for which the training does not wait: what they hold, who waits for them, and when they are there."""
+"""Background saves: what they hold, who waits for them, and when they are published."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from helpers.checkpoints import checkpoint, names, start
 from helpers.reference import SIZES, Training, assert_equal, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.background import Background
-from variable_batch_size.checkpoint.folder import STATE, whole
+from variable_batch_size.checkpoint.folder import STATE, verified_manifest
 from variable_batch_size.testing import run_ranks
 
 
 def tensors(state: Any) -> dict[str, torch.Tensor]:
-    """By path."""
+    """Return the tensors of a nested state by path."""
     if isinstance(state, torch.Tensor):
         return {"": state}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, (list, tuple)) else ()
@@ -30,8 +30,10 @@ def tensors(state: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer, vbs.SqrtSDERuleOptimizer])
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_is_saved_is_the_state_at_the_call(kind: type[vbs.CustomOptimizer], world: int, tmp_path: Path) -> None:
-    """The blob is large enough for everything to have changed long before it is written."""
+def test_a_background_save_holds_the_state_at_the_call(
+    kind: type[vbs.CustomOptimizer], world: int, tmp_path: Path
+) -> None:
+    """The blob is large enough for all tensors to change long before it is written."""
     stop = 3
 
     def train(backend: Backend) -> dict[str, Any]:
@@ -59,26 +61,26 @@ def test_what_is_saved_is_the_state_at_the_call(kind: type[vbs.CustomOptimizer],
     assert len(expected) > 5
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-    again = training(kind)
-    with checkpoint(tmp_path, again, blob=nn.Linear(1500, 1500)) as saves:
+    resumed = training(kind)
+    with checkpoint(tmp_path, resumed, blob=nn.Linear(1500, 1500)) as saves:
         assert saves.restore()
-    assert_equal(again.run(len(SIZES) - stop).weights(), training(kind).run(len(SIZES)).weights())
+    assert_equal(resumed.run(len(SIZES) - stop).weights(), training(kind).run(len(SIZES)).weights())
 
 
-def test_where_it_is_going_to_be(tmp_path: Path) -> None:
+def test_save_returns_the_path_at_which_it_publishes(tmp_path: Path) -> None:
     run = training().run(1)
     with checkpoint(tmp_path, run) as saves:
         first = saves.save(wait=False)
         run.run(1)
         second = saves.save(wait=False)
-        assert whole(first)
+        assert verified_manifest(first)
         third = saves.save()
         assert saves.latest == third
     assert [path.name for path in (first, second, third)] == ["update-00000001", "update-00000002", "update-00000002-1"]
     assert names(tmp_path) == ["update-00000001", "update-00000002-1"]
 
 
-def test_a_restore_waits_for_the_save_before_it(tmp_path: Path) -> None:
+def test_restore_waits_for_the_background_save(tmp_path: Path) -> None:
     def train(backend: Backend) -> Training:
         run = training(backend=backend)
         with checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000), every=2) as saves:
@@ -93,19 +95,19 @@ def test_a_restore_waits_for_the_save_before_it(tmp_path: Path) -> None:
         assert_equal(run.weights(), training().run(3).weights())
 
 
-def test_a_folder_that_is_closed_has_all(tmp_path: Path) -> None:
+def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
     run = training().run(1)
     saves = checkpoint(tmp_path, run, blob=nn.Linear(1000, 1000))
     saves.save(wait=False)
     saves.close()
-    assert whole(tmp_path / "update-00000001")
+    assert verified_manifest(tmp_path / "update-00000001")
     saves.close()
     with checkpoint(tmp_path, run):
         pass
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "del saves, run"])
-def test_a_process_ends_when_all_is_written(end: str, tmp_path: Path) -> None:
+def test_a_process_exits_after_the_background_save(end: str, tmp_path: Path) -> None:
     script = f"""
 run = training()
 saves = checkpoint(folder, run, blob=torch.nn.Linear(2000, 2000), every=1)
@@ -117,10 +119,10 @@ saves.step()
     _, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (3 if "3" in end else 0, "")
     assert names(tmp_path) == ["update-00000001"]
-    assert whole(tmp_path / "update-00000001")
+    assert verified_manifest(tmp_path / "update-00000001")
 
 
-def test_a_save_that_fails_is_heard_where_another_exception_was_caught(tmp_path: Path) -> None:
+def test_a_failed_save_raises_even_while_another_exception_is_handled(tmp_path: Path) -> None:
     run = training().run(1)
     try:
         raise MemoryError
@@ -128,19 +130,19 @@ def test_a_save_that_fails_is_heard_where_another_exception_was_caught(tmp_path:
         saves = checkpoint(tmp_path / "saved", run)
         shutil.rmtree(tmp_path / "saved")
         saves.save(wait=False)
-        with pytest.raises(RuntimeError, match="could not be, in"), saves:
+        with pytest.raises(RuntimeError, match="could not be written to"), saves:
             pass
 
 
-def test_background_work_is_done_once_and_its_failure_told_once() -> None:
+def test_a_background_task_runs_once_and_its_error_is_raised_once() -> None:
     done, background = [], Background()
     for number in range(3):
-        background.begin(lambda number=number: done.append(number))  # type: ignore[misc]
+        background.start(lambda number=number: done.append(number))  # type: ignore[misc]
         assert not background.idle
-        background.finish()
+        background.wait()
     assert done == [0, 1, 2]
-    background.begin(lambda: {}["missing"])
+    background.start(lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
-        background.finish()
+        background.wait()
     assert background.idle
-    background.finish()
+    background.wait()

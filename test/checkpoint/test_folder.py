@@ -1,4 +1,4 @@
-"""Checkpoints on real files: what they survive."""
+"""Checkpoints on real files: damage, full disks, and writers that are killed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.checkpoints import checkpoint, cut_off, names, start, two_saved
+from helpers.checkpoints import checkpoint, names, start, truncate_state, two_saved
 from helpers.reference import training
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.folder import MANIFEST, STATE, _sealed, whole
+from variable_batch_size.checkpoint.folder import MANIFEST, STATE, _format_manifest, verified_manifest
 from variable_batch_size.testing import run_ranks
 
 
@@ -30,90 +30,89 @@ def saved(tmp_path: Path) -> Path:
     return two_saved(tmp_path / "saved")
 
 
-# ------------------------------------------------------------------------------------------------ damage is noticed
+# --------------------------------------------------------------------------------------------------- damage is detected
 
 
-def test_no_truncated_file_is_whole(saved: Path) -> None:
+def test_detects_a_truncated_extended_or_missing_file(saved: Path) -> None:
     folder = saved / "update-00000002"
-    assert whole(folder) is not None
+    assert verified_manifest(folder) is not None
     for file in (folder / STATE, folder / MANIFEST):
         contents = file.read_bytes()
         for length in {*range(0, len(contents), 4096), len(contents) - 1}:
             file.write_bytes(contents[:length])
-            assert whole(folder) is None, (file, length)
+            assert verified_manifest(folder) is None, (file, length)
         file.write_bytes(contents + b"\0")
-        assert whole(folder) is None
+        assert verified_manifest(folder) is None
         file.unlink()
-        assert whole(folder) is None
+        assert verified_manifest(folder) is None
         file.write_bytes(contents)
-    assert whole(folder) is not None
+    assert verified_manifest(folder) is not None
 
 
-def test_no_file_with_another_bit_is_whole(saved: Path) -> None:
+def test_detects_a_flipped_bit(saved: Path) -> None:
     seed = 20
     print("seed", seed)
     rng, folder = random.Random(seed), saved / "update-00000002"
     files = {name: bytearray((folder / name).read_bytes()) for name in (STATE, MANIFEST)}
-    for turn in range(1000):
-        name = MANIFEST if turn % 4 == 0 else STATE
+    for index in range(1000):
+        name = MANIFEST if index % 4 == 0 else STATE
         contents, bit = files[name], rng.randrange(8 * len(files[name]))
         contents[bit // 8] ^= 1 << bit % 8
         (folder / name).write_bytes(contents)
-        assert whole(folder) is None, (seed, name, bit)
+        assert verified_manifest(folder) is None, (seed, name, bit)
         contents[bit // 8] ^= 1 << bit % 8
         (folder / name).write_bytes(contents)
-    assert whole(folder) is not None
+    assert verified_manifest(folder) is not None
 
 
-def half_deleted(folder: Path) -> None:
+def without_manifest(folder: Path) -> None:
     (folder / MANIFEST).unlink()
 
 
-def a_file(folder: Path) -> None:
+def a_file_instead_of_a_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("not a folder")
 
 
-def another_shape_of_manifest(folder: Path) -> None:
+def a_list_as_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text("[1, 2]")
 
 
-DAMAGES = [cut_off, half_deleted, a_file, another_shape_of_manifest]
+DAMAGES = [truncate_state, without_manifest, a_file_instead_of_a_folder, a_list_as_manifest]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_the_one_before_a_damaged_one_is_used(damage: Callable[[Path], None], saved: Path) -> None:
+def test_restores_the_checkpoint_before_a_damaged_one(damage: Callable[[Path], None], saved: Path) -> None:
     damage(saved / "update-00000002")
     run = training()
     with checkpoint(saved, run) as saves:
-        with pytest.warns(RuntimeWarning, match=r"update-00000002 cannot be read .* goes on from update-00000001"):
+        expected = r"^Checkpoint update-00000002 in .* is damaged .*; restoring update-00000001 instead$"
+        with pytest.warns(RuntimeWarning, match=expected):
             assert saves.restore()
         assert saves.latest == saved / "update-00000001"
         assert run.optimizer.updates == 1
         run.run(1)
-        saves.save()  # again, beside what is damaged, which goes
+        saves.save()  # the same update as the damaged one, which it replaces
         assert names(saved) == ["update-00000001", "update-00000002-1"]
-        again = training()
+        resumed = training()
         saves.close()
-        with checkpoint(saved, again) as other:
+        with checkpoint(saved, resumed) as other:
             assert other.restore()
-        assert again.optimizer.updates == 2
+        assert resumed.optimizer.updates == 2
 
 
-def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     with checkpoint(tmp_path / "new" / "folder", training()) as saves:
         assert not saves.restore()
         assert saves.latest is None
 
 
-def test_where_all_are_damaged_the_training_begins_anew(saved: Path) -> None:
+def test_starts_from_the_beginning_if_all_checkpoints_are_damaged(saved: Path) -> None:
     for name in names(saved):
-        cut_off(saved / name)
+        truncate_state(saved / name)
     run = training()
-    with (
-        checkpoint(saved, run) as saves,
-        pytest.warns(RuntimeWarning, match="update-00000002 and update-00000001 cannot .* begins anew"),
-    ):
+    expected = "^Checkpoints update-00000002, update-00000001 in .* are damaged .*; starting from the beginning"
+    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match=expected):
         assert not saves.restore()
     assert run.optimizer.updates == 0
 
@@ -139,49 +138,49 @@ def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: P
     assert trap.exists() == (form != "shape")
     trap.unlink(missing_ok=True)
     contents = (folder / STATE).read_bytes()
-    about = {"name": STATE, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    file = {"name": STATE, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
     facts = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(_sealed({**{k: v for k, v in facts.items() if k != "seal"}, "file": about}))
-    assert whole(folder) is not None  # so that it is opened at all
+    (folder / MANIFEST).write_text(_format_manifest({**{k: v for k, v in facts.items() if k != "seal"}, "file": file}))
+    assert verified_manifest(folder) is not None  # else the state is not opened
     run = training()
-    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="goes on from update-00000001"):
+    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="restoring update-00000001"):
         assert saves.restore()
     assert run.optimizer.updates == 1
     assert not trap.exists()
 
 
-# -------------------------------------------------------------------------------------------------- disks and writers
+# ---------------------------------------------------------------------------------------------------- disks and writers
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_rejects_a_file_as_folder_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = []
+    errors = []
 
     def train(backend: Backend) -> None:
         with contextlib.suppress(RuntimeError):
             try:
                 checkpoint(tmp_path / "file", training(backend=backend))
             except RuntimeError as error:
-                said.append(str(error))
+                errors.append(str(error))
                 raise
 
     run_ranks(train, 2)
-    assert len(said) == 2
-    assert len(set(said)) == 1
-    assert said[0].startswith(f"dir must be a folder that can be written, but {tmp_path / 'file'} is not (File exists)")
+    assert len(errors) == 2
+    assert len(set(errors)) == 1
+    assert errors[0].startswith(f"dir must be a writable folder, got {tmp_path / 'file'} (File exists)")
 
 
 FULL = (
-    "a checkpoint must be written whole, but the one of update {} could not be, in {} (File too large); make room or "
-    "choose another folder (earlier checkpoints are as they were)"
+    "Checkpoint update-{:08d} could not be written to {} (File too large); free disk space or choose another folder "
+    "(earlier checkpoints are unchanged)"
 )
 
 
-def test_a_full_disk_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_save_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     script = """
 def train(backend):
     run = training(backend=backend).run(1)
-    said = []
+    errors = []
     with checkpoint(folder, run, blob=torch.nn.Linear(300, 300)) as saves:
         saves.save()
         run.run(1)
@@ -191,16 +190,16 @@ def train(backend):
             try:
                 saves.save()
             except RuntimeError as error:
-                said.append(str(error))
+                errors.append(str(error))
             assert names(folder) == ["update-00000001"], names(folder)
         backend.exchange(b"")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         saves.save()
-    return said
+    return errors
 
 
-said = run_ranks(train, 2)
-print(names(folder), [len(rank) for rank in said], *{text for rank in said for text in rank}, sep="\\n")
+errors = run_ranks(train, 2)
+print(names(folder), [len(rank) for rank in errors], *{text for rank in errors for text in rank}, sep="\\n")
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
     listing, numbers, text = out.splitlines()
@@ -208,7 +207,7 @@ print(names(folder), [len(rank) for rank in said], *{text for rank in said for t
     assert text == FULL.format(2, tmp_path)
 
 
-def test_every_rank_hears_of_a_full_disk_at_the_next_call(tmp_path: Path) -> None:
+def test_a_failed_background_save_raises_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
     script = """
 def limit(backend, size):
     backend.exchange(b"")
@@ -216,23 +215,23 @@ def limit(backend, size):
 
 
 def train(backend):
-    run, said = training(backend=backend).run(1), []
+    run, errors = training(backend=backend).run(1), []
 
-    class Meets:  # a part whose state is found together: a rank that has left before would be waited for
+    class Communicating:  # a part whose state_dict() waits for all ranks, so no rank may raise before it
         def state_dict(self):
             return {"ranks": len(backend.exchange(b""))}
 
         def load_state_dict(self, state):
             pass
 
-    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), meets=Meets(), every=1)
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), part=Communicating(), every=1)
 
     def fails(call):
         saves.save(wait=False)
         try:
             call()
         except RuntimeError as error:
-            said.append(f"{call.__name__}: {error}")
+            errors.append(f"{call.__name__}: {error}")
         assert names(folder) == ["update-00000001"], names(folder)
 
     def step():
@@ -245,15 +244,15 @@ def train(backend):
         limit(backend, size)
         fails(call)
     limit(backend, resource.RLIM_INFINITY)
-    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), meets=Meets())
+    saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300), part=Communicating())
     saves.save(wait=False)
     saves.close()
-    return said
+    return errors
 
 
-said = run_ranks(train, 2)
-assert said[0] == said[1]
-print(names(folder), *said[0], sep="\\n")
+errors = run_ranks(train, 2)
+assert errors[0] == errors[1]
+print(names(folder), *errors[0], sep="\\n")
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
     calls = [("save", 2), ("restore", 2), ("step", 2), ("close", 3)]
@@ -261,7 +260,7 @@ print(names(folder), *said[0], sep="\\n")
     assert (out.splitlines(), err) == (["['update-00000001', 'update-00000003']", *texts], "")
 
 
-def test_where_an_exception_passes_no_rank_waits_for_another(tmp_path: Path) -> None:
+def test_no_rank_waits_for_another_while_an_exception_propagates(tmp_path: Path) -> None:
     script = """
 import warnings
 
@@ -270,23 +269,23 @@ def train(backend):
     run = training(backend=backend).run(1)
     saves = checkpoint(folder, run, blob=torch.nn.Linear(300, 300))
     saves.save(wait=False)
-    if backend.world.rank == 0:  # and the other never comes
+    if backend.world.rank == 0:  # the other rank has returned
         with saves:
             raise KeyError("the training's own")
 
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     try:
         run_ranks(train, 2)
     except KeyError as error:
-        print(*error.args, *(each.message for each in said), sep="\\n")
+        print(*error.args, *(warning.message for warning in caught), sep="\\n")
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
     assert (out.splitlines(), err) == (["the training's own", FULL.format(1, tmp_path)], "")
 
 
-def test_a_writer_that_is_killed_leaves_a_whole_one(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     script = """
 run, waits = training(sizes=[5]), sys.argv[2] == "waits"
 with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
@@ -300,7 +299,7 @@ with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
     print("seed", seed)
     rng, reached = random.Random(seed), 0
     for waits in (True, False, False):
-        writer = start(script, tmp_path, "waits" if waits else "goes on")
+        writer = start(script, tmp_path, "waits" if waits else "continues")
         assert writer.stdout is not None
         for _ in range(3):
             reached = int(writer.stdout.readline())
@@ -320,7 +319,7 @@ with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
     assert all(name.startswith("update-") for name in names(tmp_path))
 
 
-def test_what_a_killed_writer_has_left_is_no_checkpoint_and_goes(saved: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_ignored_and_deleted(saved: Path) -> None:
     shutil.copytree(saved / "update-00000002", saved / ".update-00000003.part")
     (saved / ".update-00000001.old").write_text("")
     run = training()
@@ -332,16 +331,16 @@ def test_what_a_killed_writer_has_left_is_no_checkpoint_and_goes(saved: Path) ->
     assert names(saved) == ["update-00000002", "update-00000003"]
 
 
-def test_ranks_that_see_other_folders_are_told(tmp_path: Path) -> None:
-    def begin(backend: Backend) -> None:
+def test_rejects_different_folders_on_different_ranks(tmp_path: Path) -> None:
+    def save(backend: Backend) -> None:
         with checkpoint(tmp_path / "0", training(backend=backend).run(1)) as saves:
             saves.save()
 
-    def go_on(backend: Backend) -> None:
+    def restore(backend: Backend) -> None:
         run = training(backend=backend)
         with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
             saves.restore()
 
-    run_ranks(begin, 2)
-    with pytest.raises(RuntimeError, match=r"update-00000001 on rank 1 is another one than on rank 0"):
-        run_ranks(go_on, 2)
+    run_ranks(save, 2)
+    with pytest.raises(RuntimeError, match=r"update-00000001 on rank 1 differs from the one on rank 0"):
+        run_ranks(restore, 2)

@@ -1,4 +1,4 @@
-"""A training that is killed at any instant goes on exactly."""
+"""A training that is killed at any instant resumes exactly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from helpers.killed_training import Run
 from helpers.kills import Campaign
 
 SEED = 11
-RUN = Run("RootRuleOptimizer", "Adam", (20, 7, 1, 33, 12, 50, 3, 5), 101, seed=SEED, every=3, numbers=1_000_000)
+RUN = Run(
+    kind="RootRuleOptimizer",
+    inner="Adam",
+    sizes=(20, 7, 1, 33, 12, 50, 3, 5),
+    dataset_size=101,
+    seed=SEED,
+    every=3,
+    numbers=1_000_000,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 
-def go_through(endings: Sequence[tuple[int, str, str]], last_world: int, folder: Path, by: str = "torchrun") -> None:
-    """End a training so, each time in a world of that size and in that phase; it finishes in one of the last size."""
+def run_campaign(endings: Sequence[tuple[int, str, str]], last_world: int, folder: Path, by: str = "torchrun") -> None:
+    """End a training once per (world size, ending, phase), and let it finish in a world of size `last_world`."""
     print("seed", SEED)
     campaign = Campaign(RUN, folder, SEED, by=by, minibatch_sizes=(3, 4, 5))
     for world, ending, phase in endings:
@@ -27,7 +35,7 @@ def go_through(endings: Sequence[tuple[int, str, str]], last_world: int, folder:
     campaign.finish(last_world)
 
 
-def test_workers_that_are_killed_go_on_exactly(tmp_path: Path) -> None:
+def test_killed_workers_resume_exactly(tmp_path: Path) -> None:
     endings = [
         (1, "all", "training"),
         (4, "a worker", "saved"),
@@ -35,10 +43,10 @@ def test_workers_that_are_killed_go_on_exactly(tmp_path: Path) -> None:
         (1, "all", "restore"),
         (1, "all", "saved"),
     ]
-    go_through(endings, 2, tmp_path)
+    run_campaign(endings, last_world=2, folder=tmp_path)
 
 
-def test_workers_that_are_asked_to_stop_lose_nothing(tmp_path: Path) -> None:
+def test_workers_that_are_asked_to_stop_lose_no_update(tmp_path: Path) -> None:
     endings = [
         (2, "SIGTERM to a worker", "training"),
         (1, "SIGUSR1 to a worker", "restore"),
@@ -46,11 +54,11 @@ def test_workers_that_are_asked_to_stop_lose_nothing(tmp_path: Path) -> None:
         (3, "SIGTERM", "training"),
         (2, "SIGUSR1 to a worker", "training"),
     ]
-    go_through(endings, 1, tmp_path)
+    run_campaign(endings, last_world=1, folder=tmp_path)
 
 
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
-def test_cores_that_are_killed_go_on_exactly(tmp_path: Path) -> None:
+def test_killed_cores_resume_exactly(tmp_path: Path) -> None:
     endings = [(2, "a worker"), (4, "the launcher"), (3, "SIGTERM"), (1, "all")]
-    go_through([(world, ending, "saved") for world, ending in endings], 1, tmp_path, by="cores")
+    run_campaign([(world, ending, "saved") for world, ending in endings], last_world=1, folder=tmp_path, by="cores")

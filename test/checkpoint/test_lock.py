@@ -1,4 +1,4 @@
-"""Who may write into a folder of checkpoints."""
+"""The lock that gives a folder of checkpoints one writer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
-def test_a_forked_child_that_ends_leaves_the_folder_its_writer(tmp_path: Path) -> None:
+def test_a_forked_child_that_exits_does_not_release_the_lock(tmp_path: Path) -> None:
     script = """
 import os
 run = training()
@@ -34,13 +34,13 @@ os.wait()
 try:
     checkpoint(folder, run)
 except RuntimeError:
-    print("refused")
+    print("in use")
 """
     out, err = start(script, tmp_path).communicate(timeout=100)
-    assert (out, err) == ("refused\n", "")
+    assert (out, err) == ("in use\n", "")
 
 
-def test_a_forked_child_that_outlives_the_writer_does_not_keep_the_folder(tmp_path: Path) -> None:
+def test_a_forked_child_that_outlives_the_writer_does_not_hold_the_lock(tmp_path: Path) -> None:
     script = """
 import os, time
 saves = checkpoint(folder, training())
@@ -62,10 +62,10 @@ time.sleep(100)
         writer.communicate()
 
 
-def test_who_has_closed_a_folder_does_not_write_there(tmp_path: Path) -> None:
+def test_a_closed_checkpoint_does_not_save(tmp_path: Path) -> None:
     run = training().run(1)
     with checkpoint(tmp_path, run) as saves:
         pass
-    with pytest.raises(RuntimeError, match=r"this writer has let .* go; make another Checkpoint"):
+    with pytest.raises(RuntimeError, match=rf"{tmp_path} is not locked by .* closed .*; create another"):
         saves.save()
     assert names(tmp_path) == []

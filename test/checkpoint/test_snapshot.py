@@ -1,4 +1,4 @@
-"""Copies of a state in host memory: equal to it, apart from it, and in memory that stays."""
+"""Copies of a state in host memory: equal to it, independent of it, and in reused memory."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.detach().to_dense()
 
 
-def test_copies_have_the_values_of_any_tensor() -> None:
+def test_copies_equal_tensors_of_every_kind() -> None:
     snap = snapshot()
-    for _ in range(2):  # also into the memory of the first ones
+    for _ in range(2):  # the second copies reuse the memory of the first
         copies = snap.copy({"part": TENSORS})["part"]
         for name, tensor in TENSORS.items():
             copy = copies[name]
@@ -53,8 +53,8 @@ def test_copies_have_the_values_of_any_tensor() -> None:
             assert torch.equal(dense(copy), dense(tensor)), name
 
 
-@pytest.mark.parametrize("name", sorted({*TENSORS} - {"expanded"}))  # which cannot be filled
-def test_a_copy_stays_when_the_tensor_changes(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*TENSORS} - {"expanded"}))  # torch cannot fill an expanded tensor
+def test_a_copy_does_not_change_with_the_tensor(name: str) -> None:
     tensor = TENSORS[name].detach()
     copy, before = snapshot().copy({"part": tensor})["part"], dense(tensor).clone()
     try:
@@ -64,7 +64,7 @@ def test_a_copy_stays_when_the_tensor_changes(name: str) -> None:
         tensor.copy_(copy)
 
 
-def test_a_tensor_that_is_there_twice_is_copied_once() -> None:
+def test_a_tensor_that_occurs_twice_is_copied_once() -> None:
     tied = nn.Linear(3, 3)
     model = nn.Sequential(tied, tied)
     copy = snapshot().copy({"model": model.state_dict()})["model"]
@@ -72,7 +72,7 @@ def test_a_tensor_that_is_there_twice_is_copied_once() -> None:
     assert copy["0.weight"] is not copy["0.bias"]
 
 
-def test_the_memory_is_kept_for_what_fits_and_for_nothing_else() -> None:
+def test_memory_is_reused_for_tensors_of_the_same_layout_and_freed_otherwise() -> None:
     snap = snapshot()
 
     def addresses(*shapes: tuple[int, ...]) -> list[int]:
@@ -82,13 +82,13 @@ def test_the_memory_is_kept_for_what_fits_and_for_nothing_else() -> None:
     first = addresses((3, 4), (3, 4), (5,))
     assert len(set(first)) == 3
     assert sorted(addresses((5,), (3, 4), (3, 4))) == sorted(first)
-    kept = snap._kept
+    buffers = snap._buffers
     addresses((7,))
-    assert [len(copies) for copies in snap._kept.values()] == [1]
-    assert len(kept) == 2
+    assert [len(copies) for copies in snap._buffers.values()] == [1]
+    assert len(buffers) == 2
 
 
-def test_containers_are_copied_and_a_view_is_not() -> None:
+def test_containers_are_copied_and_the_tensors_of_a_view_are_not() -> None:
     state: dict[str, Any] = {"a": [1, (2.5, None)], "b": OrderedDict(c=torch.ones(2))}
     snap = snapshot()
     copy, view = snap.copy({"part": state})["part"], snap.view({"part": state})["part"]
@@ -98,15 +98,15 @@ def test_containers_are_copied_and_a_view_is_not() -> None:
     assert (copy["b"]["c"].tolist(), view["b"]["c"].tolist()) == ([1, 1], [0, 0])
 
 
-def test_a_subclass_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+def test_rejects_a_tensor_subclass_that_cannot_be_loaded(tmp_path: Path) -> None:
     class Own(torch.Tensor):
         pass
 
     part = {"part": {"own": torch.ones(2).as_subclass(Own)}}
     snapshot = Snapshot(vbs.LocalBackend())
-    for bring in (snapshot.view, snapshot.copy):
-        with pytest.raises(TypeError, match=r"part\['own'\] is a .*Own; let"):
-            bring(part)
+    for to_host in (snapshot.view, snapshot.copy):
+        with pytest.raises(TypeError, match=r"plain Python values, got a .*Own at part\['own'\]; return"):
+            to_host(part)
     kept = {"part": {"parameter": torch.nn.Parameter(torch.ones(2)), "buffer": torch.nn.Buffer(torch.ones(2))}}
     torch.save(snapshot.view(kept), tmp_path / "kept")
     assert torch.load(tmp_path / "kept", weights_only=True)["part"].keys() == {"parameter", "buffer"}

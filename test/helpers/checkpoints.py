@@ -18,11 +18,12 @@ def checkpoint(folder: Path, run: Training, **options: Any) -> vbs.Checkpoint:
 
 
 def names(folder: Path) -> list[str]:
+    """Return the names in the folder except that of the lock."""
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 def two_saved(folder: Path) -> Path:
-    """The same folder, with the checkpoints of updates 1 and 2."""
+    """Save the checkpoints of updates 1 and 2 in `folder`, and return `folder`."""
     run = training()
     with checkpoint(folder, run) as saves:
         for _ in range(2):
@@ -31,7 +32,8 @@ def two_saved(folder: Path) -> Path:
     return folder
 
 
-def cut_off(folder: Path) -> None:
+def truncate_state(folder: Path) -> None:
+    """Damage a checkpoint."""
     os.truncate(folder / STATE, 4096)
 
 
@@ -48,6 +50,7 @@ folder = Path(sys.argv[1])
 
 
 def start(script: str, *arguments: object, new_session: bool = False) -> subprocess.Popen[str]:
+    """Start a process that runs HEAD and `script`; the first argument is the folder."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(vbs.__file__).parent.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HEAD + script, *map(str, arguments)]

@@ -1,7 +1,7 @@
-"""The training that test_kill.py and benchmarks/kill.py kill: run by torchrun, or alone for the cores of an XLA device.
+"""The training that test_kill.py and benchmarks/kill.py kill: under torchrun, or in one process with XLA cores.
 
-It goes on from the newest checkpoint and has no end unless it is told to finish, so that whoever kills it hits a living
-one. Every rank keeps a journal of what it counts, a file of its own: of a line that was cut off, nothing can follow it.
+It resumes from the newest checkpoint and trains until it is killed, unless an attempt is to finish, so that no kill is
+too late. Every rank writes its samples to a journal, which is a file of its own: a truncated line can only be the last.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from variable_batch_size.backend.xla import launch
 
 @dataclass(frozen=True)
 class Run:
-    """What is the same in all attempts at one training."""
+    """The settings that all attempts at one training share."""
 
-    kind: str  # of the wrapper
-    inner: str
-    sizes: tuple[int, ...]  # of the trace, which is gone through again and again
+    kind: str  # class of the wrapper
+    inner: str  # class of the inner optimizer
+    sizes: tuple[int, ...]  # of the batch trace, which is cycled
     dataset_size: int
     seed: int
     every: int  # updates from one checkpoint to the next
-    numbers: int  # in each checkpoint, beside the training's: they make a save take its time
+    numbers: int  # in a further part of each checkpoint, which makes saves take longer
 
     def start(self, minibatch_size: int, backend: vbs.Backend | None = None, device: Any = "cpu") -> Training:
-        """The training before its first update."""
+        """Return the training before its first update."""
         run = training(
             getattr(vbs, self.kind),
             self.sizes,
@@ -55,16 +55,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one start of the training's processes is told."""
+    """The settings of one start of the training's processes."""
 
     number: int
     minibatch_size: int
-    finish: bool  # at the end of the epoch after the one that it goes on in
-    cores: int = 0  # of an XLA device; 0: torchrun has started this process
+    finish: bool  # at the end of the epoch after the one in which it resumes
+    cores: int = 0  # XLA cores; 0: torchrun has started this process
 
 
 class Stamp:
-    """A large part of a checkpoint that tells at which update each piece of it was made."""
+    """A large part of a checkpoint, each number of which is the update of the save."""
 
     def __init__(self, optimizer: vbs.CustomOptimizer, numbers: int) -> None:
         self.optimizer, self.numbers = optimizer, numbers
@@ -73,67 +73,67 @@ class Stamp:
         return {"stamp": torch.full((self.numbers,), self.optimizer.updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        made = state["stamp"].unique().tolist()
-        if made != [self.optimizer.updates]:
-            raise ValueError(f"a checkpoint must be of one update, {self.optimizer.updates}, got pieces of {made}")
+        updates = state["stamp"].unique().tolist()
+        if updates != [self.optimizer.updates]:
+            raise ValueError(f"a checkpoint must be of one update, {self.optimizer.updates}, got parts of {updates}")
 
 
 class Journal:
-    """What one rank counts in one attempt, written before it happens."""
+    """The samples that one rank uses in one attempt, written before each `step()`."""
 
     def __init__(self, folder: Path, attempt: int, rank: int) -> None:
-        self._file = os.open(journal(folder, attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.note(pid=os.getpid())
+        self._file = os.open(journal_path(folder, attempt, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.write(pid=os.getpid())
 
-    def note(self, **facts: Any) -> None:
+    def write(self, **facts: Any) -> None:
         os.write(self._file, (json.dumps(facts) + "\n").encode())
 
-    def count(self, optimizer: vbs.CustomOptimizer, rows: Sequence[int]) -> None:
-        """The distinct samples of the microbatch that is due, which are none in a replay."""
+    def write_microbatch(self, optimizer: vbs.CustomOptimizer, rows: Sequence[int]) -> None:
+        """Write the distinct samples of the current microbatch, none for a replay."""
         samples = sorted(set(rows)) if optimizer.microbatch.samples else []
         if len(samples) != optimizer.microbatch.samples:
-            raise ValueError(f"{optimizer.microbatch} must count as many samples as are in {rows}")
-        self.note(update=optimizer.updates + 1, epoch=optimizer.epoch, samples=samples)
+            raise ValueError(f"{optimizer.microbatch} must have as many samples as there are in {rows}")
+        self.write(update=optimizer.updates + 1, epoch=optimizer.epoch, samples=samples)
 
 
-def journal(folder: Path, attempt: int, rank: int | str) -> Path:
+def journal_path(folder: Path, attempt: int, rank: int | str) -> Path:
     return folder / f"journal-{attempt}-{rank}"
 
 
 def train(folder: Path, run: Run, attempt: Attempt) -> None:
-    """One rank's part of an attempt; its state after the last update is left in `end<rank>.pt`."""
+    """Train on one rank; it writes its state after the last update to `end<rank>.pt`."""
     backend: vbs.Backend = vbs.XlaBackend() if attempt.cores else vbs.DistributedBackend()
     device = torch.device("xla" if attempt.cores else "cpu")
-    notes = Journal(folder, attempt.number, backend.world.rank)
-    now = run.start(attempt.minibatch_size, backend, device)
-    stamp = Stamp(now.optimizer, run.numbers)
+    journal = Journal(folder, attempt.number, backend.world.rank)
+    resumed = run.start(attempt.minibatch_size, backend, device)
+    stamp = Stamp(resumed.optimizer, run.numbers)
     with vbs.Checkpoint(
-        folder / "checkpoints", model=now.model, optimizer=now.optimizer, every=run.every, stamp=stamp
+        folder / "checkpoints", model=resumed.model, optimizer=resumed.optimizer, every=run.every, stamp=stamp
     ) as checkpoint:
         checkpoint.restore()
-        notes.note(restored=now.optimizer.updates)
-        first = now.optimizer.epoch
+        journal.write(restored=resumed.optimizer.updates)
+        first = resumed.optimizer.epoch
         for epoch in range(first, first + 2) if attempt.finish else itertools.count(first):
-            now.sampler.set_epoch(epoch)
-            now.optimizer.set_epoch(epoch)
-            for rows in now.sampler:
-                now.loss(rows).backward()
-                notes.count(now.optimizer, rows)
-                now.optimizer.step()
+            resumed.sampler.set_epoch(epoch)
+            resumed.optimizer.set_epoch(epoch)
+            for rows in resumed.sampler:
+                resumed.loss(rows).backward()
+                journal.write_microbatch(resumed.optimizer, rows)
+                resumed.optimizer.step()
                 checkpoint.step()
-    weights = [backend.host(parameter.detach()) for parameter in now.model.parameters()]
-    torch.save((now.optimizer.updates, now.optimizer.progress, weights), folder / f"end{backend.world.rank}.pt")
+    weights = [backend.host(parameter.detach()) for parameter in resumed.model.parameters()]
+    torch.save((resumed.optimizer.updates, resumed.optimizer.progress, weights), folder / f"end{backend.world.rank}.pt")
 
 
-def follow_starter() -> None:
-    """End when nobody is left who would end us: then standard input ends."""
+def exit_with_starter() -> None:
+    """Exit when the process that started this one has ended: standard input is then closed."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 
 def main(folder: Path, run: Run, attempt: Attempt) -> None:
     faulthandler.enable()  # SIGABRT shows where a process hangs
-    threading.Thread(target=follow_starter, daemon=True).start()
+    threading.Thread(target=exit_with_starter, daemon=True).start()
     with vbs.Preemption():
         if attempt.cores:
             launch(train, (folder, run, attempt), cores=attempt.cores)
@@ -143,7 +143,7 @@ def main(folder: Path, run: Run, attempt: Attempt) -> None:
         try:
             train(folder, run, attempt)
         finally:
-            dist.destroy_process_group()  # gloo's threads end a process that leaves them behind, now and then
+            dist.destroy_process_group()  # else gloo's threads sometimes abort the process at exit
 
 
 if __name__ == "__main__":

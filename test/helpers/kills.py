@@ -1,9 +1,9 @@
-"""Kills a training at random instants, lets it go on in another world, and proves that nothing was lost or done twice.
+"""Kill a training at random instants, resume it in other worlds, and check that no update is lost or repeated.
 
-The processes are real ones: `torchrun` with its workers, or the process that holds the cores of an XLA device with the
-one that launched it. An attempt trains until it is ended, so that no kill comes too late; the last one is let finish.
-What was committed in it all is told by the journals of killed_training.py: of each attempt the updates that come after
-the one it went on from, up to the one that the next attempt goes on from.
+The processes are real: `torchrun` with its workers, or the process that runs XLA cores with the one that launched it.
+An attempt trains until it is killed, so that no kill is too late; the last attempt finishes. The committed updates are
+read from the journals of killed_training.py: of each attempt, the updates after the one from which it resumed, up to
+the one from which the next attempt resumed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ import numpy as np
 import torch
 
 import variable_batch_size as vbs
-from helpers.killed_training import Attempt, Run, journal
+from helpers.killed_training import Attempt, Run, journal_path
 from helpers.reference import assert_equal
-from variable_batch_size.checkpoint.folder import CheckpointFolder, whole
+from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
 from variable_batch_size.preemption import EXIT_CODE
 
-PATIENCE = 300.0  # seconds, after which what is waited for hangs
-FORCED = "Unable to shutdown process"  # what torchrun says of a worker that a SIGTERM does not end in 30 s
-MARK = "KILLED_TRAINING"  # in the environment of every process of an attempt, also of those that nobody has told us of
+TIMEOUT = 300.0  # seconds, after which an attempt counts as hanging
+FORCED = "Unable to shutdown process"  # what torchrun prints if a worker has not exited 30 s after a SIGTERM
+SAVED = rf"^Checkpoint update-\d+ saved (\d+\.\d\d) s after SIG\w+; exiting with {EXIT_CODE}\.$"
+MARK = "KILLED_TRAINING"  # environment variable of every process of an attempt, also of processes without a journal
 
 
 class Job:
-    """The processes of one attempt. None of them is left behind."""
+    """The processes of one attempt, all of which end with the context."""
 
     def __init__(self, command: list[str], folder: Path, attempt: int) -> None:
         self._folder, self._attempt = folder, attempt
@@ -52,7 +53,7 @@ class Job:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # which closes whatever ends this process: the attempt has no end of its own
+                stdin=subprocess.PIPE,  # the attempt exits when it closes, however this process ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | settings,
@@ -69,33 +70,39 @@ class Job:
         self.process.communicate()
 
     def members(self) -> list[int]:
-        """All processes of the attempt that live; torchrun's workers are in sessions of their own."""
+        """Return all live processes of the attempt; torchrun's workers are in sessions of their own."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is somebody else's
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if self._mark in path.read_bytes().split(b"\0"):
                     found.append(int(path.parent.name))
         return found
 
     def kill(self) -> None:
-        """End all at once, also those that are being born."""
+        """Kill all processes, also those that are being started."""
         while members := self.members():
             send(signal.SIGKILL, members)
 
-    def notes(self) -> Notes:
-        return Notes.read(self._folder, self._attempt)
+    def journals(self) -> Journals:
+        return Journals.read(self._folder, self._attempt)
 
     def wait(self, condition: Callable[[], bool], what: str, alive: bool = True) -> None:
-        """Until it is so, with the processes `alive` or on their way to their end.
+        """Wait until the condition is true.
+
+        Args:
+            condition: what to wait for.
+            what: its description, for errors.
+            alive: whether the processes must not end before.
 
         Raises:
-            AssertionError: when they end before, or it takes too long; with what they wrote, and where they stand.
+            AssertionError: if the processes end before, or TIMEOUT is exceeded; it shows their output and, in the
+                second case, their tracebacks.
         """
-        end = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not condition():
             if alive and self.process.poll() is not None:
                 raise AssertionError(f"an attempt ended by itself before {what}:\n{self.log.read_text()}")
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 send(signal.SIGABRT, self.members())
                 time.sleep(2)
                 raise AssertionError(f"an attempt hangs before {what}:\n{self.log.read_text()}")
@@ -106,21 +113,22 @@ class Job:
 
 
 def send(number: int, processes: list[int]) -> None:
+    """Send the signal to those of the processes that are alive."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)
 
 
-# ------------------------------------------------------------------------------------------------- what is killed when
+# -------------------------------------------------------------------------------------------------- how an attempt ends
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt is brought to its end, and what has to be seen then."""
+    """A way to end an attempt, and what is expected then."""
 
-    code: int  # the exit code of the process that was started first
-    deliver: Callable[[Job, random.Random], None]
-    asked: bool = False  # the training was, so it saves what it has done
+    code: int  # exit code of the process that was started first
+    deliver: Callable[[Job, random.Random], None]  # sends the signals
+    graceful: bool = False  # whether the training can save first
 
 
 def to_launcher(number: signal.Signals) -> Callable[[Job, random.Random], None]:
@@ -128,86 +136,87 @@ def to_launcher(number: signal.Signals) -> Callable[[Job, random.Random], None]:
 
 
 def to_a_worker(number: signal.Signals) -> Callable[[Job, random.Random], None]:
-    """The others have to end without our help."""
-    return lambda job, rng: send(number, [rng.choice(job.notes().pids)])
+    """Send the signal to one worker; the others have to end by themselves."""
+    return lambda job, rng: send(number, [rng.choice(job.journals().pids)])
 
 
 def to_all(number: signal.Signals) -> Callable[[Job, random.Random], None]:
-    """As a system asks that is shut down; a worker then hears it from its launcher too."""
+    """Send the signal to all processes, as a system that shuts down; workers then get it from their launcher too."""
     return lambda job, rng: send(number, job.members())
 
 
-ALL_AT_ONCE = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
+KILL_ALL = Ending(-signal.SIGKILL, lambda job, rng: job.kill())
 ENDINGS = {
-    "torchrun": {  # which exits with 1 when a worker fails, and when it is asked to end
-        "all": ALL_AT_ONCE,
+    "torchrun": {  # it exits with 1 if a worker fails, and after a SIGTERM
+        "all": KILL_ALL,
         "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
-        "torchrun": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),  # with the store that its workers ask
-        "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), asked=True),
-        "SIGTERM to all": Ending(1, to_all(signal.SIGTERM), asked=True),
-        "SIGTERM to a worker": Ending(1, to_a_worker(signal.SIGTERM), asked=True),
-        "SIGUSR1 to a worker": Ending(1, to_a_worker(signal.SIGUSR1), asked=True),
+        "torchrun": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),  # and with it the store that its workers use
+        "SIGTERM": Ending(1, to_launcher(signal.SIGTERM), graceful=True),
+        "SIGTERM to all": Ending(1, to_all(signal.SIGTERM), graceful=True),
+        "SIGTERM to a worker": Ending(1, to_a_worker(signal.SIGTERM), graceful=True),
+        "SIGUSR1 to a worker": Ending(1, to_a_worker(signal.SIGUSR1), graceful=True),
     },
     "cores": {
-        "all": ALL_AT_ONCE,
+        "all": KILL_ALL,
         "a worker": Ending(1, to_a_worker(signal.SIGKILL)),
         "the launcher": Ending(-signal.SIGKILL, to_launcher(signal.SIGKILL)),
-        "SIGTERM": Ending(EXIT_CODE, to_launcher(signal.SIGTERM), asked=True),
+        "SIGTERM": Ending(EXIT_CODE, to_launcher(signal.SIGTERM), graceful=True),
     },
 }
 
-# From when on, as the journals tell, and up to how many seconds later.
-PHASES: dict[str, tuple[Callable[[Notes, Run], bool], float]] = {
-    "start": (lambda notes, run: True, 5.0),
-    "restore": (lambda notes, run: bool(notes.pids), 1.5),
-    "training": (lambda notes, run: bool(notes.updates), 0.6),
-    "saved": (lambda notes, run: len(notes.updates) > 2 * run.every, 0.6),  # there is something new to go on from
+# By name: the condition that begins the phase, and the seconds after it within which an ending is drawn.
+PHASES: dict[str, tuple[Callable[[Journals, Run], bool], float]] = {
+    "start": (lambda journals, run: True, 5.0),
+    "restore": (lambda journals, run: bool(journals.pids), 1.5),
+    "training": (lambda journals, run: bool(journals.updates), 0.6),
+    "saved": (lambda journals, run: len(journals.updates) > 2 * run.every, 0.6),  # a checkpoint has been published
 }
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill that was done."""
+    """A kill that has been carried out."""
 
     world: int
     ending: str
-    at: int  # the update that was under way, or had just been made; 0 before the first one
+    update: int  # the update in progress, or just made; 0 before the first one
     saving: bool
-    goes_on: int  # the update that is restored next
-    notice: float | None = None  # seconds from the signal until the checkpoint was whole, of one that was asked to stop
+    resumes_from: int  # update of the newest checkpoint
+    saved_after: float | None = None  # seconds from the signal to the checkpoint, if the training was asked to stop
 
     def __str__(self) -> str:
-        if self.notice is not None:
+        if self.saved_after is not None:
             return (
-                f"{self.ending}, world of {self.world}, stops after update {self.at}, saved {self.notice:.2f} s later"
+                f"{self.ending}, world size {self.world}, stopped after update {self.update}, "
+                f"saved {self.saved_after:.2f} s after the signal"
             )
-        where = f"at update {self.at}" if self.at else "before any update"
-        again = f", {self.at - self.goes_on} updates again" if self.at else ""
+        where = f"at update {self.update}" if self.update else "before any update"
+        repeated = f", repeats {self.update - self.resumes_from} updates" if self.update else ""
         return (
-            f"{self.ending}, world of {self.world}, {where}{' during a save' if self.saving else ''}, "
-            f"goes on from {self.goes_on}{again}"
+            f"{self.ending}, world size {self.world}, {where}{' during a save' if self.saving else ''}, "
+            f"resumes from update {self.resumes_from}{repeated}"
         )
 
 
-# -------------------------------------------------------------------------------------------------- what was journalled
+# --------------------------------------------------------------------------------------------------------- the journals
 
 
 @dataclass
-class Notes:
+class Journals:
     """The journals of all ranks of one attempt."""
 
     pids: list[int] = field(default_factory=list)
-    restored: set[int] = field(default_factory=set)  # the update that the ranks went on from
-    updates: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)  # epoch and samples, by microbatch
+    restored: set[int] = field(default_factory=set)  # the update from which the ranks resumed
+    updates: dict[int, list[tuple[int, list[int]]]] = field(default_factory=dict)  # epochs and samples of microbatches
 
     @staticmethod
-    def read(folder: Path, attempt: int) -> Notes:
-        notes = Notes()
-        for path in sorted(folder.glob(journal(folder, attempt, "*").name)):
+    def read(folder: Path, attempt: int) -> Journals:
+        journals = Journals()
+        for path in sorted(folder.glob(journal_path(folder, attempt, "*").name)):
             for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):  # else it was cut off
-                    notes._add(json.loads(line))
-        return notes
+                if line.endswith("\n"):  # else the process was killed while it wrote the line
+                    journals._add(json.loads(line))
+        return journals
 
     def _add(self, fact: dict[str, Any]) -> None:
         if "pid" in fact:
@@ -218,22 +227,24 @@ class Notes:
             self.updates.setdefault(fact["update"], []).append((fact["epoch"], fact["samples"]))
 
 
-def assert_exact(attempts: Sequence[Notes], dataset_size: int) -> int:
-    """Every update was committed once, and in each epoch every sample counted once; returns the last update."""
-    assert all(len(notes.restored) == 1 for notes in attempts if notes.updates), "ranks went on from different updates"
-    begun = [(min(notes.restored), notes.updates) for notes in attempts if notes.restored]
-    last = max(begun[-1][1])
-    ends = [*(restored for restored, _ in begun[1:]), last]
+def assert_exact(attempts: Sequence[Journals], dataset_size: int) -> int:
+    """Check that every update was committed once and every sample used once an epoch, and return the last update."""
+    assert all(len(journals.restored) == 1 for journals in attempts if journals.updates), (
+        "ranks resumed from different updates"
+    )
+    resumed = [(min(journals.restored), journals.updates) for journals in attempts if journals.restored]
+    last = max(resumed[-1][1])
+    ends = [*(restored for restored, _ in resumed[1:]), last]
     committed = [
-        (update, counted)
-        for (restored, updates), end in zip(begun, ends, strict=True)
-        for update, counted in sorted(updates.items())
+        (update, microbatches)
+        for (restored, updates), end in zip(resumed, ends, strict=True)
+        for update, microbatches in sorted(updates.items())
         if restored < update <= end
     ]
     assert [update for update, _ in committed] == list(range(1, last + 1))
     samples: dict[int, Counter[int]] = {}
-    for _, counted in committed:
-        for epoch, microbatch in counted:
+    for _, microbatches in committed:
+        for epoch, microbatch in microbatches:
             samples.setdefault(epoch, Counter()).update(microbatch)
     assert list(samples) == list(range(len(samples)))
     for epoch, of_epoch in samples.items():
@@ -242,14 +253,14 @@ def assert_exact(attempts: Sequence[Notes], dataset_size: int) -> int:
 
 
 class Campaign:
-    """A training that is ended and goes on, again and again.
+    """A training that is killed and resumed repeatedly.
 
     Args:
         run: the training.
         folder: for its checkpoints and journals; empty.
-        seed: of all that is drawn.
-        by: what starts the processes, "torchrun" or "cores".
-        minibatch_sizes: each attempt takes one of them.
+        seed: seed of all random choices.
+        by: how the processes are started, "torchrun" or "cores".
+        minibatch_sizes: sizes from which each attempt draws one.
     """
 
     def __init__(
@@ -260,42 +271,42 @@ class Campaign:
         self.attempts, self.kills = 0, list[Kill]()
 
     def kill(self, world: int, ending: str, phase: str = "training") -> Kill:
-        """Let an attempt begin, and end it."""
-        rng = random.Random(self._rng.random())  # what is drawn next time does not depend on what is found here
-        end, (begun, longest) = ENDINGS[self.by][ending], PHASES[phase]
+        """Start an attempt in a world of this size, and end it in this phase."""
+        rng = random.Random(self._rng.random())  # so that timing does not affect the draws of later attempts
+        expected, (has_begun, longest) = ENDINGS[self.by][ending], PHASES[phase]
         delay = rng.uniform(0, longest)
         with self._start(world, rng, finish=False) as job:
-            job.wait(lambda: begun(job.notes(), self.run), phase)
+            job.wait(lambda: has_begun(job.journals(), self.run), phase)
             time.sleep(delay)
-            if not job.notes().pids:  # nobody yet who could hear anything
-                ending, end = "all", ALL_AT_ONCE
+            if not job.journals().pids:  # no rank handles signals yet
+                ending, expected = "all", KILL_ALL
             assert job.process.poll() is None, job.log.read_text()
-            end.deliver(job, rng)
+            expected.deliver(job, rng)
             job.wait(job.ended, "all its processes have ended", alive=False)
-            assert job.process.returncode == end.code, (job.process.returncode, job.log.read_text())
+            assert job.process.returncode == expected.code, (job.process.returncode, job.log.read_text())
             assert FORCED not in job.log.read_text(), job.log.read_text()
-            notice = self._notice(job) if end.asked else None
-            at = max(job.notes().updates, default=0)
-            done = Kill(world, ending, at, self._saving(job.began), self._newest(), notice)
-        if done.at:  # the save before the one that is being written is whole
-            assert 0 <= done.at - done.goes_on <= (0 if end.asked else 2 * self.run.every), done
+            saved_after = self._saved_after(job) if expected.graceful else None
+            update = max(job.journals().updates, default=0)
+            done = Kill(world, ending, update, self._saving(job.began), self._newest(), saved_after)
+        if done.update:  # the save before the one in progress is complete
+            assert 0 <= done.update - done.resumes_from <= (0 if expected.graceful else 2 * self.run.every), done
         self.kills.append(done)
         return done
 
     def finish(self, world: int) -> None:
-        """Let an attempt go to its end, and check all that was done since the first one."""
+        """Run an attempt to its end, and check the updates of all attempts."""
         with self._start(world, random.Random(self._rng.random()), finish=True) as job:
             job.wait(job.ended, "it has finished", alive=False)
             assert job.process.returncode == 0, job.log.read_text()
-        attempts = [Notes.read(self.folder, attempt) for attempt in range(self.attempts)]
+        attempts = [Journals.read(self.folder, attempt) for attempt in range(self.attempts)]
         for kill, following in zip(self.kills, attempts[1:], strict=True):
-            assert following.restored <= {kill.goes_on}, (kill, following.restored)
-        unbroken = self.run.start(self.minibatch_sizes[0]).run(assert_exact(attempts, self.run.dataset_size))
+            assert following.restored <= {kill.resumes_from}, (kill, following.restored)
+        uninterrupted = self.run.start(self.minibatch_sizes[0]).run(assert_exact(attempts, self.run.dataset_size))
         for rank in range(world):
             updates, progress, weights = torch.load(self.folder / f"end{rank}.pt")
-            assert updates == unbroken.optimizer.updates
-            assert_equal([np.array(progress)], [np.array(unbroken.optimizer.progress)], 1e-9)
-            for found, expected in zip(weights, unbroken.weights(), strict=True):
+            assert updates == uninterrupted.optimizer.updates
+            assert_equal([np.array(progress)], [np.array(uninterrupted.optimizer.progress)], 1e-9)
+            for found, expected in zip(weights, uninterrupted.weights(), strict=True):
                 assert_equal([found.numpy()], [expected], 1e-9)
 
     def _start(self, world: int, rng: random.Random, finish: bool) -> Job:
@@ -304,23 +315,23 @@ class Campaign:
         self.attempts += 1
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         script = Path(__file__).with_name("killed_training.py")
-        told = [str(self.folder), json.dumps(asdict(self.run)), json.dumps(asdict(attempt))]
-        command = [sys.executable, *([] if cores else torchrun), str(script), *told]
+        arguments = [str(self.folder), json.dumps(asdict(self.run)), json.dumps(asdict(attempt))]
+        command = [sys.executable, *([] if cores else torchrun), str(script), *arguments]
         return Job(command, self.folder, attempt.number)
 
-    def _notice(self, job: Job) -> float:
-        """As rank 0 has told it; a worker that has left by itself has done so with 143."""
+    def _saved_after(self, job: Job) -> float:
+        """Return the seconds that rank 0 printed, and check that workers that exited by themselves did so with 143."""
         log = job.log.read_text()
-        (said,) = re.findall(r"^stops: update-\d+ was whole (\d+\.\d\d) s after SIG", log, re.MULTILINE)
+        (seconds,) = re.findall(SAVED, log, re.MULTILINE)
         assert set(re.findall(r"exitcode +: (\d+)", log)) <= {str(EXIT_CODE)}, log
-        return float(said)
+        return float(seconds)
 
     def _saving(self, began: float) -> bool:
-        """Whether a checkpoint was cut off since then; one that was cut off earlier goes with the next save."""
+        """Return whether a save was interrupted since then; the next save deletes older leftovers."""
         return any(path.stat().st_mtime >= began for path in self.folder.glob("checkpoints/.update-*.part"))
 
     def _newest(self) -> int:
-        """The update of the newest checkpoint; all that are called one have to be one."""
+        """Return the update of the newest checkpoint, and check that all checkpoints are intact."""
         entries = CheckpointFolder(self.folder / "checkpoints").entries()
-        assert all(whole(entry.path) is not None for entry in entries), entries
+        assert all(verified_manifest(entry.path) is not None for entry in entries), entries
         return entries[0].update if entries else 0

@@ -1,4 +1,4 @@
-"""What the replicas of test_checkpoint.py run; here, because a child process has to import it."""
+"""The functions that replicas of test_checkpoint.py and test_preemption.py run, in a module that a child can import."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from variable_batch_size.backend.xla import compiled_graphs
 
 
 def save(folder: Path, case: Case, stop: int) -> None:
-    """Train to the end and save after each update up to `stop`; what compiled for it, and the last weights.
+    """Train to the end, and save after each update up to `stop`.
 
-    But for the first save nobody waits, and nobody closes: the last one is written while the training goes on.
+    Rank r writes the graphs that each save compiled, and the final weights, to `uninterrupted<r>.pt`. Only the first
+    save waits, and nothing closes the checkpoint: the last one is written while the training continues.
     """
     replica, compiled, updates = Replica(case, noise="differenced"), [], 0
     checkpoint = vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer)
@@ -30,23 +31,26 @@ def save(folder: Path, case: Case, stop: int) -> None:
                 replica.backend.barrier()
             if updates == len(case.sizes):
                 break
-    torch.save((compiled, replica.weights()), folder / f"unbroken{replica.backend.world.rank}.pt")
+    torch.save((compiled, replica.weights()), folder / f"uninterrupted{replica.backend.world.rank}.pt")
 
 
 def restore(folder: Path, case: Case) -> None:
-    """Train from the checkpoint to the end."""
+    """Train from the checkpoint to the end.
+
+    Rank r writes whether it restored, the updates then, and the final weights to `resumed<r>.pt`.
+    """
     replica = Replica(case, noise="differenced")
     with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
         restored = checkpoint.restore()
-    stood = replica.optimizer.updates
+    updates = replica.optimizer.updates
     for _ in replica.turns():
         if replica.optimizer.updates == len(case.sizes):
             break
-    torch.save((restored, stood, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
+    torch.save((restored, updates, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
 
 
-def train_until_asked(folder: Path, case: Case) -> None:
-    """Go on from the checkpoint, if there is one, until a signal comes; each core tells where it stands at the end."""
+def train_until_signal(folder: Path, case: Case) -> None:
+    """Train from the checkpoint, if there is one, until a signal arrives; rank r writes its updates to `updates<r>`."""
     replica = Replica(case)
     rank = replica.backend.world.rank
     with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
@@ -57,4 +61,4 @@ def train_until_asked(folder: Path, case: Case) -> None:
                 if updated and rank == 0:
                     print("update", replica.optimizer.updates, flush=True)
         finally:
-            (folder / f"stood{rank}").write_text(str(replica.optimizer.updates))
+            (folder / f"updates{rank}").write_text(str(replica.optimizer.updates))

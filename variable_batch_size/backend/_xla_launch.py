@@ -1,11 +1,11 @@
-"""One child process that lives and dies with this one, and one thread a rank in it; knows nothing of torch_xla.
+"""Run work in one child process that ends with this process, with one thread per rank; independent of torch_xla.
 
-The life of a launch. The parent sets the environment, spawns the child, takes the environment back and waits;
-SIGTERM goes on to the child, and under a `Preemption` each of its signals, which the child then takes in one too. The
-child does its work in its main thread, the only one where Python runs signal handlers, and the work starts a thread a
-rank. An exception in any thread ends the child at once: after a rank's, the others may stand in a collective that
-nobody will complete; after one in a device loader's thread, its rank would take the epoch for finished. The parent then
-ends as the child did.
+A launch proceeds as follows. The parent sets the environment, spawns the child, restores the environment and waits.
+It forwards SIGTERM to the child and, within a `Preemption`, each of that Preemption's signals, for which the child
+then enters a `Preemption` too. The child runs the work in its main thread, the only one where Python runs signal
+handlers, and the work starts one thread per rank. An exception in any thread ends the child immediately: after a
+rank's, the other ranks may wait in a collective that never completes; after one in the thread of a device loader, its
+rank would end the epoch early. The parent then exits as the child did.
 """
 
 from __future__ import annotations
@@ -24,72 +24,76 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn, final
 
-from variable_batch_size.preemption import EXIT_CODE, Preemption, current
+from variable_batch_size.preemption import EXIT_CODE, Preemption, active_preemption
 
-FAILED = 1  # what Python itself exits with after an uncaught exception
+FAILED = 1  # exit code of Python after an uncaught exception
 
-_first_to_end = threading.Lock()
+_first_failure = threading.Lock()
 
 
 def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mapping[str, str]) -> None:
-    """Call `work(*args)` in a fresh process whose environment has `environment` too, and end as it ends.
+    """Call `work(*args)` in a new process, and exit as that process does.
 
-    What `work` returns is the process's exit code, when it has closed what is open; no exception takes time for that.
+    Args:
+        work: picklable function; its result is the exit code of the process after a normal interpreter shutdown. An
+            exception ends the process without a shutdown.
+        args: picklable arguments of `work`.
+        environment: environment variables to set in the new process.
 
     Raises:
-        TypeError: when `work` or `args` cannot be pickled.
-        SystemExit: with the exit code that the child chose, or 143 when it was asked to stop by SIGTERM.
-        RuntimeError: when an exception or another signal ended the child.
+        TypeError: if `work` or `args` cannot be pickled.
+        SystemExit: with the exit code of the child if it is not 0; with 143 if a signal asked it to stop.
+        RuntimeError: if an exception or another signal ended the child.
     """
-    preemption = current()
+    preemption = active_preemption()
     signals = preemption.signals if preemption else ()
     child = multiprocessing.get_context("spawn").Process(target=_child_main, args=(signals, work, *args))
-    asked_by: signal.Signals | None = None
+    forwarded: signal.Signals | None = None
 
-    def relay(signum: int, frame: FrameType | None = None) -> None:
-        nonlocal asked_by
-        asked_by = signal.Signals(signum)
+    def forward(signum: int, frame: FrameType | None = None) -> None:
+        nonlocal forwarded
+        forwarded = signal.Signals(signum)
         if child.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signum)
 
-    with preemption.relayed(relay) if preemption else _on_sigterm(relay), _outlived(child):
+    with preemption.forwarding_to(forward) if preemption else _on_sigterm(forward), _stop_on_exit(child):
         with environment_with(environment):
             _start(child)
-        if asked_by or (preemption and preemption.requested):  # before the child was born
+        if forwarded or (preemption and preemption.requested):  # before the child had a pid
             child.terminate()
         child.join()
     code = child.exitcode or 0
-    _end_as(-signal.SIGTERM if asked_by and code == -asked_by else code)  # before the child took signals
+    _exit_as(-signal.SIGTERM if forwarded and code == -forwarded else code)  # the child had installed no handlers yet
 
 
 def run_by(launcher: Callable[..., object], work: Callable[..., object], args: Sequence[Any]) -> None:
-    """Let `launcher(work, args=args)` start the processes; under a `Preemption` they take its signals as well."""
-    preemption = current()
+    """Call `launcher(work, args=args)`; within a `Preemption`, the processes that it starts handle its signals too."""
+    preemption = active_preemption()
     if preemption is None:
         launcher(work, args=tuple(args))
         return
 
-    def relay(signum: signal.Signals) -> None:
+    def forward(signum: signal.Signals) -> None:
         for child in multiprocessing.active_children():
             if child.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signum)
 
-    with preemption.relayed(relay):
+    with preemption.forwarding_to(forward):
         if preemption.requested:
             raise SystemExit(EXIT_CODE)
         try:
-            launcher(_TakesSignals(work, preemption.signals), args=tuple(args))
+            launcher(_WithPreemption(work, preemption.signals), args=tuple(args))
         except BrokenProcessPool:
-            if preemption.requested:  # before its processes took signals themselves
+            if preemption.requested:  # the signal ended processes that had installed no handlers yet
                 raise SystemExit(EXIT_CODE) from None
             raise
 
 
 @final
-class _TakesSignals:
-    """A function that enters a `Preemption` where it is unpickled: in the main thread of another process."""
+class _WithPreemption:
+    """A function that enters a `Preemption` when it is unpickled, in the main thread of another process."""
 
     def __init__(self, work: Callable[..., object], signals: Sequence[signal.Signals]) -> None:
         self.work, self.signals = work, signals
@@ -103,10 +107,10 @@ class _TakesSignals:
 
 
 @contextmanager
-def environment_with(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables, for as long as the block runs."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables for the block, and restore the previous values after it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -118,7 +122,7 @@ def environment_with(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
-    """Run each job in a thread of its own, called after its rank, until all are done."""
+    """Run each job in a thread that is named after its rank, and return when all are done."""
     threads = [threading.Thread(target=job, name=f"rank {rank}", daemon=True) for rank, job in enumerate(jobs)]
     for thread in threads:
         thread.start()
@@ -127,43 +131,53 @@ def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
 
 
 @final
-class Meeting:
-    """Where the ranks of a process wait for one another, for as long as it takes, unless one has left for good."""
+class Rendezvous:
+    """Barrier and all-gather on the host for the ranks of one process, without a timeout.
+
+    A rank that has returned cannot be waited for: the others raise.
+
+    Args:
+        size: number of ranks.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size, self._here, self._round, self._left = size, 0, 0, False
+        self._size, self._arrived, self._barriers, self._left = size, 0, 0, False
         self._change = threading.Condition()
-        self._said = [b""] * size
+        self._messages = [b""] * size  # by rank
 
     def wait(self) -> None:
-        """Return when all ranks have come.
+        """Return when all ranks have called it.
 
         Raises:
-            RuntimeError: when a rank has left, or leaves now.
+            RuntimeError: if a rank has left, or leaves during the call.
         """
         with self._change:
-            this_round = self._round
-            self._here += 1
-            if self._here == self._size:
-                self._here, self._round = 0, self._round + 1
+            barrier = self._barriers
+            self._arrived += 1
+            if self._arrived == self._size:
+                self._arrived, self._barriers = 0, self._barriers + 1
                 self._change.notify_all()
-            self._change.wait_for(lambda: self._round != this_round or self._left)
-            if self._round == this_round:
+            self._change.wait_for(lambda: self._barriers != barrier or self._left)
+            if self._barriers == barrier:
                 raise RuntimeError(
-                    f"every rank must take part in each update, but {threading.current_thread().name} waits for one "
+                    f"every rank must take part in each update, but {threading.current_thread().name} waits for a rank "
                     f"that has returned; give all ranks the same number of updates"
                 )
 
-    def exchange(self, rank: int, message: bytes) -> list[bytes]:
-        """What each rank has to say, by rank."""
-        self._said[rank] = message
+    def all_gather_bytes(self, rank: int, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank.
+
+        Raises:
+            RuntimeError: if a rank has left, or leaves during the call.
+        """
+        self._messages[rank] = message
         self.wait()
-        said = list(self._said)
-        self.wait()  # nobody says the next thing before all have heard this one
-        return said
+        messages = list(self._messages)
+        self.wait()  # no rank writes its next message before all have read this one
+        return messages
 
     def leave(self) -> None:
-        """Say that this rank will not come again."""
+        """Release the ranks that wait, now or later, with an error: this rank has returned."""
         with self._change:
             self._left = True
             self._change.notify_all()
@@ -171,7 +185,7 @@ class Meeting:
 
 @contextmanager
 def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Install the handler for the block, where that is possible: in the main thread."""
+    """Install the handler for the block if this is the main thread, where Python allows it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -187,14 +201,14 @@ def _start(child: BaseProcess) -> None:
         child.start()
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(
-            f"a launched function and its arguments travel to another process by pickle, but {error}; "
-            f"define the function at the top of a module and pass plain data"
+            f"a launched function and its arguments must be picklable, but {error}; define the function at the top of "
+            f"a module and pass plain data"
         ) from error
 
 
 @contextmanager
-def _outlived(child: BaseProcess) -> Iterator[None]:
-    """See the child's end: a Ctrl-C in the block asks it to stop, a second one kills it."""
+def _stop_on_exit(child: BaseProcess) -> Iterator[None]:
+    """End the child with the block: a Ctrl-C terminates it and waits for it, a second one kills it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -207,37 +221,38 @@ def _outlived(child: BaseProcess) -> Iterator[None]:
             child.kill()
 
 
-def _end_as(code: int) -> None:
+def _exit_as(code: int) -> None:
+    """Raise the exception that stands for a child's exit code; return if it is 0."""
     if code == FAILED:
         raise RuntimeError(
-            "the launched ranks must finish, but an exception ended one: see its traceback above (stderr)"
+            "the launched ranks did not finish: an exception ended one; see its traceback above (stderr)"
         )
     if code == -signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM)
     if code < 0:
         raise RuntimeError(
-            f"the launched process must live until its ranks finish, but {signal.Signals(-code).name} ended it: see "
-            f"its last words above (stderr), or the system's log when it was SIGKILL (out of memory)"
+            f"the launched ranks did not finish: {signal.Signals(-code).name} ended their process; see its output "
+            f"above (stderr), or the system log after SIGKILL (out of memory)"
         )
     if code > 0:
         raise SystemExit(code)
 
 
 def _child_main(signals: Sequence[signal.Signals], work: Callable[..., int], *args: Any) -> None:
-    _follow_parent()
-    threading.excepthook = _end_after_thread
+    _terminate_with_parent()
+    threading.excepthook = _exit_after_thread
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the parent too, which decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent too, which then ends the child
     try:
         with Preemption(signals) if signals else nullcontext():
             code = work(*args)
-    except BaseException as error:  # also what a user's signal handler raises
-        _end(_last_words(error))
+    except BaseException as error:  # also one that a user's signal handler raises
+        _exit_immediately(_report(error))
     sys.exit(code)
 
 
-def _follow_parent() -> None:
-    """Take the parent's death, whatever its cause, as SIGTERM."""
+def _terminate_with_parent() -> None:
+    """Send this process a SIGTERM when its parent ends, for whatever reason."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -248,15 +263,15 @@ def _follow_parent() -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
-def _end_after_thread(failure: threading.ExceptHookArgs) -> None:
-    with _first_to_end:  # for ever, unless with code 0: the traceback of the first to fail is the one to read
-        code = _last_words(failure.exc_value)
+def _exit_after_thread(failure: threading.ExceptHookArgs) -> None:
+    with _first_failure:  # later failures block here while the process exits, so that only the first is printed
+        code = _report(failure.exc_value)
         if code:
-            _end(code)
+            _exit_immediately(code)
 
 
-def _last_words(error: BaseException | None) -> int:
-    """Print what ended this thread, as the interpreter does for a process; returns the exit code."""
+def _report(error: BaseException | None) -> int:
+    """Print what ended this thread, as the interpreter does for a process, and return the exit code."""
     if not isinstance(error, SystemExit):
         lines = "".join(traceback.format_exception(error))
         print(f"{threading.current_thread().name} failed:\n{lines}", end="", file=sys.stderr)
@@ -267,7 +282,7 @@ def _last_words(error: BaseException | None) -> int:
     return FAILED
 
 
-def _end(code: int) -> NoReturn:
+def _exit_immediately(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

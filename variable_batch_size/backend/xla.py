@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size._validation import check_int
-from variable_batch_size.backend._xla_launch import Meeting, environment_with, run_by, run_child, run_threads
+from variable_batch_size.backend._xla_launch import Rendezvous, environment_with, run_by, run_child, run_threads
 from variable_batch_size.backend.base import Backend
-from variable_batch_size.preemption import EXIT_CODE, notice
+from variable_batch_size.preemption import EXIT_CODE, signal_notice
 from variable_batch_size.world import World
 
 # Python numbers that are 0, 1 or -1 travel as data too, as all others do: no graph compiles anew because a learning
@@ -35,7 +35,7 @@ _CPU_SETTINGS = _SETTINGS | {"PJRT_DEVICE": "CPU", "XLA_ENABLE_PARAM_ALIASING": 
 _SMALLEST, _LAST_BIT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).eps
 
 # Of the replicas in this process, once `launch` has made it safe.
-_meeting: Meeting | None = None
+_meeting: Rendezvous | None = None
 _store: dist.Store | None = None
 
 
@@ -116,7 +116,7 @@ class XlaBackend(Backend):
     def exchange(self, message: bytes) -> list[bytes]:
         """Without a graph where the replicas are threads of one process."""
         if _meeting is not None:
-            return _meeting.exchange(self.world.rank, message)
+            return _meeting.all_gather_bytes(self.world.rank, message)
         if self.world.size == 1:
             return [message]
         said: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
@@ -209,7 +209,7 @@ def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> int:
     devices = torch_xla.devices()
     xm.set_replication(devices[0], devices)
     _take_turns(torch_xla._XLAC)
-    _meeting = meeting = Meeting(len(devices))
+    _meeting = meeting = Rendezvous(len(devices))
     _store = dist.HashStore()
 
     def replica(index: int) -> None:
@@ -218,7 +218,7 @@ def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> int:
         try:
             fn(*args)
         except SystemExit as end:
-            if end.code == EXIT_CODE and notice():  # all come here, after the same update
+            if end.code == EXIT_CODE and signal_notice():  # all come here, after the same update
                 code = EXIT_CODE
             elif end.code:
                 raise

@@ -1,5 +1,6 @@
-"""Stop anywhere, resume anywhere: a training's state on disk, and the signals that ask for it."""
+"""Save a training to disk and resume it on any world, also after a signal that asks it to stop."""
 
-from variable_batch_size.checkpoint.checkpoint import Checkpoint, Stateful
+from variable_batch_size.checkpoint.checkpoint import Checkpoint
+from variable_batch_size.checkpoint.stateful import Stateful
 
 __all__ = ["Checkpoint", "Stateful"]

@@ -1,4 +1,4 @@
-"""One piece of work at a time that is done while the training goes on, and whose failure is not lost."""
+"""Run one task at a time in a thread beside the training, and keep its error for the caller."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import final
 
 @final
 class Background:
-    """A thread for each piece of work; the interpreter does not exit before it is done."""
+    """One task at a time, each in a thread of its own; the interpreter does not exit before the task is done."""
 
     def __init__(self) -> None:
         self._pending: Future[None] | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether all that was begun is finished."""
+        """Whether no task is running or waits to be collected by `wait`."""
         return self._pending is None
 
-    def begin(self, work: Callable[[], None]) -> None:
-        """Let a thread do it; what was begun before has to be finished."""
+    def start(self, task: Callable[[], None]) -> None:
+        """Run `task` in a thread; call `wait` for the previous task first."""
         pool = ThreadPoolExecutor(1, "checkpoint")
-        self._pending = pool.submit(work)
-        pool.shutdown(wait=False)  # the thread ends with its work, and not with this object
+        self._pending = pool.submit(task)
+        pool.shutdown(wait=False)  # the thread ends with its task, even if this object is deleted earlier
 
-    def finish(self) -> None:
-        """Wait for what was begun, if anything.
+    def wait(self) -> None:
+        """Wait for the current task, if there is one.
 
         Raises:
-            Exception: what it failed with, once.
+            Exception: the one that the task raised; it is raised once.
         """
         if self._pending is not None:
-            wait([self._pending])  # interrupted here, it is as pending as before
+            wait([self._pending])  # an interrupt here leaves the task pending
             done, self._pending = self._pending, None
             done.result()

@@ -1,8 +1,9 @@
-"""Checkpoints as folders: published whole or not at all, and known when they are whole no longer.
+"""A folder of checkpoints: each one is published atomically, and its checksum shows later damage.
 
-A checkpoint is a folder `update-00001234` with two files: the state, and a manifest in JSON that tells the state's size
-and SHA-256 and is sealed by its own. It is made under a name that begins with a dot, brought to the disk, and renamed;
-what is given up is renamed to such a name before it is deleted. So a name without a dot never stands for a part of one.
+A checkpoint is a folder `update-00001234` with two files: the state, and a manifest in JSON that holds the size and
+SHA-256 of the state and, under "seal", the SHA-256 of itself. It is written under a name that begins with a dot,
+flushed to disk and then renamed; a checkpoint is renamed to such a name before it is deleted. A name without a dot
+therefore never belongs to an incomplete checkpoint.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from typing import IO, Any, NamedTuple, final
 
 STATE, MANIFEST, LOCK = "state.pt", "manifest.json", ".lock"
 
-_held: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # what lets each locked file go
-
 _NAME = re.compile(r"update-(\d{8,})(?:-(\d+))?")
 _BLOCK = 1 << 20  # bytes
 
+_unlock_by_file: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # of the locked files, by descriptor
 
-def whole(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint that is as it was published; None for anything else."""
+
+def verified_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of the checkpoint in `folder` if its checksums match, else None."""
     try:
-        facts = _unsealed((folder / MANIFEST).read_bytes().decode())
-        state, expected = folder / STATE, facts["file"]
+        manifest = _parse_manifest((folder / MANIFEST).read_bytes().decode())
+        state, expected = folder / STATE, manifest["file"]
         if state.stat().st_size != expected["bytes"]:
             return None
         with state.open("rb") as file:
             digest = hashlib.sha256()
             while block := file.read(_BLOCK):
                 digest.update(block)
-        return facts if digest.hexdigest() == expected["sha256"] else None
+        return manifest if digest.hexdigest() == expected["sha256"] else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
 @final
 class Entry(NamedTuple):
-    """A folder that has, or had, a checkpoint; the larger entry is the newer one.
+    """A folder with the name of a checkpoint, intact or damaged; a larger entry is newer.
 
-    Where an update is saved again, that is another revision: the one before stays until the new one is published.
+    Each further save of the same update is another revision. The previous revision stays until the new one is
+    published.
     """
 
     update: int
@@ -61,21 +63,21 @@ class CheckpointFolder:
     """The checkpoints in one folder, which has at most one writer.
 
     Args:
-        path: of the folder; only `lock` makes it.
+        path: path of the folder; `lock` creates it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._unlock: weakref.finalize[[int], CheckpointFolder] | None = None
-        self._whole: set[Path] = set()  # known to be: the others are read before the first one is given up
+        self._verified: set[Path] = set()  # `prune` verifies the others before it deletes an older one
 
     def lock(self) -> None:
-        """Make the folder and keep other writers out, until `unlock`, or the end of this process, whatever it is.
+        """Create the folder and lock it against other writers, until `unlock` or any end of this process.
 
         Raises:
-            OSError: when the folder cannot be made, or has another writer.
+            OSError: if the folder cannot be created, or another writer has locked it.
         """
-        import fcntl  # not on Windows, where the package can at least be imported
+        import fcntl  # not on Windows, where the package can still be imported
 
         self.path.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -87,96 +89,99 @@ class CheckpointFolder:
             writer = os.read(file, 1000).decode(errors="replace").strip()
             os.close(file)
             raise OSError(
-                f"a checkpoint folder must have one writer, but {self.path} is in use by {writer or 'another one'}; "
-                f"close() that Checkpoint, or choose another folder"
+                f"Checkpoint folder {self.path} is in use by {writer or 'another writer'}; close() that Checkpoint, "
+                f"or choose another folder"
             ) from None
         except BaseException:
             os.close(file)
             raise
-        self._unlock = _held[file] = weakref.finalize(self, _release, file)
-        _mind_forks()
+        self._unlock = _unlock_by_file[file] = weakref.finalize(self, _unlock_file, file)
+        _reset_after_fork()
 
     def unlock(self) -> None:
-        """Let others write."""
+        """Let other writers lock the folder."""
         if self._unlock is not None:
             self._unlock()
 
     def entries(self) -> list[Entry]:
-        """All that have the name of a checkpoint, the newest first, whether they are whole or not."""
+        """Return all folders with the name of a checkpoint, newest first; they are not verified."""
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.glob("update-*")]
         return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
 
     def next_path(self, update: int) -> Path:
-        """Where the next checkpoint of this update belongs.
+        """Return the path at which to publish the next checkpoint of `update`.
 
         Raises:
-            RuntimeError: when the folder is not locked.
+            RuntimeError: if this object has not locked the folder.
         """
         if self._unlock is None or not self._unlock.alive:
             raise RuntimeError(
-                f"a checkpoint folder must be locked by who writes into it, but this writer has let {self.path} go; "
-                f"make another Checkpoint in the place of one that is closed"
+                f"Checkpoint folder {self.path} is not locked by this Checkpoint, which was closed or is in a forked "
+                f"process; create another Checkpoint"
             )
         revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
         return self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
 
     def publish(self, target: Path, facts: Mapping[str, Any], write: Callable[[IO[bytes]], None]) -> None:
-        """Make a checkpoint of what `write` writes into the file that it is given.
+        """Write a checkpoint and rename it to `target` when it is complete.
 
         Args:
-            target: the `next_path`.
-            facts: for the manifest.
-            write: writes the state.
+            target: the path that `next_path` returned.
+            facts: entries of the manifest.
+            write: writes the state to the file that it gets.
 
         Raises:
-            OSError: when it cannot be written; then there is no trace of it.
+            OSError: if the checkpoint cannot be written; nothing of it remains.
         """
-        self._sweep()
+        self._delete_leftovers()
         part = target.with_name(f".{target.name}.part")
         try:
             part.mkdir()
             with (part / STATE).open("wb") as file:
-                hashed = _Hashed(file)
-                write(hashed)  # type: ignore[arg-type]
-                if hashed.failure is not None:
-                    raise hashed.failure
-                _to_disk(file)
-            about = {"name": STATE, "bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+                hashing = _HashingFile(file)
+                write(hashing)  # type: ignore[arg-type]
+                if hashing.error is not None:
+                    raise hashing.error
+                _flush_file(file)
+            description = {"name": STATE, "bytes": hashing.bytes, "sha256": hashing.digest.hexdigest()}
             with (part / MANIFEST).open("w", encoding="utf-8", newline="\n") as manifest:
-                manifest.write(_sealed({**facts, "file": about}))
-                _to_disk(manifest)
-            _names_to_disk(part)
+                manifest.write(_format_manifest({**facts, "file": description}))
+                _flush_file(manifest)
+            _flush_folder(part)
             part.rename(target)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        _names_to_disk(self.path)
-        self._whole.add(target)
+        _flush_folder(self.path)
+        self._verified.add(target)
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` whole ones, of each update its newest revision, and what is newer."""
+        """Keep the newest `keep` intact updates, each in its newest intact revision, and delete older entries.
+
+        A damaged entry stays until `keep` newer updates, or a newer revision of the same update, are intact.
+        """
         kept: set[int] = set()
         for update, _, path in self.entries():
             if update not in kept and len(kept) < keep:
-                if self._known_whole(path):
+                if self._is_intact(path):
                     kept.add(update)
             else:
-                self._whole.discard(path)
-                with suppress(OSError):  # what is left over goes another time
+                self._verified.discard(path)
+                with suppress(OSError):  # the next save deletes what remains
                     self._delete(path.rename(path.with_name(f".{path.name}.old")))
 
     def newest_after(self, update: int) -> Path | None:
-        """A whole one of a later update."""
+        """Return the newest intact checkpoint of a later update, or None."""
         later = [entry.path for entry in self.entries() if entry.update > update]
-        return next(filter(self._known_whole, later), None)
+        return next(filter(self._is_intact, later), None)
 
-    def _known_whole(self, path: Path) -> bool:
-        if path not in self._whole and whole(path) is not None:
-            self._whole.add(path)
-        return path in self._whole
+    def _is_intact(self, path: Path) -> bool:
+        if path not in self._verified and verified_manifest(path) is not None:
+            self._verified.add(path)
+        return path in self._verified
 
-    def _sweep(self) -> None:
-        """Delete what a writer that was killed has left."""
+    def _delete_leftovers(self) -> None:
+        """Delete the incomplete and half-deleted checkpoints of writers that were killed."""
         for path in self.path.glob(".update-*"):
             self._delete(path)
 
@@ -189,51 +194,53 @@ class CheckpointFolder:
 
 
 @final
-class _Hashed:
-    """A file that is written once, from the beginning, and what came to it.
+class _HashingFile:
+    """A file that is written sequentially, with the SHA-256 of what is written.
 
-    It keeps its first failure to itself until it is asked: torch's writer takes one for a fault of its own.
+    It keeps its first OSError instead of raising it, because `torch.save` would replace it with an error of its own.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.digest, self.bytes = hashlib.sha256(), 0
-        self.failure: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, block: Any) -> int:
         self.digest.update(block)
         self.bytes += len(block)
         try:
-            if self.failure is None:
+            if self.error is None:
                 self._file.write(block)
         except OSError as error:
-            self.failure = error
+            self.error = error
         return len(block)
 
     def flush(self) -> None:
-        """Left to `_to_disk`."""
+        """Do nothing: `publish` flushes the file once, at the end."""
 
 
-def _sealed(facts: Mapping[str, Any]) -> str:
-    """As JSON, of which there is one text only for the same facts."""
+def _format_manifest(facts: Mapping[str, Any]) -> str:
+    """Return the facts and their SHA-256 as JSON text; equal facts give equal text."""
     seal = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return json.dumps({**facts, "seal": seal}, indent=2, sort_keys=True) + "\n"
 
 
-def _unsealed(text: str) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(text)
-    unsealed = {key: value for key, value in facts.items() if key != "seal"}
-    if _sealed(unsealed) != text:
-        raise ValueError("the seal is broken")
-    return unsealed
+def _parse_manifest(text: str) -> dict[str, Any]:
+    """Return the facts, with their SHA-256, of a text that `_format_manifest` returned; raise ValueError for others."""
+    manifest: dict[str, Any] = json.loads(text)
+    facts = {key: value for key, value in manifest.items() if key != "seal"}
+    if _format_manifest(facts) != text:
+        raise ValueError("checksum mismatch")
+    return manifest
 
 
-def _to_disk(file: IO[Any]) -> None:
+def _flush_file(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _names_to_disk(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk, as POSIX requires after a file is created or renamed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -241,17 +248,17 @@ def _names_to_disk(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _release(file: int) -> None:
-    del _held[file]
+def _unlock_file(file: int) -> None:
+    del _unlock_by_file[file]
     os.close(file)
 
 
 @functools.cache
-def _mind_forks() -> None:
-    """A forked child, a loader's worker for one, shares the lock: it must neither keep it nor let it go."""
+def _reset_after_fork() -> None:
+    """Close the locked files in forked children, which share the lock: a child must neither hold it nor release it."""
 
-    def forget() -> None:
-        for unlock in list(_held.values()):
+    def close_all() -> None:
+        for unlock in list(_unlock_by_file.values()):
             unlock()
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(after_in_child=close_all)

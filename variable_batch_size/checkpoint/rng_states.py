@@ -1,6 +1,6 @@
-"""The states of this process's random generators on the host, as a short text that travels and is stored as it is.
+"""The states of this process's host RNGs as a short text, which ranks exchange and checkpoints store.
 
-As JSON, because every save waits for it: the generators' 1249 numbers are long in torch.save, and longer in torch.load.
+The text is JSON because every save waits for it: `torch.save` and `torch.load` are slower for these 1249 numbers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 
-def current() -> str:
-    """Those of torch, numpy and random."""
+def get_rng_states() -> str:
+    """Return the states of the global RNGs of torch (CPU), NumPy and `random`."""
     states = {
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "numpy": np.random.get_state(legacy=False),
@@ -22,10 +22,10 @@ def current() -> str:
     return json.dumps(states, default=np.ndarray.tolist)
 
 
-def go_on(states: str) -> None:
-    """Let the generators draw what they drew after `current()` gave these."""
-    found = json.loads(states)
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(found["torch"]), dtype=torch.uint8))
-    np.random.set_state(found["numpy"])
-    version, numbers, gauss = found["python"]
+def set_rng_states(text: str) -> None:
+    """Restore the RNG states that `get_rng_states` returned."""
+    states = json.loads(text)
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
+    np.random.set_state(states["numpy"])
+    version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))

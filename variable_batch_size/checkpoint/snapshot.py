@@ -1,7 +1,7 @@
-"""A state in host memory: as it is where it is written at once, or as a copy of its own that stays as it was.
+"""Bring a state to host memory: as a view, if it is written immediately, or as a copy that stays unchanged.
 
-The copy is what an update waits for while a checkpoint is written in the background, so its memory is kept from one
-time to the next: fresh pages cost more than what is copied into them.
+An update waits for the copy while a checkpoint is written in the background. The memory of the copy is therefore
+reused: allocating fresh pages takes longer than copying into them.
 """
 
 from __future__ import annotations
@@ -16,55 +16,58 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 
-_PLAIN = (NoneType, bool, int, float, str, bytes, torch.dtype, torch.Size)  # what loads without executing anything
+_PLAIN = (NoneType, bool, int, float, str, bytes, torch.dtype, torch.Size)  # types that load without executing code
 
 
 @final
 class Snapshot:
-    """Brings states to the host by a backend, and keeps the memory of one copy.
+    """Views and copies of states in host memory; keeps the memory of one copy.
 
-    A copy is good until the next one is taken: that writes into the same memory.
+    A copy is valid until the next call of `copy`, which writes into the same memory.
+
+    Args:
+        backend: brings tensors to the host.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._kept: dict[Hashable, list[Tensor]] = {}  # by what fits into it
+        self._buffers: dict[Hashable, list[Tensor]] = {}  # by layout
 
     def view(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """The same with its tensors on the host; those of the CPU are the training's own, which it will change.
+        """Return the state with its tensors on the host; CPU tensors share memory with the training.
 
         Raises:
-            TypeError: where something in it could not be read again.
+            TypeError: if the state holds a value that `torch.load(weights_only=True)` cannot read.
         """
-        return _mapped(parts, self._backend.host)
+        return _map_tensors(parts, self._backend.host)
 
     def copy(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """The same in host memory that nobody else has, whole when this returns.
+        """Return the state in host memory of its own, complete on return.
 
         Raises:
-            TypeError: where something in it could not be read again.
+            TypeError: if the state holds a value that `torch.load(weights_only=True)` cannot read.
         """
-        spare, self._kept = self._kept, {}
-        copies: dict[Hashable, Tensor] = {}  # by what they are of: a tensor that is there twice is copied once
+        reusable, self._buffers = self._buffers, {}
+        copies: dict[Hashable, Tensor] = {}  # by source, so that a tensor that occurs twice is copied once
         sources: list[Tensor] = []
 
-        def copied(tensor: Tensor) -> Tensor:
+        def copy(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            if not _ordinary(tensor):
+            if not _is_dense(tensor):
                 host = self._backend.host(tensor)
                 return host.clone() if tensor.device.type == "cpu" else host
-            form = (tensor.is_cuda, tensor.dtype, tensor.shape, tensor.stride())
-            source = (tensor.device, tensor.data_ptr(), *form)
+            layout = (tensor.is_cuda, tensor.dtype, tensor.shape, tensor.stride())
+            source = (tensor.device, tensor.data_ptr(), *layout)
             if source not in copies:
-                fitting = spare.get(form)
-                pinned = tensor.is_cuda  # so that the copy need not wait for each tensor
-                copy = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-                self._kept.setdefault(form, []).append(copy)
-                copies[source] = copy
+                fitting = reusable.get(layout)
+                pinned = tensor.is_cuda  # so that copies from the device are asynchronous
+                buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+                self._buffers.setdefault(layout, []).append(buffer)
+                copies[source] = buffer
                 sources.append(tensor)
             return copies[source]
 
-        state = _mapped(parts, copied)
+        state = _map_tensors(parts, copy)
         if sources:
             torch._foreach_copy_(list(copies.values()), sources, non_blocking=True)
         for device in {tensor.device for tensor in sources if tensor.is_cuda}:
@@ -72,8 +75,8 @@ class Snapshot:
         return state
 
 
-def _ordinary(tensor: Tensor) -> bool:
-    """Whether memory of its shape and type is all that it needs, and can be filled from where it is."""
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether `copy_` can fill a strided buffer on the host from this tensor."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -82,26 +85,26 @@ def _ordinary(tensor: Tensor) -> bool:
     )
 
 
-def _mapped(parts: dict[str, Any], host: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {name: _with_tensors(part, host, name) for name, part in parts.items()}
+def _map_tensors(parts: dict[str, Any], to_host: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {name: _map_tree(part, to_host, name) for name, part in parts.items()}
 
 
-def _with_tensors(tree: Any, host: Callable[[Tensor], Tensor], where: str) -> Any:
-    """The same in containers of its own; refuses what could not be read again."""
-    if isinstance(tree, Tensor) and type(tree.detach()) is Tensor:  # no subclass but parameters, which are read again
-        return host(tree)
+def _map_tree(tree: Any, to_host: Callable[[Tensor], Tensor], where: str) -> Any:
+    """Return `tree` in new containers with its tensors on the host; raise TypeError for values that cannot load."""
+    if isinstance(tree, Tensor) and type(tree.detach()) is Tensor:  # of the subclasses, only parameters and buffers
+        return to_host(tree)
     if type(tree) in _PLAIN:
         return tree
     if type(tree) in (dict, OrderedDict, Counter):
         for key in tree:
-            _with_tensors(key, host, f"a key of {where}")
-        copy = type(tree)({key: _with_tensors(value, host, f"{where}[{key!r}]") for key, value in tree.items()})
+            _map_tree(key, to_host, f"a key of {where}")
+        copy = type(tree)({key: _map_tree(value, to_host, f"{where}[{key!r}]") for key, value in tree.items()})
         if isinstance(tree, OrderedDict):
-            copy.__dict__.update(vars(tree))  # the versions of a model's modules
+            copy.__dict__.update(vars(tree))  # `_metadata`: the versions of a model's modules
         return copy
     if type(tree) in (list, tuple):
-        return type(tree)(_with_tensors(value, host, f"{where}[{index}]") for index, value in enumerate(tree))
+        return type(tree)(_map_tree(value, to_host, f"{where}[{index}]") for index, value in enumerate(tree))
     raise TypeError(
-        f"a checkpoint must hold nothing but tensors and plain values, but {where} is a "
-        f"{type(tree).__module__}.{type(tree).__qualname__}; let that part's state_dict() give numbers, strings, lists"
+        f"a checkpoint can hold only tensors and plain Python values, got a {type(tree).__module__}."
+        f"{type(tree).__qualname__} at {where}; return numbers, strings, lists and dicts from that part's state_dict()"
     )

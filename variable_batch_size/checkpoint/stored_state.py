@@ -1,57 +1,98 @@
-"""A state as it is in a checkpoint: how it is written there, and read without running anything."""
+"""Write a state as a checkpoint, and read it without executing code from the file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
-from variable_batch_size.checkpoint.folder import STATE, CheckpointFolder, whole
+from variable_batch_size.checkpoint.folder import STATE, CheckpointFolder, verified_manifest
 
 
 @final
 class StoredState(NamedTuple):
-    """What was read from a checkpoint that is whole."""
+    """The contents of an intact checkpoint."""
 
     path: Path
-    sha256: str
-    parts: dict[str, Any]
-    rng: list[str]  # by rank
+    sha256: str  # of the state file
+    parts: dict[str, Any]  # state dicts by name
+    rng_states: list[str]  # by rank
+
+    def check_parts(self, names: Iterable[str]) -> None:
+        """Check that the checkpoint has exactly these parts.
+
+        Raises:
+            ValueError: if a part is missing or was not passed.
+        """
+        saved, passed = set(self.parts), set(names)
+        missing = [f"{name} is not in it" for name in sorted(passed - saved)]
+        unknown = [f"{name} is in it and was not passed" for name in sorted(saved - passed)]
+        if missing or unknown:
+            raise ValueError(
+                f"Checkpoint {self.path} has other parts than this training: {' and '.join(missing + unknown)}; pass "
+                f"the parts that were saved, under the same names"
+            )
+
+    def check_model(self, state: dict[str, Any]) -> None:
+        """Check that the model in the checkpoint has the tensors of this state dict, in the same shapes.
+
+        Raises:
+            ValueError: if a tensor is missing or has another shape.
+        """
+        saved, own = _shapes(self.parts["model"]), _shapes(state)
+        for name in {**own, **saved}:
+            if saved.get(name) != own.get(name):
+                raise ValueError(
+                    f"Checkpoint {self.path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
+                    f"in it and {own.get(name, 'missing')} here; create the model that was saved"
+                )
 
 
 def write(
-    folder: CheckpointFolder, keep: int, path: Path, facts: dict[str, Any], parts: dict[str, Any], rng: list[str]
+    folder: CheckpointFolder,
+    keep: int,
+    path: Path,
+    facts: dict[str, Any],
+    parts: dict[str, Any],
+    rng_states: list[str],
 ) -> None:
-    """Publish a state, and give up what is too old; a thread that does it holds nothing of the training.
+    """Publish a state as a checkpoint, and delete the checkpoints that exceed `keep`.
+
+    A background thread may call it: it reads nothing of the training but its arguments.
 
     Raises:
-        OSError: when it cannot be written; the text says what to do.
+        OSError: if the checkpoint cannot be written.
     """
 
     def save(file: IO[bytes]) -> None:
-        torch.save({"parts": parts, "rng": rng}, file)
+        torch.save({"parts": parts, "rng": rng_states}, file)
 
     try:
         folder.publish(path, facts, save)
     except OSError as error:
         raise OSError(
-            f"a checkpoint must be written whole, but the one of update {facts['updates']} could not be, in "
-            f"{folder.path} ({error.strerror}); make room or choose another folder (earlier checkpoints are as they "
-            f"were)"
+            f"Checkpoint {path.name} could not be written to {folder.path} ({error.strerror}); free disk space or "
+            f"choose another folder (earlier checkpoints are unchanged)"
         ) from error
     folder.prune(keep)
 
 
 def read(path: Path) -> StoredState | None:
-    """The state of a checkpoint that is whole."""
-    facts = whole(path)
-    if facts is None:
+    """Return the contents of the checkpoint at `path`, or None if it is not intact."""
+    manifest = verified_manifest(path)
+    if manifest is None:
         return None
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        return StoredState(path, facts["file"]["sha256"], dict(state["parts"]), list(state["rng"]))
+        return StoredState(path, manifest["file"]["sha256"], dict(state["parts"]), list(state["rng"]))
     except MemoryError:
         raise
-    except Exception:  # whatever it is made of, somebody else has made it
+    except Exception:  # another program can have published any content with a valid checksum
         return None
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}

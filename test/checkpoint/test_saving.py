@@ -1,0 +1,103 @@
+"""When checkpoints are saved, and which of them are kept."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from helpers.checkpoints import checkpoint, names, truncate_state
+from helpers.reference import training
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import checkpoint as module
+from variable_batch_size.testing import run_ranks
+
+
+def test_keeps_the_newest_intact_checkpoints(tmp_path: Path) -> None:
+    run = training()
+    with checkpoint(tmp_path, run, keep=3) as saves:
+        for _ in range(5):
+            run.run(1)
+            saves.save()
+        assert names(tmp_path) == [f"update-0000000{update}" for update in (3, 4, 5)]
+    truncate_state(tmp_path / "update-00000004")
+    with checkpoint(tmp_path, run, keep=3) as saves:
+        run.run(1)
+        saves.save()  # three are intact, and the damaged one is newer than the oldest of them
+        assert names(tmp_path) == [f"update-0000000{update}" for update in (3, 4, 5, 6)]
+        run.run(1)
+        saves.save()
+        assert names(tmp_path) == [f"update-0000000{update}" for update in (5, 6, 7)]
+
+
+def test_an_update_can_be_saved_twice(tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run, keep=1) as saves:
+        first = saves.save()
+        run.model[0].weight.data.zero_()  # type: ignore[index, union-attr]
+        assert saves.save() == saves.latest != first
+        assert names(tmp_path) == ["update-00000001-1"]
+        run.model[0].weight.data.fill_(1)  # type: ignore[index, union-attr]
+        saves.restore()
+        assert not run.weights()[0].any()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_saves_at_an_interval_of_updates(world: int, tmp_path: Path) -> None:
+    def train(backend: Backend) -> list[int]:
+        run, at = training(backend=backend, minibatch_size=2), []
+        with checkpoint(tmp_path, run, every=2) as saves:
+            while run.optimizer.updates < 6:
+                for _ in run.turns():
+                    if saves.step():
+                        at.append(run.optimizer.updates)
+                    assert not saves.step()
+                run.sampler.set_epoch(run.sampler.epoch + 1)
+                run.optimizer.set_epoch(run.optimizer.epoch + 1)
+        return at
+
+    for at in run_ranks(train, world):
+        assert at[:3] == [2, 4, 6]
+
+
+def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_path: Path) -> None:
+    run = training(minibatch_size=2)
+    with checkpoint(tmp_path, run, every=1) as saves:
+        turns = run.turns()
+        while not next(turns):
+            assert not saves.step()
+        next(turns)
+        assert run.optimizer.inside_step
+        assert not saves.step()  # a save was due at the update, but step() was not called then
+        while not next(turns):
+            pass
+        assert saves.step()
+    assert names(tmp_path) == ["update-00000002"]
+
+
+def test_saves_at_an_interval_of_time_on_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now: dict[str, float] = {}  # by thread; only rank 0's decides
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[threading.current_thread().name])
+
+    def train(backend: Backend) -> list[bool]:
+        name, rank = threading.current_thread().name, backend.world.rank
+        now[name] = 0.0
+        run, saved = training(backend=backend), []
+        with checkpoint(tmp_path, run, every=timedelta(seconds=60)) as saves:
+            for seconds in (59, 60, 61, 119, 121):
+                now[name] = seconds if rank == 0 else 1000 * seconds
+                run.run(1)
+                saved.append(saves.step())
+        return saved
+
+    assert run_ranks(train, 2) == 2 * [[False, True, False, False, True]]
+
+
+def test_step_without_every_saves_nothing(tmp_path: Path) -> None:
+    run = training()
+    with checkpoint(tmp_path, run) as saves:
+        run.run(1)
+        assert not saves.step()
+    assert names(tmp_path) == []
