@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
+from helpers.splitting import split_batch
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.optim.named import NamedOptimizer
 
@@ -141,17 +142,6 @@ def batches(sizes: Sequence[int], dataset_size: int, seed: int = 0) -> Iterator[
             used += sizes[step]
             step += 1
         epoch += 1
-
-
-def cut(batch: NDArray[np.int64], minibatch_size: int, fixed_shape: bool = True) -> list[NDArray[np.int64]]:
-    """The microbatches of an update: pieces that divide a full one, the smallest first, and then full ones."""
-    left = len(batch) % minibatch_size
-    pieces = [left] if left and not fixed_shape else []
-    while left and fixed_shape:
-        pieces.append(max(size for size in range(1, left + 1) if minibatch_size % size == 0))
-        left -= pieces[-1]
-    sizes = sorted(pieces) + [minibatch_size] * (len(batch) // minibatch_size)
-    return np.split(batch, np.cumsum(sizes)[:-1])
 
 
 def gradient(weights: Sequence[Array], x: Array, target: Array) -> list[Array]:
@@ -441,7 +431,7 @@ def twin(
     def update(weights: list[Array], batch: NDArray[np.int64], u: int) -> tuple[list[Array], vbs.Scaling]:
         groups = [
             (len(samples), np.concatenate([g.ravel() for g in gradient(weights, x[samples], target[samples])]))
-            for samples in cut(batch, minibatch_size, fixed_shape)
+            for samples in split_batch(batch, minibatch_size, fixed_shape)
         ]
         taken.append(factors(Update.of(len(batch), u, dataset_size, gain=noise.update(groups))))
         return clipped(gradient(weights, x[batch], target[batch]), max_grad_norm), taken[-1]

@@ -138,22 +138,6 @@ def updates(trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int) 
     return result
 
 
-def cut(batch_size: int, minibatch_size: int, fixed_shape: bool) -> list[int]:
-    """The slow twin of the cut: sizes of the microbatches of a step, in the order of their numbers."""
-    full, rest = divmod(batch_size, minibatch_size)
-    pieces = [] if fixed_shape or not rest else [rest]
-    while fixed_shape and rest:
-        pieces.append(max(d for d in range(1, rest + 1) if minibatch_size % d == 0))
-        rest -= pieces[-1]
-    return pieces[::-1] + [minibatch_size] * full
-
-
-def rows_of(start: int, size: int, minibatch_size: int, fixed_shape: bool) -> list[int]:
-    """The slow twin of `Deal.positions`: the positions of a microbatch's rows."""
-    repeats = minibatch_size // size if fixed_shape else 1
-    return np.repeat(np.arange(start, start + size), repeats).tolist()
-
-
 # ------------------------------------------------------------------------- a training that writes down what it uses
 
 Log = list[tuple[int, int, int, list[int]]]  # (epoch, step, number of the microbatch in the step, its samples)
@@ -197,7 +181,7 @@ class Run:
         self._open = []
         self.optimizer.discard_step()
 
-    def go_on(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> Run:
+    def train(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> Run:
         """Train as a user does, from where the optimizer stands, for so many updates or to the last epoch's end."""
         left = -1 if updates is None else updates
         for epoch in range(self.optimizer.epoch, self.case.epochs if left else 0):
