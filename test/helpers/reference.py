@@ -1,4 +1,4 @@
-"""Slow, readable float64 twins of what the package computes for speed, and the small training that both run."""
+"""The equations of the rules, and a small training that runs with the package and with its slow twin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from variable_batch_size.optim.named import NamedOptimizer
 REF = 64
 SGD = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 
-# Of each inner optimizer that has a twin. An eps that large keeps m / (sqrt(v) + eps) from making much of rounding.
+# Of each inner optimizer that has a twin. A large eps keeps m / (sqrt(v) + eps) from amplifying rounding errors.
 ADAM = {"lr": 0.02, "betas": (0.85, 0.95), "eps": 0.01, "weight_decay": 0.1}
 HYPERPARAMETERS: dict[Any, dict[str, Any]] = {
     torch.optim.SGD: SGD,
@@ -34,7 +34,7 @@ HYPERPARAMETERS: dict[Any, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """What an equation may look at."""
+    """The variables of an equation."""
 
     k: float  # B / ref_batchsize
     u: int  # the number of the update; the first is 1
@@ -48,12 +48,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Equation:
-    """A class of the package: its factors, in the words of its paper, and how it is made."""
+    """The factors of an optimizer class, as its paper gives them, and the arguments to create it."""
 
     factors: Callable[[Update], vbs.Scaling]
     inners: Sequence[type[torch.optim.Optimizer]] = (torch.optim.SGD, torch.optim.Adam)  # the first by default
-    any_inner: bool = True  # whether it takes more than those
-    options: dict[str, Any] = field(default_factory=dict)  # of the constructor
+    any_inner: bool = True  # whether it accepts any inner optimizer
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the constructor
     noise: bool = False  # whether it depends on the microbatches
 
 
@@ -79,9 +79,9 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
         inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
         any_inner=False,
     ),
-    vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: the root rule; a batch k times as large warms up k epochs for 1
+    vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: a batch k times as large warms up for k times the epochs
         lambda at: vbs.Scaling(
-            lr=at.k**0.5 * min(1, (at.u * at.k / at.epoch) / (at.k * WARMUP)),  # epochs gone, of epochs to go
+            lr=at.k**0.5 * min(1, (at.u * at.k / at.epoch) / (at.k * WARMUP)),  # epochs so far / epochs of warm-up
             progress=at.k,
         ),
         options={"warmup_epochs": WARMUP},
@@ -108,7 +108,7 @@ def _own_equation(name: str) -> Equation:
 
 
 def _class_of(name: str) -> type[vbs.CustomOptimizer]:
-    """The named optimizer of a rule, or one that is made here."""
+    """The named optimizer of a rule; for a rule without one, a class that is created here."""
     for kind in EQUATIONS:
         if kind.rule_name == name:  # type: ignore[attr-defined]
             return kind
@@ -121,7 +121,7 @@ LINEAR = EQUATIONS[vbs.LinearRuleOptimizer]
 
 
 def examples(number: int) -> settings:
-    """Hypothesis, the same every time."""
+    """Hypothesis settings with the same examples in every run."""
     return settings(
         max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -131,18 +131,16 @@ def examples(number: int) -> settings:
 
 
 def batches(sizes: Sequence[int], dataset_size: int, seed: int = 0) -> Iterator[NDArray[np.int64]]:
-    """The samples of each update, one array for each: epochs follow one another along `sizes`, to its end."""
+    """The samples of each update, (samples,) each: epochs follow one another along `sizes`, to its end."""
     step = epoch = 0
     while step < len(sizes):
         samples = order(dataset_size, seed, epoch)(np.arange(dataset_size))
         used = 0
         while used < dataset_size and step < len(sizes):
-            yield samples[used : used + sizes[step]]  # the epoch's last one is shortened to what is left
+            yield samples[used : used + sizes[step]]  # the last one of an epoch is shortened
             used += sizes[step]
             step += 1
         epoch += 1
-
-
 
 
 # ------------------------------------------------------------------------------------- the training with the package
@@ -152,7 +150,7 @@ SIZES = (20, 7, 1, 33, 12, 50, 3)
 
 @dataclass
 class Training:
-    """What a user's script holds."""
+    """The objects of a user's script."""
 
     model: nn.Module
     sampler: vbs.CustomSampler
@@ -164,20 +162,20 @@ class Training:
         rows = (self.model(self.x[indices]) - self.target[indices]).square().sum(dim=1)
         return rows.mean() if self.optimizer.reduction == "mean" else rows.sum()
 
-    def turns(self) -> Iterator[bool]:
-        """Go through the rest of the epoch; yields what `optimizer.step()` returned, microbatch by microbatch."""
+    def steps(self) -> Iterator[bool]:
+        """Train for the rest of the epoch; yield the result of `optimizer.step()` for each microbatch."""
         for indices in self.sampler:
             self.loss(indices).backward()
             yield self.optimizer.step()
 
     def run(self, updates: int) -> Training:
-        """Go on for so many updates, over as many epochs as it takes."""
+        """Train for a number of updates, over any number of epochs."""
         while updates:
             if len(self.sampler) == 0:
                 epoch = self.optimizer.epoch + 1
                 self.sampler.set_epoch(epoch)
                 self.optimizer.set_epoch(epoch)
-            for updated in self.turns():
+            for updated in self.steps():
                 updates -= updated
                 if updates == 0:
                     break
@@ -194,7 +192,7 @@ def data(number: int) -> tuple[Tensor, Tensor]:
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """The model with weights that are always the same; torch's generator is shared by ranks that are threads."""
+    """The model with fixed weights; torch's generator is shared by ranks that are threads, so it is not used."""
     rng = np.random.default_rng(8)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -210,7 +208,7 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 def wrap(
     kind: type[vbs.CustomOptimizer], inner: torch.optim.Optimizer, sampler: vbs.CustomSampler, **options: Any
 ) -> vbs.CustomOptimizer:
-    """Any class of wrapper, with REF as its reference."""
+    """Create an optimizer of any wrapper class, with REF as its reference."""
     return kind(inner, sampler, **({"ref_batchsize": REF} | EQUATIONS.get(kind, LINEAR).options | options))
 
 
@@ -266,7 +264,7 @@ def twin(
     taken: list[vbs.Scaling] | None = None,
     **hyperparameters: Any,
 ) -> list[Array]:
-    """The weights that `training(kind, sizes, dataset_size)` has to end with after all steps but the `skipped` ones.
+    """The weights that `training(kind, sizes, dataset_size)` must end with, after all steps except the `skipped` ones.
 
     `factors`, `inner` and `hyperparameters` are by default the class's own; `taken` gets the factors of each update.
     """

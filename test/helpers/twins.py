@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 
 def gradient(weights: Sequence[Array], x: Array, target: Array) -> list[Array]:
-    """Of the mean over one big batch of |f(x) - target|^2, where f(x) = W tanh(V x + a) + b."""
+    """The gradient of the mean over one big batch of |f(x) - target|^2, where f(x) = W tanh(V x + a) + b."""
     v, a, w, b = weights
     hidden = np.tanh(x @ v.T + a)
     error = 2 * (hidden @ w.T + b - target) / len(x)
@@ -62,7 +62,7 @@ def adam(
     amsgrad: bool = False,
     maximize: bool = False,
 ) -> list[Array]:
-    """Kingma & Ba 2015, algorithm 1, with betas that change: 1 - beta^t is 1 - the product of those that were used.
+    """Kingma & Ba 2015, algorithm 1, with betas that change: 1 - beta^t becomes 1 - the product of past betas.
 
     `decoupled`: AdamW (Loshchilov & Hutter 2019, algorithm 2). `amsgrad` as in torch: the largest v, then corrected.
     """
@@ -124,8 +124,8 @@ class NoiseTwin:
         self.differenced = differenced
         self.earlier: tuple[int, Array] | None = None  # samples and gradient of the last update
         self.updates = 0
-        self.average_sigma2 = self.average_mu2 = 0.0  # drawn to 0 by what they began with
-        self.product = 1.0  # of all thetas: how much of the 0 is left
+        self.average_sigma2 = self.average_mu2 = 0.0  # biased towards 0, the initial value
+        self.product = 1.0  # of all thetas: the weight of the initial value
 
     @property
     def sigma2(self) -> float:
@@ -139,7 +139,7 @@ class NoiseTwin:
 
     @staticmethod
     def estimate(groups: Sequence[tuple[int, Array]]) -> tuple[float, float]:
-        """sigma^2 and mu^2 from two microbatches or more."""
+        """sigma^2 and mu^2 from at least two microbatches."""
         batch_size, number = sum(n for n, _ in groups), len(groups)
         whole = sum(n / batch_size * g for n, g in groups)
         mean_square = sum(n / batch_size * (g**2).sum() for n, g in groups)
@@ -148,7 +148,7 @@ class NoiseTwin:
         return sigma2, mu2
 
     def average(self, batch_size: int, sigma2: float, mu2: float) -> None:
-        """Average first; the division by what is not 0 comes after."""
+        """Average; the properties above correct the bias."""
         theta = max(0.0, 1 - batch_size / self.ref / 1000)
         self.average_sigma2 = theta * self.average_sigma2 + (1 - theta) * sigma2
         self.average_mu2 = theta * self.average_mu2 + (1 - theta) * mu2
@@ -156,7 +156,7 @@ class NoiseTwin:
         self.updates += 1
 
     def update(self, groups: Sequence[tuple[int, Array]]) -> float:
-        """The gain of an update whose microbatches have so many samples and these mean gradients."""
+        """The gain of an update, given the samples and the mean gradient of each microbatch."""
         batch_size = sum(n for n, _ in groups)
         now = batch_size, sum(n / batch_size * g for n, g in groups)
         if len(groups) == 1 and self.differenced and self.earlier is not None:
