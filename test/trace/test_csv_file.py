@@ -14,7 +14,7 @@ from variable_batch_size.trace import BatchTrace, csv_file
 TRACES = Path(__file__).parents[2] / "traces"
 READERS = {"fast": 0, "exact": 2**53}  # the size, in bytes, up to which a file is read by the exact reader
 
-columns = st.sampled_from(["batchsize"])
+columns = st.sampled_from(["batchsize", "batch_size"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,7 +88,7 @@ EXTRA, MISSING = "extra cell", "missing cell"
 
 @pytest.mark.parametrize("renumber", [False, True])
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("header", ["step,batchsize", "batchsize,step", "step,note,batchsize", "batchsize,step,note"])
+@pytest.mark.parametrize("header", ["step,batchsize", "batch_size,step", "step,note,batch_size", "batchsize,step,note"])
 def test_both_readers_return_the_same_trace_or_error(tmp_path, header, place, renumber):
     names = header.split(",")
     for fault in [EXTRA, MISSING, *itertools.product(range(len(names)), CELLS)]:
@@ -145,6 +145,8 @@ BAD_STEP = "renumber=True"
 SIZE = "batchsize must be an integer >= 1"
 INVALID = {
     "zero": (HEAD + "0,5\n1,0\n", "row 2 (a.csv:3)", SIZE, "got 0;", BAD_ROW),
+    "zero in batch_size": ("step,batch_size\n0,5\n1,0\n", "(a.csv:3): batch_size must be", ">= 1", "got 0;", BAD_ROW),
+    "text in batch_size": ("batch_size,step\nx,0\n", "(a.csv:2): batch_size must be", ">= 1", "got 'x';", BAD_ROW),
     "negative": (HEAD + "0,5\n1,-32\n", "row 2 (a.csv:3)", SIZE, "got -32;", BAD_ROW),
     "fraction": (HEAD + "0,1.5\n1,5\n", "row 1 (a.csv:2)", SIZE, "got '1.5';", BAD_ROW),
     "decimal point": (HEAD + "0,5\n1,128.0\n", "row 2 (a.csv:3)", SIZE, "got '128.0';", BAD_ROW),
@@ -169,11 +171,25 @@ INVALID = {
     "after blank lines": ("\n" + HEAD + "0,5\n\n \n1,0\n", "row 2 (a.csv:6)", SIZE, "got 0;", BAD_ROW),
     "after CRLF": (lines([5, 5, 0], end="\r\n"), "row 3 (a.csv:4)", SIZE, "got 0;", BAD_ROW),
     "after a quoted line end": ('step,batchsize,note\n0,5,"a\nb"\n1,0,\n', "row 2 (a.csv:4)", SIZE, "got 0;", BAD_ROW),
-    "no size column": ("step,size\n0,5\n", "(a.csv:1)", "column batchsize", "got 'step,size'", "rename"),
+    "no size column": ("step,size\n0,5\n", "(a.csv:1)", "column batchsize or batch_size", "got 'step,size'", "rename"),
     "no step column": ("batchsize\n5\n", "(a.csv:1)", "column step", "got 'batchsize'", "rename"),
     "no header": ("0,5\n1,5\n", "(a.csv:1)", "column step", "got '0,5'", "rename"),
     "semicolons": ("step;batchsize\n0;5\n", "(a.csv:1)", "column step", "got 'step;batchsize'", "rename"),
     "step column twice": ("step,batchsize,step\n0,5,0\n", "(a.csv:1)", "one column step", "got 'step,", "rename"),
+    "batch_size column twice": (
+        "step,batch_size,batch_size\n0,5,5\n",
+        "(a.csv:1)",
+        "one column batch_size",
+        "got 'step,",
+        "drop or rename",
+    ),
+    "both size columns": (
+        "step,batch_size,batchsize\n0,5,5\n",
+        "header (a.csv:1)",
+        "only one of the columns batchsize and batch_size",
+        "got both",
+        "drop the column batch_size",
+    ),
     "empty": ("", "(a.csv:1)", "column step", "got an empty file", "add"),
     "blank": (" \n\n", "(a.csv:1)", "column step", "got an empty file", "add"),
     "only a header": (HEAD, "(a.csv:1)", "at least one step", "got only the header", "add rows"),

@@ -71,7 +71,7 @@ class BatchTrace:
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], *, renumber: bool = False, on_end: OnEnd = "error") -> BatchTrace:
-        """Read a CSV file with the columns `step` (0, 1, 2, ...) and `batchsize` (samples).
+        """Read a CSV file with the columns `step` (0, 1, 2, ...) and `batchsize` or `batch_size` (samples).
 
         Other columns are ignored.
 

@@ -15,7 +15,7 @@ import numpy as np
 from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_error
 from variable_batch_size.trace.schedule import EXAMPLE
 
-SIZE_COLUMNS = ("batchsize",)
+SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
 _SMALL_FILE = 1 << 18  # bytes; up to this size the exact reader takes less time than the import of pandas
 _INTEGER = re.compile(r"[+-]?[0-9]{1,25}")
 
@@ -99,6 +99,9 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
 def _column(header: list[str], names: tuple[str, ...], where: str) -> int:
     """Return the index of the only column that has one of the `names`."""
     present = [name for name in names if name in header]
+    if len(present) > 1:
+        requirement = f"trace header ({where}) must have only one of the columns {' and '.join(names)}"
+        raise value_error(requirement, "both", f"drop the column {present[-1]}")
     if not present:
         requirement = f"trace header ({where}) must have one column {' or '.join(names)}"
         raise value_error(requirement, _shown(header), "add or rename a column")
