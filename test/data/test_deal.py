@@ -74,7 +74,7 @@ def assert_deals_equal_steps(plan: Plan, epoch: Epoch, world: World, first_step:
         deal = plan.deal(epoch, step, world)
         assert deal.first_step == step
         step += len(deal.ends)
-        index, round_index = deal.rounds(0, len(deal))
+        index, round_index = deal.locate(0, len(deal))
         start, samples = deal.microbatches(index, round_index)
         positions = deal.positions(start, samples).tolist()
         for k, b in enumerate(expected[done : done + len(deal)]):
@@ -92,7 +92,7 @@ def assert_parts_agree(deal: Deal, start: IntArray, samples: IntArray) -> None:
     """Any part of a deal equals that part of the complete result."""
     middle = len(deal) // 2
     for begin, end in ((0, middle), (middle, len(deal)), (middle, middle)):
-        one, other = deal.microbatches(*deal.rounds(begin, end))
+        one, other = deal.microbatches(*deal.locate(begin, end))
         np.testing.assert_array_equal(one, start[begin:end])
         np.testing.assert_array_equal(other, samples[begin:end])
 
@@ -144,7 +144,7 @@ def test_a_billion_samples_need_no_memory(batch_size: int, minibatch_size: int) 
     epoch = plan.epoch(2)
     deal = plan.deal(epoch, epoch.first_step, world)
     middle = len(deal) // 2
-    index, round_index = deal.rounds(middle, middle + 256)
+    index, round_index = deal.locate(middle, middle + 256)
     start, samples = deal.microbatches(index, round_index)
     positions = deal.positions(start, samples)
     _, peak = tracemalloc.get_traced_memory()
@@ -163,7 +163,7 @@ def test_the_last_microbatches_of_a_long_trace_need_no_earlier_ones() -> None:
     tracemalloc.start()
     epoch = plan.epoch(90)
     deal = plan.deal(epoch, epoch.end_step - 3, world)
-    index, round_index = deal.rounds(len(deal) - 40, len(deal))
+    index, round_index = deal.locate(len(deal) - 40, len(deal))
     start, samples = deal.microbatches(index, round_index)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -37,7 +37,7 @@ class Deal:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def rounds(self, begin: int, end: int) -> tuple[IntArray, IntArray]:
+    def locate(self, begin: int, end: int) -> tuple[IntArray, IntArray]:
         """Return the step (as an index into this deal) and the round of microbatches `begin .. end - 1` of the deal.
 
         Returns:

@@ -47,7 +47,7 @@ class Iteration:
         stepped: number of microbatches that reached `optimizer.step()`.
         exhausted: whether it has reached the end of the epoch.
         resumed: whether its loader may have resumed from a snapshot before the optimizer's position.
-        invalid: whether its next microbatch is not the one that the optimizer expects.
+        stale: whether its next microbatch is not the one that the optimizer expects.
     """
 
     def __init__(self, source: Source, start: Position) -> None:
@@ -55,7 +55,7 @@ class Iteration:
         self.yielded, self.stepped = 0, 0
         self.exhausted = False
         self.resumed = False
-        self.invalid = False
+        self.stale = False
         self._source = source
         self._reads = 0  # calls of __next__, including those that met the end
         self._prefetched: int | None = None  # reads that had not reached step() when the first one did
@@ -114,7 +114,7 @@ class Iteration:
         if self._deal is None or self._converted == len(self._deal):
             self._deal = self._next_deal()
         end = min(len(self._deal), self._converted + max(1, INDICES_PER_CHUNK // self.plan.minibatch_size))
-        start, size = self._deal.microbatches(*self._deal.rounds(self._converted, end))  # (microbatches,) each
+        start, size = self._deal.microbatches(*self._deal.locate(self._converted, end))  # (microbatches,) each
         rows = self._order(self._deal.positions(start, size)).tolist()  # (microbatches, minibatch_size)
         self._rows = rows if self.plan.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
         self._row, self._converted = 0, end
@@ -135,7 +135,7 @@ class Iteration:
         if self._deal is None:
             round_index = self._converted
         elif number < len(self._deal):
-            (index,), (round_index,) = (array.tolist() for array in self._deal.rounds(number, number + 1))
+            (index,), (round_index,) = (array.tolist() for array in self._deal.locate(number, number + 1))
             step = self._deal.first_step + index
         return {"epoch": self._epoch.number, "step": step, "round": round_index, **self._split()}
 

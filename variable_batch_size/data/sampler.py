@@ -191,7 +191,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def _check_stepped(self) -> None:
         last = self.iteration
-        if last is None or last.invalid or not last.incomplete or not self._attached or self.clock.finished:
+        if last is None or last.stale or not last.incomplete or not self._attached or self.clock.finished:
             return
         self.iteration = None
         raise RuntimeError(

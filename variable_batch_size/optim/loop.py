@@ -116,7 +116,7 @@ class Loop:
     def restart(self) -> None:
         """Return to the first microbatch of the step at which the clock stands; it must come from a new iteration."""
         if self._iteration is not None:
-            self._iteration.invalid = True
+            self._iteration.stale = True
         self._round, self._step, self._microbatches, self._iteration = 0, None, {}, None
         for watcher in self.watchers:
             watcher.discard()
@@ -124,12 +124,12 @@ class Loop:
     def _begin(self, iteration: Iteration) -> int:
         """Return how many microbatches an iteration has before the next one, which it must contain."""
         here, start = self.clock.position, iteration.start
-        if iteration.invalid:
+        if iteration.stale:
             raise RuntimeError(
                 f"a step that starts over needs a new iteration, but this one was begun before the optimizer moved to "
                 f"{here}; iterate the loader again after set_epoch(), discard_step() or load_state_dict()"
             )
-        iteration.invalid = True  # if an error follows, its microbatch is lost
+        iteration.stale = True  # if an error follows, its microbatch is lost
         if self.inside_step:
             raise RuntimeError(
                 f"a step must get all its microbatches from one iteration, but step {here.step} had {self._round} of "
@@ -144,7 +144,7 @@ class Loop:
                 f"sampler and optimizer must be at the same update, but the sampler's iteration began at {start} and "
                 f"the optimizer is at {here}; call set_epoch with the same epoch on both, or restore both"
             )
-        iteration.invalid = False
+        iteration.stale = False
         steps = (self.clock.plan.step(self.clock.epoch, number) for number in range(start.step, here.step))
         return sum(step.rounds(self._world) for step in steps) - iteration.first_round
 
