@@ -1,4 +1,4 @@
-# ARGS is passed to the training script or to pytest; PYTHON creates the environments; PIP_FLAGS= shows the output of pip.
+# ARGS is passed to the training script or to pytest. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=

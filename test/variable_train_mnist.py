@@ -72,8 +72,8 @@ def train(flags: argparse.Namespace) -> None:
         )
         checkpoint.restore()
 
-    # 4. The loop. Unlike a plain PyTorch loop, it calls step() after every backward(), although only some of these calls
-    # update the weights, and it does not call zero_grad().
+    # 4. The loop. Unlike a plain PyTorch loop, it calls step() after every backward(), although only some calls update
+    # the weights, and it does not call zero_grad().
     backend = vbs.detect(model.parameters())  # how the ranks communicate
     loss_fn = nn.CrossEntropyLoss()
     began = time.monotonic()
@@ -178,7 +178,7 @@ class BestAccuracy:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device, backend: vbs.Backend) -> float:
-    """Return the accuracy on the whole test set; each rank evaluates its share."""
+    """Return the accuracy on the test set; each rank evaluates its share."""
     images, labels = test_set.tensors  # (10000, 1, 28, 28), (10000,)
     size, world = 500, backend.world  # 500 divides 10000, so all batches have one shape, and XLA compiles one graph
     correct = torch.zeros(1, device=device)
