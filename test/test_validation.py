@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,3 +160,16 @@ def test_an_error_has_three_parts_and_shortens_a_long_value() -> None:
     assert message == f"a must be b, got '{'x' * 59} (str); do c"
     assert type(value_error("", 0, "")) is ValueError
     assert type(type_error("", 0, "")) is TypeError
+
+
+@pytest.mark.parametrize("value", [np.array(True), torch.tensor(True), torch.tensor([True])[0]], ids=str)
+def test_rejects_a_bool_in_an_array_or_tensor(value: object) -> None:
+    assert as_int(value) is None
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=lambda value: f"{value.bit_length()} bits")
+def test_integers_beyond_float64_get_a_short_message(value: int) -> None:
+    with pytest.raises(ValueError, match=r"^n must be an integer >= 0.*, got an integer of \d+ bits; pass"):
+        check_int(value, "n", 0, MAX_INT)
+    with pytest.raises(ValueError, match=r"^x must be a finite number >= 0.*, got an integer of \d+ bits; pass one"):
+        check_number(value, "x", "pass one")

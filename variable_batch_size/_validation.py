@@ -39,13 +39,15 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
 def as_int(value: object) -> int | None:
     """Return `value` as a Python int, or None if it is not an integer.
 
-    Every type with `__index__` is an integer, such as those of NumPy; a bool is not.
+    Every type with `__index__` is an integer, such as those of NumPy; a bool, also one in an array or tensor, is not.
 
     >>> as_int(np.int16(5)), as_int(5.0), as_int(True)
     (5, None, None)
     """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool":
+        return None
     try:
-        return None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
 
@@ -70,9 +72,9 @@ def check_int(
     if number is None:
         raise type_error(f"{name} must be an integer >= {minimum}", value, remedy)
     if number < minimum:
-        raise value_error(f"{name} must be an integer >= {minimum}", number, remedy)
+        raise value_error(f"{name} must be an integer >= {minimum}", _short(number), remedy)
     if maximum is not None and number > maximum:
-        raise value_error(f"{name} must be an integer >= {minimum} and <= {_power(maximum)}", number, remedy)
+        raise value_error(f"{name} must be an integer >= {minimum} and <= {_power(maximum)}", _short(number), remedy)
     return number
 
 
@@ -92,9 +94,24 @@ def check_number(value: object, name: str, remedy: str) -> float:
     real = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))
     if not real:
         raise type_error(requirement, value, remedy)
-    if not (math.isfinite(value) and value >= 0):  # type: ignore[arg-type, operator]
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise value_error(
+            f"{name} must be a finite number >= 0 in float64", _short(as_int(value) or 0), remedy
+        ) from None
+    if not (math.isfinite(number) and number >= 0):
         raise value_error(requirement, repr(value), remedy)
-    return float(value)  # type: ignore[arg-type]
+    return number
+
+
+def _short(number: int) -> str:
+    """Format an integer; Python refuses to format one of more than 4300 digits.
+
+    >>> _short(-12), _short(10**100)
+    ('-12', 'an integer of 333 bits')
+    """
+    return str(number) if number.bit_length() <= 256 else f"an integer of {number.bit_length()} bits"
 
 
 def _power(number: int) -> str:
