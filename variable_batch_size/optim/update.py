@@ -125,8 +125,8 @@ class Updater:
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         update = RuleInput(step.batch_size, reference, updates, samples)
         scalings = [] if noise else self._scalings(update)
-        # If all groups have the same factor on the gradient, it is known before the reduction and nothing is clipped
-        # before it applies, it is multiplied by the weight, which saves a pass over the gradients.
+        # A factor on the gradient that all groups share, that is known by now and that no clipping precedes is
+        # multiplied together with the weight, which saves a pass over the gradients.
         with_weight = not (noise or self.max_grad_norm or len(set(map(id, self.rules))) > 1)
         gradients = self.gradients.finalize(self._weight * (scalings[0].gradient if with_weight else 1))
         squares = [noise.local_squares(gradients)] if noise else []  # (1,)
