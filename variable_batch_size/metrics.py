@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from variable_batch_size.data.plan import Microbatch
+from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.consistency import gather
 from variable_batch_size.optim.optimizer import CustomOptimizer
 

@@ -47,7 +47,7 @@ class Replica:
         self.spoil: Callable[[], bool] = lambda: False  # whether the gradient that is due has to be infinite
         self.look: Callable[[Tensor, Tensor], None] = lambda loss, x: None  # before the step
 
-    def turns(self) -> Iterator[bool]:
+    def steps(self) -> Iterator[bool]:
         """Train for ever; yields what `step()` returned."""
         while True:
             for indices in self.sampler:
@@ -69,7 +69,7 @@ def train(folder: Path, cases: Sequence[Case]) -> None:
     for case in cases:
         replica = Replica(case)
         updates = 0
-        for updated in replica.turns():
+        for updated in replica.steps():
             updates += updated
             if updates == len(case.sizes):
                 break
@@ -80,7 +80,7 @@ def train(folder: Path, cases: Sequence[Case]) -> None:
 def gains(folder: Path, case: Case, noise: str) -> None:
     """Rank r leaves the gain after each update, and the noise and progress at the end, in `gains<r>.pt`."""
     replica, found = Replica(case, noise=noise), []
-    for updated in replica.turns():
+    for updated in replica.steps():
         if updated:
             found.append(replica.optimizer.gain())
             if len(found) == len(case.sizes):
@@ -99,7 +99,7 @@ def spoil(folder: Path, case: Case, spoiled: int) -> None:
     optimizer, world = replica.optimizer, replica.backend.world
     optimizer.register_step_post_hook(lambda *_: seen.append(replica.weights()))
     replica.spoil = lambda: optimizer.microbatch.step == spoiled and world.rank == world.size - 1
-    for updated in replica.turns():
+    for updated in replica.steps():
         updates += updated
         if updated and updates in (spoiled, spoiled + 1, spoiled + 2):
             noise = optimizer.noise()
@@ -153,7 +153,7 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> Non
     barrier()
     before: dict[str, int] = {}
     updates = 0
-    for updated in replica.turns():
+    for updated in replica.steps():
         if updated:
             updates += 1
             schedule.step()
@@ -186,7 +186,7 @@ def measure(folder: Path, case: Case, warm: int) -> None:
         metrics.add(loss=loss, x=x[:, 0].mean(), number=2.0, steep=torch.tensor(steep).to(replica.device))
 
     replica.look = look
-    for updated in replica.turns():
+    for updated in replica.steps():
         updates += updated
         if updated and updates == warm:
             found.append(metrics.read())
