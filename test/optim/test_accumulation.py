@@ -1,4 +1,4 @@
-"""Which gradients make up an update: of parameters that are used by all, by some, late or never; and in which types."""
+"""The gradients of an update: of parameters that all microbatches use, or some, or none; and of any dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from variable_batch_size.testing import run_ranks
 
 
 def by_hand(model: nn.Module, updates: int) -> list[Array]:
-    """The linear rule around plain SGD, with one big batch an update and zeros where a gradient is missing."""
+    """The linear rule with torch's SGD, one big batch an update, and 0 for a missing gradient."""
     run, inner = training(model=model), torch.optim.SGD(model.parameters(), **SGD)
     for batch in batches(SIZES[:updates], 50):
         inner.zero_grad(set_to_none=False)
@@ -27,52 +27,52 @@ def by_hand(model: nn.Module, updates: int) -> list[Array]:
     return run.weights()
 
 
-def chosen(run: Training) -> Callable[[Any], bool]:
+def uses_rare_layer(run: Training) -> Callable[[Any], bool]:
     return lambda indices: bool((run.x[indices, 0] > 1).any())
 
 
-# -------------------------------------------------------------------------------------- who has a gradient, and when
+# ------------------------------------------------------------------------------------ which parameters have gradients
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_parameter_that_some_microbatches_use_has_a_zero_gradient_in_the_others(world: int) -> None:
-    used = [chosen(training())(batch) for batch in batches(SIZES, 50)]
+    used = [uses_rare_layer(training())(batch) for batch in batches(SIZES, 50)]
     assert used[0]
-    assert not all(used)  # otherwise this would test nothing
+    assert not all(used)  # otherwise the test would be empty
     for run in run_ranks(lambda backend: training(model=filled(Experts()), backend=backend).run(len(SIZES)), world):
         assert_equal(run.weights(), by_hand(filled(Experts()), len(SIZES)))
         assert run.model.unused.weight not in run.optimizer.state
 
 
-def test_a_frozen_parameter_stays() -> None:
+def test_a_frozen_parameter_does_not_change() -> None:
     def train(backend: Backend) -> Training:
         model = half_frozen()
         return training(model=model, backend=backend).run(4)
 
     for run in run_ranks(train, 2):
-        assert_equal(run.weights()[:2], training().run(0).weights()[:2], 0)
+        assert_equal(run.weights()[:2], training().weights()[:2], tolerance=0)
         assert len(run.optimizer.state) == 2
 
 
 @pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
-def test_a_parameter_that_gets_a_gradient_later_is_refused(scaler: bool) -> None:
+def test_rejects_a_parameter_that_is_unfrozen_later(scaler: bool) -> None:
     model = half_frozen()
     run = training(model=model).run(2)
     model[0].requires_grad_(True)
     driver = torch.amp.GradScaler("cpu", enabled=scaler)
     driver.scale(run.loss(next(iter(run.sampler)))).backward()
-    with pytest.raises(RuntimeError, match=r"one has got a gradient that had none; set requires_grad before"):
+    with pytest.raises(RuntimeError, match=r"a parameter that had no gradient has got one; set requires_grad before"):
         driver.step(run.optimizer)
 
 
-def test_a_parameter_that_is_frozen_later_is_refused() -> None:
+def test_rejects_a_parameter_that_is_frozen_later() -> None:
     run = training().run(2)
     run.model[0].requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"one has been frozen; .* wrap the inner optimizer anew and load the state"):
+    with pytest.raises(RuntimeError, match=r"was frozen; .* wrap the inner optimizer again and load the state"):
         run.run(1)
 
 
-def test_a_new_wrapper_goes_on_with_other_parameters() -> None:
+def test_a_new_wrapper_continues_with_other_parameters() -> None:
     def train(backend: Backend) -> Training:
         model = half_frozen()
         run = training(model=model, backend=backend).run(2)
@@ -97,40 +97,40 @@ def test_a_new_wrapper_goes_on_with_other_parameters() -> None:
 
 @pytest.mark.parametrize("minibatch_size", [4, 64], ids=["several microbatches", "one microbatch"])
 @pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
-def test_a_sparse_gradient_is_refused(minibatch_size: int, scaler: bool) -> None:
+def test_rejects_a_sparse_gradient(minibatch_size: int, scaler: bool) -> None:
     run = training(model=Words(sparse=True), minibatch_size=minibatch_size)
     driver = torch.amp.GradScaler("cpu", enabled=scaler)
     driver.scale(run.loss(next(iter(run.sampler)))).backward()
     with pytest.raises(
-        TypeError, match=r"must be dense, but parameter 0, of shape \(10, 2\), .*sparse_coo; build .*=F"
+        TypeError, match=r"must be dense, but that of parameter 0, of shape \(10, 2\), .*sparse_coo; build .*=F"
     ):
         driver.step(run.optimizer)
 
 
-def test_an_embedding_with_dense_gradients_trains() -> None:
+def test_trains_an_embedding_with_dense_gradients() -> None:
     for run in run_ranks(lambda backend: training(model=filled(Words(sparse=False)), backend=backend).run(5), 2):
         assert_equal(run.weights(), by_hand(filled(Words(sparse=False)), 5))
 
 
-def test_a_replay_counts_for_nothing_even_where_it_is_not_finite() -> None:
+def test_a_replay_has_no_effect_even_if_it_is_non_finite() -> None:
     def train(backend: Backend) -> Training:
         run = training(sizes=(5, 1, 2), dataset_size=8, backend=backend)
         for indices in run.sampler:
-            spoiled = torch.nan if run.optimizer.microbatch.samples == 0 else 1.0
-            (run.loss(indices) * spoiled).backward()
+            factor = torch.nan if run.optimizer.microbatch.samples == 0 else 1.0
+            (run.loss(indices) * factor).backward()
             run.optimizer.step()
         return run
 
     for run in run_ranks(train, 3):
-        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, (5, 1, 2), 8))
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, (5, 1, 2), dataset_size=8))
 
 
-# ----------------------------------------------------------------------------------------------------- number types
+# ----------------------------------------------------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_parameters_train(dtype: torch.dtype, world: int) -> None:
+def test_trains_half_precision_parameters(dtype: torch.dtype, world: int) -> None:
     expected = twin(vbs.RootRuleOptimizer, SIZES, dtype=dtype)
     for run in run_ranks(
         lambda backend: training(vbs.RootRuleOptimizer, dtype=dtype, backend=backend).run(len(SIZES)), world
@@ -140,7 +140,7 @@ def test_half_precision_parameters_train(dtype: torch.dtype, world: int) -> None
 
 
 @pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
-def test_parameters_of_several_types_train_side_by_side(scaler: bool) -> None:
+def test_trains_parameters_of_several_dtypes_together(scaler: bool) -> None:
     dtypes = torch.float32, torch.float64, torch.bfloat16
 
     def train(backend: Backend) -> Training:
@@ -158,14 +158,14 @@ def test_parameters_of_several_types_train_side_by_side(scaler: bool) -> None:
         assert_equal(run.weights(), expected, 2e-2)
 
 
-def test_complex_parameters_train() -> None:
+def test_trains_complex_parameters() -> None:
     class Phase(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.turn = nn.Parameter(torch.tensor([[1 + 1j, 2, 0], [1j, 0, -1]], dtype=torch.complex128))
+            self.rotation = nn.Parameter(torch.tensor([[1 + 1j, 2, 0], [1j, 0, -1]], dtype=torch.complex128))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.nn.functional.linear(x.to(torch.complex128), self.turn).abs()
+            return torch.nn.functional.linear(x.to(torch.complex128), self.rotation).abs()
 
     def train(backend: Backend) -> Tensor:
         run = training(model=Phase(), backend=backend).run(3)

@@ -1,4 +1,4 @@
-"""Adam under betas that change: corrected by the product of those that were used, against the float64 twin."""
+"""Adam with betas that change: its bias is corrected by the product of all betas so far, as in the float64 twin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer
@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer
 import variable_batch_size as vbs
 from helpers.reference import ADAM, SIZES, Training, Update, assert_equal, batches, examples, network, training, twin
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.bias_correction import BiasCorrection
+from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.testing import run_ranks
 
 KIND = vbs.SqrtSDERuleOptimizer
@@ -25,7 +25,7 @@ KIND = vbs.SqrtSDERuleOptimizer
 
 @dataclass(frozen=True)
 class BetasRule:
-    """Moves 1 - beta alone, and from update number `begin` on."""
+    """Scales 1 - beta by k, from update number `begin` on."""
 
     begin: int = 0
 
@@ -33,11 +33,12 @@ class BetasRule:
         return vbs.Scaling(one_minus_beta=update.ratio if update.updates >= self.begin else 1)
 
 
-def averages(run: Training) -> Any:
+def terms(run: Training) -> Any:
+    """[updates, C_1, C_2] for each parameter group, or None."""
     return run.optimizer.state_dict()["vbs"].get("bias_correction")
 
 
-# -------------------------------------------------------------------------------------------------- it is the paper's
+# ------------------------------------------------------------------------------------------------- against the paper
 
 
 @examples(60)
@@ -48,48 +49,47 @@ def averages(run: Training) -> Any:
     amsgrad=st.booleans(),
     maximize=st.booleans(),
     weight_decay=st.sampled_from([0.0, 0.3]),
-    how=st.sampled_from(["foreach", "fused", "neither"]),
+    kernel=st.sampled_from(["foreach", "fused", "single-tensor"]),
 )
-def test_every_adam_is_the_one_of_the_paper(
-    sizes: list[int], world: int, inner: Any, amsgrad: bool, maximize: bool, weight_decay: float, how: str
+def test_every_adam_equals_that_of_the_paper(
+    sizes: list[int], world: int, inner: Any, amsgrad: bool, maximize: bool, weight_decay: float, kernel: str
 ) -> None:
     own: dict[str, Any] = {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": weight_decay}
-    kernel = {"foreach": how == "foreach", "fused": how == "fused"}
+    kernels = {name: kernel == name for name in ("foreach", "fused")}
 
     def train(backend: Backend) -> Training:
-        hyperparameters = ADAM | own | kernel
-        run = training(KIND, sizes, 300, backend=backend, inner=inner, hyperparameters=hyperparameters)
-        return run.run(len(sizes))
+        options: dict[str, Any] = {"inner": inner, "hyperparameters": ADAM | own | kernels}
+        return training(KIND, sizes, dataset_size=300, backend=backend, **options).run(len(sizes))
 
-    expected = twin(KIND, sizes, 300, inner=inner, **own)
+    expected = twin(KIND, sizes, dataset_size=300, inner=inner, **own)
     for rank in run_ranks(train, world):
         assert_equal(rank.weights(), expected)
 
 
-def test_a_beta_of_zero_forgets_everything() -> None:
-    sizes, betas = [64, 128, 96, 128, 20], (0.5, 0.75)  # k = 2 takes the first one to 0
-    run = training(KIND, sizes, 500, hyperparameters=ADAM | {"betas": betas}).run(2)
-    assert averages(run)[0][1] == 1
-    assert_equal(run.run(3).weights(), twin(KIND, sizes, 500, betas=betas))
+def test_a_beta_of_zero_forgets_the_earlier_updates() -> None:
+    sizes, betas = [64, 128, 96, 128, 20], (0.5, 0.75)  # k = 2 changes the first beta to 0
+    run = training(KIND, sizes, dataset_size=500, hyperparameters=ADAM | {"betas": betas}).run(2)
+    assert terms(run)[0][1] == 1
+    assert_equal(run.run(3).weights(), twin(KIND, sizes, dataset_size=500, betas=betas))
 
 
 @pytest.mark.parametrize("begin", [0, 3])
-def test_it_begins_at_the_first_update_that_scales_the_betas(begin: int) -> None:
+def test_the_correction_begins_at_the_first_update_that_scales_the_betas(begin: int) -> None:
     def factors(at: Update) -> vbs.Scaling:
         return vbs.Scaling(one_minus_beta=at.k if at.u > begin else 1)
 
     run = training(vbs.CustomOptimizer, rule=BetasRule(begin), ref_batchsize=64, inner=Adam).run(begin)
-    assert averages(run) is None
+    assert terms(run) is None
     run.run(len(SIZES) - begin)
-    assert averages(run)[0][0] == len(SIZES)
+    assert terms(run)[0][0] == len(SIZES)
     assert_equal(run.weights(), twin(KIND, SIZES, factors=factors))
 
 
-def test_it_goes_on_where_the_rule_leaves_the_betas_alone_again() -> None:
+def test_the_correction_continues_when_the_factor_is_1_again() -> None:
     sizes = [20, 64, 64, 7, 64]  # at the reference every factor is 1
-    run = training(KIND, sizes, 500).run(len(sizes))
-    assert averages(run)[0][0] == len(sizes)
-    assert_equal(run.weights(), twin(KIND, sizes, 500))
+    run = training(KIND, sizes, dataset_size=500).run(len(sizes))
+    assert terms(run)[0][0] == len(sizes)
+    assert_equal(run.weights(), twin(KIND, sizes, dataset_size=500))
 
 
 @examples(20)
@@ -97,47 +97,48 @@ def test_it_goes_on_where_the_rule_leaves_the_betas_alone_again() -> None:
     factors=st.lists(st.floats(1e-10, 9.99).filter(lambda factor: factor != 1), min_size=1, max_size=60),
     beta=st.sampled_from([0.9, 0.99999, 1 - 1e-12]),
 )
-def test_what_the_averages_hold_is_exact_near_one_too(factors: list[float], beta: float) -> None:
+def test_the_terms_are_exact_for_betas_close_to_one(factors: list[float], beta: float) -> None:
+    assume(all(1 - factor * (1 - beta) < 1 for factor in factors))  # a beta that rounds to 1 is rejected
     weight = torch.ones(1, requires_grad=True)
     weight.grad = torch.ones(1)
     adam = Adam([weight], betas=(0.9, beta))
-    correction = BiasCorrection(adam, vbs.LocalBackend())
+    scaling = HyperparameterScaling(adam, vbs.LocalBackend())
     products = [Fraction(1), Fraction(1)]
     for factor in factors:
-        with correction.corrected([vbs.Scaling(one_minus_beta=factor)]):
+        with scaling.applied([vbs.Scaling(one_minus_beta=factor)]):
             products = [p * Fraction(1 - factor * (1 - b)) for p, b in zip(products, (0.9, beta), strict=True)]
-    (found,) = correction.state_dict()["bias_correction"]
+    (found,) = scaling.state_dict()["bias_correction"]
     assert found[0] == len(factors)
     assert found[1:] == pytest.approx([float(1 - product) for product in products], rel=1e-13)
 
 
-# ------------------------------------------------------------------------------------------------- what does not count
+# ------------------------------------------------------------------------------- updates and optimizers not corrected
 
 
-def test_an_update_that_is_skipped_does_not_count() -> None:
-    run, scaler = training(KIND, SIZES[:4], 61), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+def test_a_skipped_update_does_not_count() -> None:
+    run, scaler = training(KIND, SIZES[:4], dataset_size=61), torch.amp.GradScaler("cpu", init_scale=2.0**8)
     for indices in run.sampler:
         loss = run.loss(indices) * (torch.inf if run.optimizer.microbatch.step == 1 else 1)
         scaler.scale(loss).backward()
         scaler.step(run.optimizer)
         scaler.update()
-    assert averages(run)[0][0] == 3
-    assert_equal(run.weights(), twin(KIND, SIZES[:4], 61, skipped=[1]))
+    assert terms(run)[0][0] == 3
+    assert_equal(run.weights(), twin(KIND, SIZES[:4], dataset_size=61, skipped=[1]))
 
 
-def test_an_update_that_fails_does_not_count() -> None:
+def test_a_failed_update_does_not_count() -> None:
     run = training(KIND).run(2)
-    before = averages(run)
+    before = terms(run)
     handle = run.optimizer.register_step_pre_hook(lambda *_: {}["missing"])
     with pytest.raises(KeyError):
         run.run(1)
     handle.remove()
     run.optimizer.discard_step()
-    assert averages(run) == before
+    assert terms(run) == before
 
 
 @pytest.mark.parametrize("rule", [vbs.RootRule(), vbs.ConstantTimescale(vbs.RootRule())], ids=str)
-def test_rules_that_leave_the_betas_alone_have_torch_s_adam(rule: vbs.Rule) -> None:
+def test_without_a_factor_on_betas_adam_is_that_of_torch(rule: vbs.Rule) -> None:
     run = training(vbs.CustomOptimizer, rule=rule, ref_batchsize=64, inner=AdamW).run(len(SIZES))
     other = training(vbs.ConstantOptimizer, inner=AdamW)
     inner = other.optimizer.inner
@@ -149,39 +150,39 @@ def test_rules_that_leave_the_betas_alone_have_torch_s_adam(rule: vbs.Rule) -> N
         inner.step()
         inner.zero_grad()
     assert_equal(run.weights(), other.weights())
-    assert averages(run) is None
+    assert terms(run) is None
 
 
-def test_rmsprop_has_none() -> None:
-    assert averages(training(KIND, inner=torch.optim.RMSprop).run(3)) is None
+def test_rmsprop_has_no_correction() -> None:
+    assert terms(training(KIND, inner=torch.optim.RMSprop).run(3)) is None
 
 
-def test_other_optimizers_keep_their_own() -> None:
+def test_other_optimizers_keep_their_own_correction() -> None:
     run = training(vbs.CustomOptimizer, rule=BetasRule(), ref_batchsize=64, inner=NAdam, hyperparameters={"lr": 0.02})
     run.run(len(SIZES))
     other = training(vbs.ConstantOptimizer, inner=NAdam, hyperparameters={"lr": 0.02})
     for batch in batches(SIZES, 50):
         other.loss(batch.tolist()).backward()
-        moved = tuple(1 - len(batch) / 64 * (1 - beta) for beta in (0.9, 0.999))
-        other.optimizer.inner.param_groups[0]["betas"] = moved
+        scaled = tuple(1 - len(batch) / 64 * (1 - beta) for beta in (0.9, 0.999))
+        other.optimizer.inner.param_groups[0]["betas"] = scaled
         other.optimizer.inner.step()
         other.optimizer.inner.zero_grad()
     assert_equal(run.weights(), other.weights())
-    assert averages(run) is None
+    assert terms(run) is None
 
 
-# ------------------------------------------------------------------------------------------- groups, and going on
+# ------------------------------------------------------------------------------------------------- groups and states
 
 
 def layers(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
-    """Two groups, whose betas differ."""
-    every = list(parameters)
-    return Adam([{"params": every[:2]}, {"params": every[2:], "betas": (0.7, 0.8)}], **hyperparameters)
+    """Two groups with different betas."""
+    weights = list(parameters)
+    return Adam([{"params": weights[:2]}, {"params": weights[2:], "betas": (0.7, 0.8)}], **hyperparameters)
 
 
-def test_every_group_has_its_own() -> None:
+def test_every_group_has_its_own_terms() -> None:
     run = training(KIND, inner=layers).run(3)
-    (updates, *first), (same, *second) = averages(run)
+    (updates, *first), (same, *second) = terms(run)
     assert updates == same == 3
     ks = [size / 64 for size in SIZES[:3]]
     for found, betas in ((first, ADAM["betas"]), (second, (0.7, 0.8))):
@@ -193,28 +194,28 @@ def first_layer(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimiz
     return Adam(list(parameters)[:2], **hyperparameters)
 
 
-def test_a_group_that_is_added_later_begins_there() -> None:
+def test_the_terms_of_a_group_that_is_added_later_begin_there() -> None:
     run = training(KIND, inner=first_layer).run(2)
     run.optimizer.add_param_group({"params": list(run.model.parameters())[2:]})
-    assert [group and group[0] for group in averages(run)] == [2, []]
+    assert [group and group[0] for group in terms(run)] == [2, []]
     run.run(2)
-    assert [group[0] for group in averages(run)] == [4, 2]
+    assert [group[0] for group in terms(run)] == [4, 2]
 
 
-def test_parameters_of_one_group_that_begin_at_different_updates_are_refused() -> None:
+def test_rejects_parameters_of_one_group_that_begin_at_different_updates() -> None:
     model: Any = network()
     model[0].requires_grad_(False)
     run = training(KIND, model=model).run(2)
     model[0].requires_grad_(True)
-    run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})  # so that gradients are agreed anew
-    before = averages(run)
-    with pytest.raises(ValueError, match="those of parameter group 0 have made 0 or 2; give the parameters that"):
+    run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})  # fixes the membership again
+    before = terms(run)
+    with pytest.raises(ValueError, match="those of parameter group 0 have made 0 or 2; put the parameters that"):
         run.run(1)
     run.optimizer.discard_step()
-    assert averages(run) == before
+    assert terms(run) == before
 
 
-def test_a_state_whose_counts_contradict_its_optimizer_is_refused() -> None:
+def test_rejects_a_state_whose_counts_contradict_its_optimizer() -> None:
     state = training(KIND).run(2).optimizer.state_dict()
     state["vbs"]["bias_correction"][0][0] = 7
     run = training(KIND)
@@ -223,12 +224,12 @@ def test_a_state_whose_counts_contradict_its_optimizer_is_refused() -> None:
         run.run(1)
 
 
-def test_what_a_plain_adam_did_before_counts() -> None:
+def test_the_updates_of_a_plain_adam_count() -> None:
     plain = training(vbs.ConstantOptimizer, inner=Adam).run(3)
-    run = training(KIND, SIZES).run(2)  # with numbers that the loaded state has to replace
+    run = training(KIND, SIZES).run(2)  # its terms must be replaced by loading
     run.optimizer.load_state_dict(plain.optimizer.inner.state_dict(), strict=False)
-    assert averages(run) is None
+    assert terms(run) is None
     run.run(1)
     size = SIZES[2]
     expected = [1 - beta**3 * (1 - size / 64 * (1 - beta)) for beta in ADAM["betas"]]
-    assert averages(run) == [[4, *map(pytest.approx, expected)]]
+    assert terms(run) == [[4, *map(pytest.approx, expected)]]

@@ -1,4 +1,4 @@
-"""A rule for each parameter group: against a float64 twin that treats each weight by its own factors."""
+"""A rule for each parameter group, against a float64 twin that scales each weight by its own factors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from helpers.reference import (
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
-# k -> (factor on lr, factor on the gradient and on the decay)
+# k -> (factor on lr, factor on the gradient and on the weight decay)
 LINEAR, ROOT, MOMENTUM = (lambda k: (k, 1.0)), (lambda k: (k**0.5, 1.0)), (lambda k: (1.0, k))
 RULES: dict[vbs.Rule, Callable[[float], tuple[float, float]]] = {
     vbs.LinearRule(): LINEAR,
@@ -42,19 +42,21 @@ RULES: dict[vbs.Rule, Callable[[float], tuple[float, float]]] = {
 
 def layers(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
     """A group for each of the two layers."""
-    every = list(parameters)
-    return torch.optim.SGD([{"params": every[:2]}, {"params": every[2:]}], **hyperparameters)
+    weights = list(parameters)
+    return torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], **hyperparameters)
 
 
-def by_layer(rules: Sequence[vbs.Rule], sizes: Sequence[int], dataset_size: int, clip: float | None) -> list[Array]:
-    """SGD where rules[0] drives the first layer's two weights and rules[1] the second's, one big batch an update."""
+def by_layer(
+    rules: Sequence[vbs.Rule], sizes: Sequence[int], dataset_size: int, max_grad_norm: float | None
+) -> list[Array]:
+    """SGD with rules[0] for the two weights of the first layer and rules[1] for the second, one big batch an update."""
     run = training(vbs.ConstantOptimizer, sizes, dataset_size)
     x, target, weights = run.x.numpy(), run.target.numpy(), run.weights()
     lr, momentum, decay = SGD["lr"], SGD["momentum"], SGD["weight_decay"]
     velocity = [np.zeros_like(w) for w in weights]
     for batch in batches(sizes, dataset_size):
         factors = [RULES[rules[layer]](len(batch) / REF) for layer in (0, 0, 1, 1)]
-        gradients = clipped(gradient(weights, x[batch], target[batch]), clip)
+        gradients = clipped(gradient(weights, x[batch], target[batch]), max_grad_norm)
         for i, (on_lr, on_gradient) in enumerate(factors):
             velocity[i] = momentum * velocity[i] + on_gradient * (gradients[i] + decay * weights[i])
             weights[i] = weights[i] - on_lr * lr * velocity[i]
@@ -73,40 +75,43 @@ def test_each_group_follows_its_rule(
 ) -> None:
     def train(backend: Backend) -> Training:
         options: dict[str, Any] = {"rule": rules, "ref_batchsize": REF, "max_grad_norm": max_grad_norm}
-        run = training(vbs.CustomOptimizer, sizes, 200, inner=layers, backend=backend, **options)
+        run = training(vbs.CustomOptimizer, sizes, dataset_size=200, inner=layers, backend=backend, **options)
         return run.run(len(sizes))
 
-    expected = by_layer(rules, sizes, 200, max_grad_norm)
+    expected = by_layer(rules, sizes, dataset_size=200, max_grad_norm=max_grad_norm)
     for rank in run_ranks(train, world):
         assert_equal(rank.weights(), expected)
 
 
 def make(*rules: Any, **options: Any) -> Training:
-    return training(vbs.CustomOptimizer, SIZES, sum(SIZES), inner=layers, rule=rules, **options)
+    return training(vbs.CustomOptimizer, SIZES, dataset_size=sum(SIZES), inner=layers, rule=rules, **options)
 
 
-def test_gain_rate_and_progress_are_those_of_the_first_group() -> None:
+def test_lr_factor_learning_rate_and_progress_are_those_of_the_first_group() -> None:
     run = make(vbs.RootRule(), vbs.LinearRule(), ref_batchsize=REF).run(1)
     k = SIZES[0] / REF
-    assert run.optimizer.gain() == pytest.approx(k**0.5)
+    assert run.optimizer.lr_factor() == pytest.approx(k**0.5)
     assert run.optimizer.current_lr() == pytest.approx(SGD["lr"] * k**0.5)
     mixed = make(vbs.ConstantRule(), vbs.LinearRule(), ref_batchsize=REF).run(3)
     assert mixed.optimizer.progress == 3
 
 
-def test_one_rule_stays_as_it_was_given_and_a_sequence_is_kept_as_a_tuple() -> None:
+def test_rules_holds_one_rule_for_each_group() -> None:
     rule = vbs.RootRule()
-    assert training(vbs.CustomOptimizer, rule=rule, ref_batchsize=REF).optimizer.rule is rule
+    (only,) = training(vbs.CustomOptimizer, rule=rule, ref_batchsize=REF).optimizer.rules
+    assert only is rule
+    both = training(vbs.CustomOptimizer, inner=layers, rule=rule, ref_batchsize=REF).optimizer.rules
+    assert [one is rule for one in both] == [True, True]
     rules = [vbs.LinearRule(), vbs.RootRule()]
     optimizer = training(vbs.CustomOptimizer, inner=layers, rule=rules, ref_batchsize=REF).optimizer
     rules.reverse()
-    assert optimizer.rule == (vbs.LinearRule(), vbs.RootRule())
+    assert optimizer.rules == (vbs.LinearRule(), vbs.RootRule())
 
 
 def test_constant_rules_need_no_reference() -> None:
     run = make(vbs.ConstantRule(), vbs.ConstantRule(), ref_batchsize=None).run(3)
     assert run.optimizer.ref_batchsize is None
-    assert_equal(run.weights(), twin(vbs.ConstantOptimizer, SIZES[:3], sum(SIZES)))
+    assert_equal(run.weights(), twin(vbs.ConstantOptimizer, SIZES[:3], dataset_size=sum(SIZES)))
 
 
 @pytest.mark.parametrize(
@@ -120,26 +125,30 @@ def test_constant_rules_need_no_reference() -> None:
         ),
         ([], ValueError, "got 0 for 2; pass as many, or one rule for all"),
         (3 * [vbs.ConstantRule()], ValueError, "got 3 for 2; pass"),
-        ([vbs.ConstantRule(), vbs.RootRule], TypeError, r"^rule must be an object to call, .* got <class"),
-        ([None, vbs.ConstantRule()], TypeError, "^rule must be an object to call, .* got None; pass"),
-        ([vbs.ConstantRule(), [vbs.ConstantRule()]], TypeError, r"^rule must be an object .* got \[ConstantRule"),
+        ([vbs.ConstantRule(), vbs.RootRule], TypeError, r"^rule must be a name, or a callable .*, got <class"),
+        ([None, vbs.ConstantRule()], TypeError, r"^rule must be a name, or a callable .*, got None .*; pass"),
+        (
+            [vbs.ConstantRule(), [vbs.ConstantRule()]],
+            TypeError,
+            r"^rule must be a name, or a callable .*, got \[ConstantRule",
+        ),
     ],
     ids=str,
 )
-def test_rules_that_do_not_fit_the_groups_are_refused(rules: Any, error: type[Exception], text: str) -> None:
+def test_rejects_rules_that_do_not_match_the_groups(rules: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make(*rules, ref_batchsize=None)
 
 
-def test_a_group_that_is_added_later_has_no_rule_in_a_sequence_and_is_refused() -> None:
+def test_rejects_a_new_group_if_every_group_has_its_own_rule() -> None:
     run = make(vbs.LinearRule(), vbs.RootRule(), ref_batchsize=REF).run(1)
     group = {"params": [torch.zeros(1, requires_grad=True)]}
-    with pytest.raises(ValueError, match=r"got 2 for 3; .* add it to the inner optimizer and wrap that anew"):
+    with pytest.raises(ValueError, match=r"got 2 for 3; .* add it to the inner optimizer and wrap it again"):
         run.optimizer.add_param_group(group)
     assert len(run.optimizer.param_groups) == 2
 
 
-def test_ranks_with_unlike_rules_are_refused() -> None:
+def test_rejects_ranks_with_different_rules() -> None:
     def train(backend: Backend) -> None:
         rules = [vbs.LinearRule(), vbs.RootRule()]
         options: dict[str, Any] = {"rule": rules if backend.world.rank else rules[::-1], "ref_batchsize": REF}
@@ -149,7 +158,7 @@ def test_ranks_with_unlike_rules_are_refused() -> None:
         run_ranks(train, 2)
 
 
-def test_one_collective_makes_an_update() -> None:
+def test_an_update_takes_one_collective() -> None:
     def calls(backend: Backend) -> int:
         run = training(
             vbs.CustomOptimizer,
@@ -165,6 +174,6 @@ def test_one_collective_makes_an_update() -> None:
     assert run_ranks(calls, 2) == [4, 4]
 
 
-def test_a_sequence_of_one_is_that_rule() -> None:
+def test_a_sequence_of_one_rule_equals_that_rule() -> None:
     run = training(vbs.CustomOptimizer, rule=[vbs.LinearMomentumRule()], ref_batchsize=REF).run(len(SIZES))
     assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES))

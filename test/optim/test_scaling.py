@@ -1,4 +1,4 @@
-"""A rule's factors on parameter groups: in place during an update, and the user's own objects before and after it."""
+"""The factors of a rule on parameter groups: applied within a step, and the user's own objects before and after it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from helpers.reference import examples
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.optim.scaling import Rates, moved_beta, scaled
+from variable_batch_size.optim.scaling import HyperparameterScaling, LearningRateCheck
 from variable_batch_size.rules.base import Scaling
 
-BACKEND = LocalBackend()
+Group = dict[str, Any]
 
 
-def inside(groups: list[dict[str, Any]], scaling: Scaling) -> list[dict[str, Any]]:
-    """What the groups hold within the block; checks that they are as before when it is over."""
+def scaling_of(groups: list[Group]) -> HyperparameterScaling:
+    """The scaling of an optimizer that has these parameter groups."""
+    inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    inner.param_groups = groups
+    return HyperparameterScaling(inner, LocalBackend())
+
+
+def scaled(groups: list[Group], scaling: Scaling) -> list[Group]:
+    """Return the hyperparameters within the step, and check that the same objects are back after it."""
     before = [dict(group) for group in groups]
-    with scaled(groups, len(groups) * [scaling], BACKEND):
-        found = [dict(group) for group in groups]
+    with scaling_of(groups).applied(len(groups) * [scaling]):
+        within = [dict(group) for group in groups]
     assert all(group[name] is old[name] for group, old in zip(groups, before, strict=True) for name in old)
-    return found
+    return within
 
 
 @examples(100)
@@ -33,12 +41,12 @@ def inside(groups: list[dict[str, Any]], scaling: Scaling) -> list[dict[str, Any
     betas=st.tuples(st.floats(0.5, 0.999), st.floats(0.5, 0.999)),
     factor=st.floats(0.01, 2),
 )
-def test_every_hyperparameter_has_its_factor(
+def test_every_hyperparameter_is_multiplied_by_its_factor(
     lr: float, decay: float, betas: tuple[float, float], factor: float
 ) -> None:
     group = {"lr": lr, "weight_decay": decay, "betas": betas, "eps": 1e-8, "momentum": 0.9}
     scaling = Scaling(lr=factor, weight_decay=3 * factor, one_minus_beta=factor, eps=factor / 7)
-    assert inside([group], scaling) == [
+    assert scaled([group], scaling) == [
         {
             "lr": lr * factor,
             "weight_decay": decay * (3 * factor),
@@ -49,22 +57,22 @@ def test_every_hyperparameter_has_its_factor(
     ]
 
 
-def test_groups_differ_in_what_they_have() -> None:
+def test_scales_groups_with_different_hyperparameters() -> None:
     groups = [{"lr": 0.1}, {"lr": 0.2, "weight_decay": 0.5}, {"alpha": 0.99}]
-    found = inside(groups, Scaling(lr=2, weight_decay=2, one_minus_beta=2))
-    assert found == [{"lr": 0.2}, {"lr": 0.4, "weight_decay": 1.0}, {"alpha": pytest.approx(0.98)}]
+    within = scaled(groups, Scaling(lr=2, weight_decay=2, one_minus_beta=2))
+    assert within == [{"lr": 0.2}, {"lr": 0.4, "weight_decay": 1.0}, {"alpha": pytest.approx(0.98)}]
 
 
-def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     lr = torch.tensor(0.5)
-    (found,) = inside([{"lr": lr}], Scaling(lr=3))
-    assert isinstance(found["lr"], torch.Tensor)
-    assert (found["lr"].item(), lr.item()) == (1.5, 0.5)
+    (within,) = scaled([{"lr": lr}], Scaling(lr=3))
+    assert isinstance(within["lr"], torch.Tensor)
+    assert (within["lr"].item(), lr.item()) == (1.5, 0.5)
 
 
-def test_the_values_are_back_after_an_exception() -> None:
+def test_restores_the_values_after_an_exception() -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99)}
-    with pytest.raises(LookupError), scaled([group], [Scaling(lr=2, one_minus_beta=0.5)], BACKEND):
+    with pytest.raises(LookupError), scaling_of([group]).applied([Scaling(lr=2, one_minus_beta=0.5)]):
         raise LookupError
     assert group == {"lr": 0.1, "betas": (0.9, 0.99)}
 
@@ -79,56 +87,90 @@ def test_the_values_are_back_after_an_exception() -> None:
         ({"lr": 0.1, "lambd": 1e-4, "alpha": 0.75}, Scaling(one_minus_beta=2), "betas"),  # as in ASGD
     ],
 )
-def test_a_factor_for_what_no_group_has_is_refused(group: dict[str, Any], scaling: Scaling, missing: str) -> None:
+def test_rejects_a_factor_for_a_hyperparameter_that_no_group_has(group: Group, scaling: Scaling, missing: str) -> None:
     with pytest.raises(ValueError, match=f"no parameter group has {missing}; use another rule"):
-        inside([group], scaling)
+        scaled([group], scaling)
 
 
 @pytest.mark.parametrize("factor", [11, 10.000001, -0.1])
-def test_a_beta_that_would_leave_its_range_is_refused(factor: float) -> None:
+@pytest.mark.parametrize(
+    "group", [{"lr": 0.1, "betas": (0.95, 0.9)}, {"lr": 0.1, "alpha": 0.9}], ids=["betas", "alpha"]
+)
+def test_rejects_a_beta_outside_its_range(group: Group, factor: float) -> None:
     with pytest.raises(
-        ValueError, match=r"every beta in \[0, 1\), but the factor .* takes 0\.95? to .*; cut the largest"
+        ValueError, match=r"every beta in \[0, 1\), but the factor .* changes 0\.95? to .*; limit the largest"
     ):
-        inside([{"lr": 0.1, "betas": (0.95, 0.9)}], Scaling(one_minus_beta=factor))
+        scaled([group], Scaling(one_minus_beta=factor))
 
 
-@examples(200)
-@given(thousandths=st.integers(0, 999), reference=st.integers(1, 10**6))
-def test_a_beta_that_is_to_become_zero_does_so_exactly(thousandths: int, reference: int) -> None:
-    beta = thousandths / 1000
-    k = reference * 1000 / (1000 - thousandths) / reference  # 1 / (1 - beta), up to rounding
-    assert moved_beta(beta, k) == 0
-    assert moved_beta(beta, k * (1 + 1e-9)) < 0 < moved_beta(beta, k * (1 - 1e-9)) < 1
-    assert moved_beta(beta, 1.0) == beta
-
-
-def test_each_group_has_a_scaling_of_its_own() -> None:
+def test_each_group_has_its_own_scaling() -> None:
     groups = [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
-    with scaled(groups, [Scaling(lr=2), Scaling(lr=3, eps=0.5)], BACKEND):
+    with scaling_of(groups).applied([Scaling(lr=2), Scaling(lr=3, eps=0.5)]):
         assert groups == [{"lr": 0.2, "eps": 1e-8}, {"lr": 0.2 * 3, "eps": 5e-9}]
     assert groups == [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
     with (
         pytest.raises(ValueError, match="no parameter group has weight_decay"),
-        scaled(groups, [Scaling(), Scaling(weight_decay=2)], BACKEND),
+        scaling_of(groups).applied([Scaling(), Scaling(weight_decay=2)]),
     ):
         pass
 
 
-def test_values_that_somebody_else_changes_in_between_are_refused_and_put_back() -> None:
+def test_rejects_and_restores_values_that_change_within_the_step() -> None:
     group = {"lr": 0.1}
-    with pytest.raises(RuntimeError, match="lr changed inside"), scaled([group], [Scaling(lr=2)], BACKEND):
+    with pytest.raises(RuntimeError, match="lr changed inside"), scaling_of([group]).applied([Scaling(lr=2)]):
         group["lr"] *= 0.9
     assert group == {"lr": 0.1}
 
 
-def test_a_rate_may_move_between_steps_and_not_within() -> None:
-    lr, rates = torch.tensor(0.5), Rates()
-    groups = [{"lr": 0.1}, {"lr": lr}, {}]
-    rates.check(groups, inside_step=False)
-    rates.check(groups, inside_step=True)
+# ---------------------------------------------------------------------------------- a factor that stays on the device
+
+
+def momentum_sgd(weights: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.25, 3.0])
+def test_a_deferred_factor_equals_a_factor_on_lr(factor: float) -> None:
+    initial = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    found, expected = (initial.clone().requires_grad_() for _ in range(2))
+    deferred, plain = momentum_sgd([found]), momentum_sgd([expected])
+    applied = HyperparameterScaling(deferred, LocalBackend(), deferred_lr=True).applied
+    for gradient in (torch.tensor([1.0, 3.0]), torch.tensor([-2.0, 0.5])):
+        found.grad, expected.grad = (gradient.double() for _ in range(2))
+        with applied([Scaling(lr=torch.tensor(factor, dtype=torch.float64))]):
+            assert deferred.param_groups[0]["lr"] == 0.5
+            deferred.step()
+        plain.param_groups[0]["lr"] = 0.5 * factor
+        plain.step()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_a_deferred_factor_comes_before_later_hooks_and_ends_with_its_step() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    inner = torch.optim.SGD([weight], lr=1.0)
+    scaling = HyperparameterScaling(inner, LocalBackend(), deferred_lr=True)
+    seen: list[float] = []
+    inner.register_step_post_hook(lambda *_: seen.append(weight.item()))
+    with scaling.applied([Scaling(lr=torch.tensor(0.5))]):
+        inner.step()
+    with pytest.raises(LookupError), scaling.applied([Scaling(lr=torch.tensor(0.5))]):
+        raise LookupError
+    inner.step()
+    assert seen == [-0.5, -1.5]
+
+
+# ---------------------------------------------------------------------------------- learning rates within a step
+
+
+def test_a_learning_rate_may_change_between_steps_and_not_within_a_step() -> None:
+    lr, check = torch.tensor(0.5), LearningRateCheck()
+    groups: list[Group] = [{"lr": 0.1}, {"lr": lr}, {}]
+    check.check(groups, inside_step=False)
+    check.check(groups, inside_step=True)
     groups[0]["lr"] = 0.2
     lr.fill_(0.25)
-    rates.check(groups, inside_step=False)
+    check.check(groups, inside_step=False)
     lr.fill_(0.125)
-    with pytest.raises(RuntimeError, match="must stay within a step"):
-        rates.check(groups, inside_step=True)
+    with pytest.raises(RuntimeError, match="must stay constant within a step"):
+        check.check(groups, inside_step=True)

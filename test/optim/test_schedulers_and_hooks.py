@@ -109,7 +109,7 @@ def test_raises_if_a_scheduler_steps_at_every_microbatch(lr: Any) -> None:
     next(steps)
     scheduler.step()
     with pytest.raises(
-        RuntimeError, match=r"learning rate must stay within a step.*call scheduler\.step\(\) only when"
+        RuntimeError, match=r"learning rate must stay constant within a step.*call scheduler\.step\(\) only when"
     ):
         next(steps)
 
@@ -118,7 +118,9 @@ def test_raises_if_a_scheduler_steps_in_a_step_hook() -> None:
     run = training()
     scheduler = lr_scheduler.ExponentialLR(run.optimizer, 0.9)
     run.optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    with pytest.raises(RuntimeError, match=r"must stay within an update, but lr changed .*; call scheduler\.step\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"must stay constant within an update, but lr changed .*; call scheduler\.step\(\)"
+    ):
         run.run(1)
     assert run.optimizer.param_groups[0]["lr"] == SGD["lr"]
 

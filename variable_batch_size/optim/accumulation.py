@@ -1,10 +1,12 @@
-"""From the gradients of microbatches to the gradient of a step, in the parameters' own `.grad`.
+"""Accumulate the weighted gradients of a step's microbatches in the parameters' own `.grad`.
 
-A rank's share of G = sum_j w_j g_j, with w_j = n_j / B where losses are means over the rows, is built by Horner's
-scheme: after microbatch j what has been accumulated is multiplied by w_j / w_(j+1), and after the last one by its
-weight. So autograd's own accumulation is the only buffer. Where each microbatch's own gradient is needed, because its
-noise is measured or because the scale of a `GradScaler` may change between microbatches, it is added to a buffer and
-cleared: each gradient becomes the buffer, to which the one before is added.
+This rank's share of G = sum_j w_j g_j, with w_j = n_j / B if the loss is a mean over the rows, is computed by Horner's
+scheme: after microbatch j the accumulated gradient is multiplied by w_j / w_(j+1), and after the last one by its
+weight. The accumulation of autograd in `.grad` is then the only buffer.
+
+The gradient of each single microbatch is needed if the noise is measured, or if a `GradScaler` may change its scale
+between microbatches. It is then moved from `.grad` to a buffer: the old buffer is added to the new gradient, which
+becomes the buffer.
 """
 
 from __future__ import annotations
@@ -18,163 +20,188 @@ from torch import Tensor
 from variable_batch_size.backend import Backend
 
 
-def precision(tensors: Sequence[Tensor]) -> torch.dtype:
-    """float64 where one of the tensors has numbers of 64 bits, else float32."""
+def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of 0-D factors and sums for these tensors: float64 if any has 64-bit numbers, else float32."""
     return torch.float64 if any(torch.finfo(tensor.dtype).bits == 64 for tensor in tensors) else torch.float32
 
 
 @final
 class Gradients:
-    """This rank's gradients of `parameters`, from the first microbatch of a step to its update."""
+    """The gradients of this rank, from the first microbatch of a step to its update.
+
+    The members are the parameters that have a gradient on any rank; the first update fixes them.
+
+    Args:
+        parameters: all parameters of the optimizer, in the order of its groups.
+        backend: backend of the optimizer.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
         self.parameters = list(parameters)
         self._backend = backend
-        self._members: list[Tensor] | None = None  # the parameters that have a gradient, on any rank
-        self._others: list[Tensor] = []
-        self._buffer: dict[Tensor, Tensor] = {}
-        self._unit = 0.0  # what the buffer has still to be multiplied with, if not 0
-        self._left: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version, as they were left
-        self._begun = False  # whether they hold microbatches of a step
+        self._members: list[Tensor] | None = None
+        self._non_members: list[Tensor] = []
+        self._buffer: dict[Tensor, Tensor] = {}  # parameter -> gradient
+        self._buffer_weight = 0.0  # by which the buffer must still be multiplied; 0 if it is weighted already
+        self._seen: list[tuple[Tensor, Tensor, int]] = []  # parameter, gradient and its version, after the last call
+        self._inside_step = False  # whether `.grad` holds microbatches of an incomplete step
         self.clear()
 
     @property
-    def agreed(self) -> bool:
+    def membership_fixed(self) -> bool:
         """Whether it is fixed which parameters have gradients."""
         return self._members is not None
 
     def check(self, *, replay: bool) -> None:
-        """Look whether a microbatch's `backward()` has added its gradients; a replay may do without.
+        """Check that `backward()` has added the gradients of a microbatch.
+
+        Args:
+            replay: whether the microbatch is a replay, which may have no gradients.
 
         Raises:
-            TypeError: when a gradient is sparse.
-            RuntimeError: when there was no `backward()`, or somebody cleared or replaced gradients within the step.
+            TypeError: if a gradient is sparse.
+            RuntimeError: if there was no `backward()`, or gradients were cleared or replaced within the step.
         """
-        if not self.agreed:
+        if not self.membership_fixed:
             self._check_dense()
-        gone = [p for p, gradient, _ in self._left if p.grad is not gradient]
-        if self._begun and any(p.grad is None or p.grad.grad_fn is None for p in gone):
+        replaced = [parameter for parameter, gradient, _ in self._seen if parameter.grad is not gradient]
+        # backward(create_graph=True) also replaces .grad, by a sum that has a grad_fn.
+        if self._inside_step and any(p.grad is None or p.grad.grad_fn is None for p in replaced):
             raise RuntimeError(
-                "the gradients of a step are accumulated in .grad until its last microbatch, but they were cleared "
-                "or replaced before it; leave out model.zero_grad(), which optimizer.step() makes unnecessary"
+                "the gradients of a step must stay in .grad until its last microbatch, but they were cleared or "
+                "replaced before it; remove model.zero_grad(), because optimizer.step() clears the gradients"
             )
-        same = not gone and all(gradient._version == version for _, gradient, version in self._left)
-        if same and len(self._left) == len(self.present()) and not replay:
+        unchanged = not replaced and all(gradient._version == version for _, gradient, version in self._seen)
+        if unchanged and len(self._seen) == len(self.present()) and not replay:
             raise RuntimeError(
-                "each step() follows the backward() of one microbatch, but no gradient has come since the last one; "
-                "call loss.backward() first"
+                "each step() must follow the backward() of one microbatch, but no gradient has changed since the last "
+                "step(); call loss.backward() first"
             )
 
     def present(self) -> list[Tensor]:
-        """The gradients that are in `.grad`."""
+        """Return the gradients of all parameters whose `.grad` is not None."""
         return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
 
     def mask(self) -> list[bool]:
-        """Which parameters have a gradient in this step."""
+        """Return, for each parameter, whether it has a gradient in this step on this rank."""
         return [parameter.grad is not None or parameter in self._buffer for parameter in self.parameters]
 
-    def agree(self, mask: Sequence[bool]) -> None:
-        """Fix which parameters have gradients, from this update on."""
+    def fix_membership(self, mask: Sequence[bool]) -> None:
+        """Fix which parameters have gradients, for this update and all later ones.
+
+        Args:
+            mask: for each parameter, whether it has a gradient on any rank.
+        """
         pairs = list(zip(self.parameters, mask, strict=True))
         self._members = [parameter for parameter, has_gradient in pairs if has_gradient]
-        self._others = [parameter for parameter, has_gradient in pairs if not has_gradient]
+        self._non_members = [parameter for parameter, has_gradient in pairs if not has_gradient]
 
-    def keep(self, factor: float) -> None:
-        """Multiply what has been accumulated, because another microbatch of the step follows."""
+    def accumulate_in_place(self, factor: float) -> None:
+        """Keep the accumulated gradients in `.grad`, multiplied by `factor`, for the next microbatch of the step."""
         self.multiply(self.present(), factor)
-        self._leave(begun=True)
+        self._remember(inside_step=True)
 
-    def put_aside(self, weight: float, scale: Tensor | None = None) -> None:
-        """Add `weight` / `scale` (0-D) times this microbatch's gradient to the buffer, and clear it."""
+    def accumulate_buffered(self, weight: float, scale: Tensor | None = None) -> None:
+        """Add `weight / scale` times the gradients of this microbatch to the buffer, and clear `.grad`.
+
+        Args:
+            weight: weight of the microbatch in the gradient of the step; 0 for a replay.
+            scale: loss scale of a `GradScaler`, 0-D.
+        """
         pairs = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if scale is not None or self._backend.static_graph:
-            self._weigh([gradient for _, gradient in pairs], weight, scale)
-        elif weight:  # by Horner's scheme here, too
-            if self._unit not in (0, weight):
-                self.multiply(list(self._buffer.values()), self._unit / weight)
-            self._unit = weight
+            self._apply_weight([gradient for _, gradient in pairs], weight, scale)
+        elif weight:  # Horner's scheme: only a change of the weight costs a multiplication
+            if self._buffer_weight not in (0, weight):
+                self.multiply(list(self._buffer.values()), self._buffer_weight / weight)
+            self._buffer_weight = weight
         else:
             pairs = []
         known = [(self._buffer[parameter], gradient) for parameter, gradient in pairs if parameter in self._buffer]
-        if known:  # into the new one: were that freed, the youngest memory, malloc would return it to the system
+        if known:  # add to the newer tensors: if the newest allocation is freed, malloc returns it to the system
             torch._foreach_add_([new for _, new in known], [old for old, _ in known])
         self._buffer.update(pairs)
         for parameter in self.parameters:
             parameter.grad = None
-        self._left = []
+        self._seen = []
 
-    def whole(self, factor: float) -> list[Tensor]:
-        """`factor` times this rank's share of the step's gradient, in `.grad`: what has been accumulated."""
-        weighed = self._buffer and not self._unit
+    def finalize(self, factor: float) -> list[Tensor]:
+        """Put `factor` times this rank's share of the step's gradient in `.grad`, and return it, a tensor a member.
+
+        Raises:
+            RuntimeError: if the parameters that have gradients are not the members.
+        """
+        weighted = self._buffer and not self._buffer_weight
         for parameter, gradient in self._buffer.items():
             parameter.grad = gradient
-        gradients = self._complete()
-        if not (weighed and factor == 1):
-            self.multiply(gradients, factor * (self._unit or 1.0))
+        gradients = self._fill_missing()
+        if not (weighted and factor == 1):
+            self.multiply(gradients, factor * (self._buffer_weight or 1.0))
         return gradients
 
-    def _weigh(self, gradients: list[Tensor], weight: float, scale: Tensor | None) -> None:
-        if scale is None or not (weight or self._backend.static_graph):
-            self.multiply(gradients, weight)
-        elif gradients:
-            torch._foreach_mul_(gradients, weight / scale.to(precision(gradients)))
-
     def multiply(self, gradients: list[Tensor], factor: Any) -> None:
-        """Multiply in place, by a float or a 0-D tensor; where graphs are static, whatever the factor is."""
+        """Multiply gradients in place by a float or a 0-D tensor; a static graph has no shortcuts for 0 and 1."""
         if isinstance(factor, Tensor):
             torch._foreach_mul_(gradients, factor)
             return
         if not gradients or (factor == 1 and not self._backend.static_graph):
             return
         if factor == 0 and not self._backend.static_graph:
-            torch._foreach_zero_(gradients)  # also where a replayed gradient is not finite
+            torch._foreach_zero_(gradients)  # the gradient of a replay may be non-finite, and 0 * inf is nan
             return
         torch._foreach_mul_(gradients, self._backend.scalar(factor, gradients[0]))
 
-    def spare(self, finite: Any) -> None:
-        """Make the whole gradients 0 where a `finite` that nobody may read says no."""
+    def multiply_groups(self, groups: Sequence[dict[str, Any]], factors: Sequence[Any]) -> None:
+        """Multiply the gradients of each parameter group by its factor, a float or a 0-D tensor."""
+        for group, factor in zip(groups, factors, strict=True):
+            self.multiply([parameter.grad for parameter in group["params"] if parameter.grad is not None], factor)
+
+    def zero_nonfinite(self, finite: Any) -> None:
+        """Zero the gradients if the 0-D flag `finite` is false, without a host sync; a bool has no effect."""
         if isinstance(finite, Tensor):
             for gradient in self.present():
                 gradient.masked_fill_(~finite, 0)
 
-    def multiply_each(self, groups: Sequence[dict[str, Any]], factors: Sequence[Any]) -> None:
-        """Multiply the whole gradients of each parameter group by its factor."""
-        for group, factor in zip(groups, factors, strict=True):
-            self.multiply([parameter.grad for parameter in group["params"] if parameter.grad is not None], factor)
-
     def clear(self) -> None:
-        """Forget the step: for the next one, or because it was broken off."""
+        """Discard the accumulated microbatches, after an update or to start the step over."""
         self._buffer.clear()
-        self._unit = 0.0
+        self._buffer_weight = 0.0
         if not self._backend.static_graph:
             for parameter in self.parameters:
                 parameter.grad = None
         elif gradients := self.present():
             torch._foreach_zero_(gradients)
-        self._leave(begun=False)
+        self._remember(inside_step=False)
 
-    def _leave(self, *, begun: bool) -> None:
-        """Note the gradients as they are now, so that the next `check` sees what has happened to them."""
-        self._begun = begun
-        self._left = [(p, g, g._version) for p in self.parameters if (g := p.grad) is not None]
+    def _remember(self, *, inside_step: bool) -> None:
+        """Record the gradients and their versions, for the next `check`."""
+        self._inside_step = inside_step
+        self._seen = [(p, g, g._version) for p in self.parameters if (g := p.grad) is not None]
+
+    def _apply_weight(self, gradients: list[Tensor], weight: float, scale: Tensor | None) -> None:
+        if scale is None or not (weight or self._backend.static_graph):
+            self.multiply(gradients, weight)
+        elif gradients:
+            torch._foreach_mul_(gradients, weight / scale.to(scalar_dtype(gradients)))
 
     def _check_dense(self) -> None:
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise TypeError(
-                    f"gradients must be dense, but parameter {number}, of shape {tuple(parameter.shape)}, has one of "
+                    f"gradients must be dense, but that of parameter {number}, of shape {tuple(parameter.shape)}, has "
                     f"layout {parameter.grad.layout}; build the layer with sparse=False"
                 )
 
-    def _complete(self) -> list[Tensor]:
-        """The gradients of all members; where this rank's samples did not touch one, it is zero."""
+    def _fill_missing(self) -> list[Tensor]:
+        """Return the gradients of all members; one that no sample of this rank touched becomes 0."""
         members = self._members if self._members is not None else self.parameters
-        thawed = any(parameter.grad is not None for parameter in self._others)
-        if thawed or not all(parameter.requires_grad for parameter in members):
+        unfrozen = any(parameter.grad is not None for parameter in self._non_members)
+        if unfrozen or not all(parameter.requires_grad for parameter in members):
             raise RuntimeError(
-                f"which parameters have gradients is agreed at the first update, but since then one has "
-                f"{'got a gradient that had none' if thawed else 'been frozen'}; set requires_grad before training, "
-                f"tell by optimizer.add_param_group, or wrap the inner optimizer anew and load the state"
+                f"the first update fixes which parameters have gradients, but since then a parameter "
+                f"{'that had no gradient has got one' if unfrozen else 'that had a gradient was frozen'}; set "
+                f"requires_grad before the training, add parameters with optimizer.add_param_group(), or wrap the "
+                f"inner optimizer again and load the state"
             )
         for parameter in members:
             if parameter.grad is None:

@@ -1,19 +1,18 @@
-"""Adam's bias correction where betas change from one update to the next.
+"""The bias correction of Adam when betas change from one update to the next.
 
-Adam divides its averages m and v by what they would hold if every gradient had been 1. For betas that change that is
-C_i = 1 - (product of the betas that were used); torch takes c_i = 1 - beta_i^t, with the beta of the present update.
-Written out, torch's update is
+Adam divides its averages m and v by the values that they would have if every gradient had been 1. If betas change,
+these values are C_i = 1 - (product of the betas of all updates). torch uses c_i = 1 - beta_i^t, with the beta of the
+present update. Its update is
 
     lr sqrt(c2) / c1 * m / (sqrt(v) + eps sqrt(c2)),
 
-so that the right one needs no kernel of its own: torch makes it with lr times sqrt(C2 / c2) / (C1 / c1), and eps
-times sqrt(C2 / c2). A decay that is decoupled is multiplied by lr, and is divided by the same number beforehand.
+so torch's own kernels compute the correct update if lr is multiplied by sqrt(C2 / c2) / (C1 / c1), and eps by
+sqrt(C2 / c2). torch multiplies a decoupled weight decay by lr; it is therefore divided by the same factor beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
@@ -22,105 +21,118 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.scaling import Group, checked_beta
 from variable_batch_size.rules import Scaling
+
+Group = dict[str, Any]
 
 
 @final
-class Averages(NamedTuple):
-    """Of one parameter group: how many updates its averages hold, and C_1 and C_2."""
+class BiasTerms(NamedTuple):
+    """The state of one parameter group."""
 
-    updates: int
-    first: float
-    second: float
+    updates: int  # number of updates in the averages m and v
+    c1: float
+    c2: float
 
 
 @final
 class BiasCorrection:
-    """C_1 and C_2 of an Adam's parameter groups, from the first update at which a rule scales 1 - beta.
+    """C_1 and C_2 of each parameter group of an Adam, from the first update in which a rule scales 1 - beta.
 
-    C <- beta C + (1 - beta), the average's own recursion: a sum of positive numbers, so it is exact also where beta is
-    so close to 1 that 1 - product would cancel, and a beta of 0 is no special case, as it is for a sum of logarithms.
-    Before that update, with a rule that leaves the betas alone, and around any other optimizer it does nothing.
+    C <- beta C + (1 - beta) is the recursion of the average itself: a sum of positive numbers. It stays exact if beta
+    is so close to 1 that 1 - (product) would cancel, and beta = 0 is no special case, as it is for a sum of logarithms.
+    Before that update, and with any other optimizer, scalings are returned unchanged.
+
+    Args:
+        inner: the optimizer.
+        backend: its backend.
     """
 
     def __init__(self, inner: Optimizer, backend: Backend) -> None:
-        self._inner = inner
-        self._backend = backend
-        self._groups: dict[int, Averages] = {}  # by the number of the group
-        self._checked: set[int] = set()  # groups whose parameters were seen to have made the same updates
-        self._of = 0  # so many groups, when they were: with a new one, others may get parameters that begin
+        self._inner, self._backend = inner, backend
+        self._terms: dict[int, BiasTerms] = {}  # index of the group -> terms
+        self._uncommitted: dict[int, BiasTerms] = {}
+        self._checked: set[int] = set()  # groups whose parameters have all made the same number of updates
+        self._num_groups = 0  # at that check: a new group may hold parameters that make their first update now
 
-    @contextmanager
-    def corrected(self, scalings: Sequence[Scaling]) -> Iterator[list[Scaling]]:
-        """One scaling a group, as torch's Adam has to get it; the update counts when the block ends without error.
+    def correct(self, scalings: Sequence[Scaling]) -> list[Scaling]:
+        """Return the scalings that torch's Adam needs to compute the correct update, one for each parameter group.
+
+        Args:
+            scalings: those of the rules; their betas are in [0, 1).
 
         Raises:
-            ValueError: when the parameters of a group have not all made the same updates.
+            ValueError: if the parameters of a group have made different numbers of updates.
         """
-        after = self._after(scalings) if isinstance(self._inner, Adam) else {}
-        groups = list(zip(self._inner.param_groups, scalings, strict=True))
-        yield [_correct(*pair, after[i]) if i in after else pair[1] for i, pair in enumerate(groups)]
-        self._groups.update(after)
+        self._uncommitted = self._next_terms(scalings) if isinstance(self._inner, Adam) else {}
+        groups = zip(self._inner.param_groups, scalings, strict=True)
+        return [
+            _corrected(group, scaling, self._uncommitted[index]) if index in self._uncommitted else scaling
+            for index, (group, scaling) in enumerate(groups)
+        ]
+
+    def commit(self) -> None:
+        """Count the update of the last `correct`."""
+        self._terms.update(self._uncommitted)
+        self._uncommitted = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, a list for each group; nothing where nothing has begun."""
-        groups = [list(self._groups.get(number, ())) for number in range(len(self._inner.param_groups))]
-        return {"bias_correction": groups} if self._groups else {}
+        """Return [updates, C_1, C_2] for each group, [] for a group without terms; an empty dict if none has any."""
+        groups = [list(self._terms.get(index, ())) for index in range(len(self._inner.param_groups))]
+        return {"bias_correction": groups} if self._terms else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; from nothing, begin anew."""
+        """Restore a state; a state without terms resets everything."""
         groups = state.get("bias_correction", [])
-        self._groups = {number: Averages(*group) for number, group in enumerate(groups) if group}
+        self._terms = {index: BiasTerms(*group) for index, group in enumerate(groups) if group}
         self._checked.clear()
 
-    def _after(self, scalings: Sequence[Scaling]) -> dict[int, Averages]:
-        """What the averages of the groups that this update changes will hold after it."""
-        after = {}
-        if self._of != len(self._inner.param_groups):
-            self._of = len(self._inner.param_groups)
+    def _next_terms(self, scalings: Sequence[Scaling]) -> dict[int, BiasTerms]:
+        """Return the terms after this update, of the groups that need a correction."""
+        terms = {}
+        if self._num_groups != len(self._inner.param_groups):
+            self._num_groups = len(self._inner.param_groups)
             self._checked.clear()
-        for number, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
-            members = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if members and (number in self._groups or scaling.one_minus_beta != 1):
-                updates, *held = self._before(number, group["betas"], members)
-                weights = [beta * c + (1 - beta) for beta, c in zip(_betas(group, scaling), held, strict=True)]
-                after[number] = Averages(updates + 1, *weights)
-        return after
+        for index, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters and (index in self._terms or scaling.one_minus_beta != 1):
+                updates, *before = self._present_terms(index, group["betas"], parameters)
+                after = [beta * c + (1 - beta) for beta, c in zip(_scaled_betas(group, scaling), before, strict=True)]
+                terms[index] = BiasTerms(updates + 1, *after)
+        return terms
 
-    def _before(self, number: int, betas: Sequence[float], members: Sequence[Tensor]) -> Averages:
-        """What a group's averages hold; at first, as torch had it until then."""
-        if number in self._checked:
-            return self._groups[number]
-        counts = self._counts(members) | ({self._groups[number].updates} if number in self._groups else set())
+    def _present_terms(self, index: int, betas: Sequence[float], parameters: Sequence[Tensor]) -> BiasTerms:
+        """Return the terms of a group before this update; at first, those that torch has used so far."""
+        if index in self._checked:
+            return self._terms[index]
+        counts = self._update_counts(parameters) | ({self._terms[index].updates} if index in self._terms else set())
         if len(counts) > 1:
             raise ValueError(
-                f"betas that change need groups whose parameters have all made the same updates, but those of "
-                f"parameter group {number} have made {' or '.join(map(str, sorted(counts)))}; give the parameters that "
-                f"joined later a group of their own"
+                f"the parameters of a group must have made the same number of updates if a rule scales its betas, but "
+                f"those of parameter group {index} have made {' or '.join(map(str, sorted(counts)))}; put the "
+                f"parameters that were added later into a group of their own"
             )
-        self._checked.add(number)
+        self._checked.add(index)
         updates = counts.pop()
-        begun = Averages(updates, *(1 - float(beta) ** updates for beta in betas))
-        return self._groups.setdefault(number, begun)
+        return self._terms.setdefault(index, BiasTerms(updates, *(1 - float(beta) ** updates for beta in betas)))
 
-    def _counts(self, members: Sequence[Tensor]) -> set[int]:
-        """How many updates the inner optimizer has made of each parameter, in one read."""
-        states = [self._inner.state.get(parameter) for parameter in members]
+    def _update_counts(self, parameters: Sequence[Tensor]) -> set[int]:
+        """Return the numbers of updates that the inner optimizer has made of the parameters, with one host sync."""
+        states = [self._inner.state.get(parameter) for parameter in parameters]
         steps = [torch.as_tensor(state["step"]) for state in states if state]
-        fresh = {0} if len(steps) < len(members) else set()
+        new = {0} if len(steps) < len(parameters) else set()
         if not steps:
-            return fresh
-        return fresh | set(map(int, self._backend.host(torch.stack([s.to(steps[0].device) for s in steps])).tolist()))
+            return new
+        return new | set(map(int, self._backend.host(torch.stack([s.to(steps[0].device) for s in steps])).tolist()))
 
 
-def _betas(group: Group, scaling: Scaling) -> list[float]:
-    return [float(checked_beta(beta, scaling)) for beta in group["betas"]]
+def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
+    return [float(scaling.scaled_beta(beta)) for beta in group["betas"]]
 
 
-def _correct(group: Group, scaling: Scaling, after: Averages) -> Scaling:
-    torchs = [1 - beta**after.updates for beta in _betas(group, scaling)]
-    on_eps = (after.second / torchs[1]) ** 0.5
-    on_lr = on_eps * torchs[0] / after.first
+def _corrected(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
+    torch_c1, torch_c2 = (1 - beta**terms.updates for beta in _scaled_betas(group, scaling))
+    on_eps = (terms.c2 / torch_c2) ** 0.5
+    on_lr = on_eps * torch_c1 / terms.c1
     decay = scaling.weight_decay / on_lr if group.get("decoupled_weight_decay") else scaling.weight_decay
     return replace(scaling, lr=scaling.lr * on_lr, eps=scaling.eps * on_eps, weight_decay=decay)

@@ -1,7 +1,7 @@
-"""A learning-rate schedule of torch, read at the reference updates that a training has passed.
+"""A learning-rate schedule of torch that steps once for each reference update of the training.
 
-The life of an update here: the optimizer has committed it, `step()` notices that by its number, takes a snapshot of
-what it cannot read at once, measures how far the training is, and steps the schedule up to there.
+The life of an update here: the optimizer commits it; `step()` notices that `optimizer.updates` has changed, keeps the
+new progress to read it later, measures how far the training is, and steps the schedule up to there.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 
 By = Literal["progress", "samples", "updates"]
 
-DELAY = 2  # updates; by then the progress has come from any device, and nobody waits for it
+DELAY = 2  # updates; after that many, any device has computed the progress and reading it does not wait
 
 
 @final
 class ProgressScheduler:
-    """Steps a torch scheduler once a reference update, so that it ends where the training ends, whatever the trace did.
+    """Steps a torch scheduler once for each reference update, so that it ends with the training, whatever the trace.
 
-    After each update the scheduler has taken floor(min(m, total)) steps since this object was made; fractions of m
-    are carried over. m, in reference updates, is
+    After each update the scheduler has taken floor(min(m, total)) steps since this object was created; fractions of m
+    carry over. m, in reference updates, is
 
-        by="progress":  the sum of the updates' gains, optimizer.progress, as it stood 2 updates (`DELAY`) ago
-        by="samples":   optimizer.samples / ref_batchsize, as an exact fraction
+        by="progress":  optimizer.progress, the sum of `Scaling.progress`, as of 2 updates (`DELAY`) ago
+        by="samples":   optimizer.samples / ref_batchsize, an exact fraction
         by="updates":   optimizer.updates
 
-    The delay is the same on every device, so that none waits until the host has read the progress. Call `step()`
+    The delay is the same on every device, so that no device waits for the host to read the progress. Call `step()`
     after each update, `if optimizer.step(): scheduler.step()`; a call without a new update does nothing. A
-    `OneCycleLR` keeps its last value from its step `total_steps - 1` on, where torch's would rise and then raise.
-    AdaScale reads its schedule like this, by progress (Johnson et al. 2020, arXiv 2007.05105, algorithm 1).
+    `OneCycleLR` keeps its last value from its step `total_steps - 1` on; in torch it would rise again and then raise.
+    AdaScale reads its schedule by progress (Johnson et al. 2020, arXiv 2007.05105, algorithm 1).
 
     Args:
-        scheduler: any `torch.optim.lr_scheduler` of the wrapper or of its inner optimizer that steps on a count;
-            made for the beginning of the training, and stepped by nobody else.
-        optimizer: the wrapper, whose updates are counted.
+        scheduler: any scheduler of `torch.optim.lr_scheduler` that steps on a count, created for the wrapper or its
+            inner optimizer at the beginning of the training. Do not call its `step()`.
+        optimizer: the wrapper whose updates are counted.
         by: what is counted.
-        total: the length of the training, in reference updates; there the schedule stops, and `done` turns True.
+        total: length of the training, in reference updates; the schedule stops there, and `done` is True from there on.
 
     Raises:
-        TypeError, ValueError: where the arguments do not fit together; the text says what to do.
+        TypeError: if `scheduler` is not an LRScheduler or contains a ReduceLROnPlateau, `optimizer` is not a
+            CustomOptimizer, or `total` is not a number.
+        ValueError: if `scheduler` belongs to another optimizer, `by` is unknown, by="samples" and the optimizer has no
+            ref_batchsize, or `total` is not finite and > 0.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class ProgressScheduler:
                 f"the optimizer must be the vbs.CustomOptimizer whose updates are counted, got "
                 f"{type(optimizer).__name__}; pass the wrapper"
             )
-        self._scheduler = _checked(scheduler, optimizer)
+        self._scheduler = _check_scheduler(scheduler, optimizer)
         if by not in get_args(By):
             raise value_error('by must be "progress", "samples" or "updates"', repr(by), "pass one of them")
         if by == "samples" and optimizer.ref_batchsize is None:
@@ -72,45 +75,45 @@ class ProgressScheduler:
                 "one without",
                 'give the optimizer its ref_batchsize, or pass by="updates"',
             )
-        self._cycles = [part for part in _parts(scheduler) if isinstance(part, OneCycleLR)]
-        self._optimizer, self._by, self._total = optimizer, by, _checked_total(total)
-        self._steps = 0  # that the scheduler has taken
-        self._updates = optimizer.updates  # at the last call
-        self._progress = optimizer.progress_later()()  # as the schedule reads it
-        self._pending: deque[tuple[int, Callable[[], float]]] = deque()  # (updates, the progress after them)
+        self._one_cycles = [part for part in _parts(scheduler) if isinstance(part, OneCycleLR)]
+        self._optimizer, self._by, self._total = optimizer, by, _check_total(total)
+        self._steps = 0  # number of steps of the scheduler
+        self._updates = optimizer.updates  # at the last call of `step`
+        self._progress = optimizer.progress_later()()  # as the schedule reads it, `DELAY` updates ago
+        self._pending: deque[tuple[int, Callable[[], float]]] = deque()  # (updates, function that reads the progress)
 
     def step(self) -> None:
-        """Step the scheduler up to where the training is; without a new update, do nothing."""
+        """Step the scheduler up to the present reference update; do nothing without a new update."""
         updates = self._optimizer.updates
         if updates == self._updates:
             return
         self._updates = updates
         if self._by == "progress":
-            self._follow_progress(updates)
-        for _ in range(self._steps, math.floor(min(self._measure(), self._total))):
-            for cycle in self._cycles:  # torch's would go beyond its end, so one that is there takes its last step anew
-                cycle.last_epoch = min(cycle.last_epoch, cycle.total_steps - 2)
+            self._read_delayed_progress(updates)
+        for _ in range(self._steps, math.floor(min(self._reference_updates(), self._total))):
+            for one_cycle in self._one_cycles:  # torch raises beyond its end: repeat the last step
+                one_cycle.last_epoch = min(one_cycle.last_epoch, one_cycle.total_steps - 2)
             self._scheduler.step()
             self._steps += 1
 
     @property
     def passed(self) -> float:
-        """The reference updates that the training has passed, as the schedule reads them: m in the equation."""
-        return float(self._measure())
+        """The number of reference updates of the training so far, as the schedule reads it: m in the equation."""
+        return float(self._reference_updates())
 
     @property
     def done(self) -> bool:
-        """Whether the schedule reads that the training has passed `total` reference updates."""
-        return self._measure() >= self._total
+        """Whether the training has passed `total` reference updates, as the schedule reads them."""
+        return self._reference_updates() >= self._total
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each parameter group that the scheduler has set last."""
+        """Return the last learning rate that the scheduler has set, of each parameter group."""
         return self._scheduler.get_last_lr()
 
     # State. ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state, and where it stands in the training, as plain numbers for every world."""
+        """Return the state of the scheduler and its position in the training, as plain numbers that fit every world."""
         return {
             "by": self._by,
             "steps": self._steps,
@@ -121,17 +124,17 @@ class ProgressScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict()` gave; the optimizer's own state is loaded beside it, before or after.
+        """Restore a state. Also load the state of the optimizer, before or after.
 
         Raises:
-            ValueError: when the state counts something else; then nothing has changed.
+            ValueError: if the state was saved with another `by`; then nothing has changed.
         """
         found = state_dict.get("by")
         if found != self._by:
             raise value_error(
-                f"the state of a schedule must count what goes on here, by={self._by!r}",
+                f"the state must be that of a ProgressScheduler with by={self._by!r}",
                 f"by={found!r}",
-                "make this ProgressScheduler with the by that its state was saved with",
+                "create this ProgressScheduler with the by of the saved one",
             )
         self._scheduler.load_state_dict(state_dict["scheduler"])
         self._steps, self._updates = state_dict["steps"], state_dict["updates"]
@@ -140,13 +143,16 @@ class ProgressScheduler:
 
     # The measure. ------------------------------------------------------------------------------------------------
 
-    def _follow_progress(self, updates: int) -> None:
-        """Read the progress of `DELAY` updates ago, and what a jump back of the clock has left; note today's."""
+    def _read_delayed_progress(self, updates: int) -> None:
+        """Read the progress of `DELAY` updates ago, and keep the present one to read it later.
+
+        If the clock was moved back, read all that is pending from before.
+        """
         while self._pending and not updates - DELAY < self._pending[0][0] < updates:
             self._progress = self._pending.popleft()[1]()
         self._pending.append((updates, self._optimizer.progress_later()))
 
-    def _measure(self) -> Fraction | float:
+    def _reference_updates(self) -> Fraction | float:
         if self._by == "progress":
             return self._progress
         if self._by == "updates":
@@ -154,30 +160,30 @@ class ProgressScheduler:
         return Fraction(self._optimizer.samples, self._optimizer.ref_batchsize)
 
 
-def _checked(scheduler: LRScheduler, optimizer: CustomOptimizer) -> LRScheduler:
+def _check_scheduler(scheduler: LRScheduler, optimizer: CustomOptimizer) -> LRScheduler:
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
-            f"the scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}; make one for this "
-            f"optimizer"
+            f"the scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}; create one for "
+            f"this optimizer"
         )
     if any(isinstance(part, ReduceLROnPlateau) for part in _parts(scheduler)):
         raise TypeError(
-            "the scheduler must step on a count, but ReduceLROnPlateau steps on a metric; call its own step(metric) "
-            "where the metric is known instead"
+            "the scheduler must step on a count, but ReduceLROnPlateau steps on a metric; call its step(metric) "
+            "directly when the metric is known"
         )
     if scheduler.optimizer not in (optimizer, optimizer.inner):
         raise ValueError(
-            f"the scheduler must belong to the wrapper that is passed or to its inner optimizer, but this "
-            f"{type(scheduler).__name__} belongs to another {type(scheduler.optimizer).__name__}; make it for this one"
+            f"the scheduler must belong to this wrapper or its inner optimizer, but this {type(scheduler).__name__} "
+            f"belongs to another {type(scheduler.optimizer).__name__}; create it for this one"
         )
     return scheduler
 
 
-def _checked_total(total: object) -> float:
-    """The last reference update: infinity where there is none."""
+def _check_total(total: object) -> float:
+    """Return the last reference update, infinity if there is none."""
     if total is None:
         return math.inf
-    remedy = "pass the length of the training in reference updates, or leave it out"
+    remedy = "pass the length of the training in reference updates, or omit it"
     number = check_number(total, "total", remedy)
     if number == 0:
         raise value_error("total must be a finite number > 0", number, remedy)
@@ -185,7 +191,7 @@ def _checked_total(total: object) -> float:
 
 
 def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """A scheduler and all that it is made of."""
+    """Yield a scheduler and all schedulers that it contains."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)

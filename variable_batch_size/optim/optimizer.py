@@ -23,7 +23,7 @@ from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency as agreement
 from variable_batch_size.optim.loop import Loop, Watcher
-from variable_batch_size.optim.scaling import Rates
+from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.update import Estimator, Reduction, Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper
 from variable_batch_size.rules import Noise, Rule, RuleContext
@@ -103,7 +103,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
         self._loop = Loop(sampler, self._backend)
         _check_rules(rules, inner, reference, sampler)
-        self._rates = Rates()
+        self._lr_check = LearningRateCheck()
         self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
 
@@ -140,7 +140,7 @@ class CustomOptimizer(OptimizerWrapper):
             rules = rules_for_groups(self.rules[0] if one_for_all else self.rules, len(self.param_groups) + 1)
             super().add_param_group(param_group)
             self._updater.rules = rules
-            self._updater.renew()
+            self._updater.refresh_parameters()
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -214,9 +214,9 @@ class CustomOptimizer(OptimizerWrapper):
         if closure is not None:
             raise RuntimeError("step() takes no closure; call loss.backward() before it")
         gradients, loop = self._updater.gradients, self._loop
-        if not (gradients.agreed or loop.inside_step):  # before ranks with unequal numbers of microbatches diverge
+        if not (gradients.membership_fixed or loop.inside_step):  # before ranks with unequal counts diverge
             agreement.refuse_distributed_data_parallel(gradients.parameters)
-        self._rates.check(self.param_groups, inside_step=loop.inside_step)
+        self._lr_check.check(self.param_groups, inside_step=loop.inside_step)
         microbatch = loop.receive()
         gradients.check(replay=microbatch.samples == 0)
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
@@ -235,12 +235,12 @@ class CustomOptimizer(OptimizerWrapper):
 
     def lr_factor(self) -> float:
         """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
-        scaling = self._updater.scaling
+        scaling = self._updater.last_scaling
         return float(scaling.lr) * float(scaling.gradient)
 
     def current_lr(self) -> float:
         """Return the effective learning rate of the last update, of the first parameter group."""
-        return float(self._updater.rate) * self.lr_factor()
+        return float(self._updater.reference_lr) * self.lr_factor()
 
     def noise(self) -> Noise:
         """Return the gradient noise, averaged so far; sigma2 and mu2 are nan before the first estimate.
@@ -248,12 +248,12 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the noise is not measured.
         """
-        if self._updater.moments is None:
+        if self._updater.gradient_noise is None:
             raise RuntimeError(
                 f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "
                 f'noise="microbatches" to the optimizer'
             )
-        return self._updater.moments.noise()
+        return self._updater.gradient_noise.noise()
 
     # State. ------------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class CustomOptimizer(OptimizerWrapper):
         # Ranks may have different pending operations. These must not be in the graph of the collective, which has to
         # be the same on all ranks.
         self._backend.mark_step()
-        if not self._updater.gradients.agreed:
+        if not self._updater.gradients.membership_fixed:
             self._compare_ranks()
         clock = self._loop.clock
         updated = self._updater.apply(self._loop.step, clock.step, clock.samples)
@@ -328,7 +328,7 @@ class CustomOptimizer(OptimizerWrapper):
             "vbs/lr_factor": self.lr_factor(),
             "vbs/samples": self._loop.clock.samples,
         }
-        if self._updater.moments is None:
+        if self._updater.gradient_noise is None:
             return scalars
         noise = self.noise()
         return scalars | {
@@ -347,13 +347,13 @@ class CustomOptimizer(OptimizerWrapper):
             device = gradients.parameters[0].device
             agreement.compare(self._facts(), self._backend, device)
             mask = agreement.union(mask, self._backend, device)
-        gradients.agree(mask)
+        gradients.fix_membership(mask)
 
     def _facts(self) -> dict[str, int]:
         """Return what must be the same on every rank, as integers below 2**64."""
         plan, samples, updater = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._updater
         parameters = updater.gradients.parameters
-        rule = f"{updater.rules} {updater.reduction} {updater.max_grad_norm} {updater.noise_from}"
+        rule = f"{updater.rules} {updater.reduction} {updater.max_grad_norm} {updater.noise_estimator}"
         return {
             **self._loop.clock.state_dict(),
             **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},

@@ -1,4 +1,4 @@
-"""What moves the hyperparameters: a rule, for the length of one update; and nothing else within a step."""
+"""Apply the factors of a rule to the hyperparameters of an optimizer, for the length of one step of it."""
 
 from __future__ import annotations
 
@@ -11,143 +11,192 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.optim.bias_correction import BiasCorrection, Group
 from variable_batch_size.rules import Scaling
-
-Group = dict[str, Any]
 
 
 @final
-class Rates:
-    """The learning rates with which a step began, and with which it has to end."""
+class HyperparameterScaling:
+    """Scales the hyperparameters of an optimizer for one step, and restores the user's values after it.
 
-    def __init__(self) -> None:
-        self._seen: list[object] = []
+    Around an Adam, lr, eps and a decoupled weight decay are also multiplied by what the bias correction needs if betas
+    change, see `BiasCorrection`. A factor on lr that is a 0-D tensor is left to `DeferredLrFactor`.
 
-    def check(self, groups: Sequence[Group], *, inside_step: bool) -> None:
-        """Look at the rates, once a microbatch.
+    Args:
+        inner: the optimizer.
+        backend: its backend.
+        deferred_lr: whether the factor on lr may be a 0-D tensor.
+    """
+
+    def __init__(self, inner: Optimizer, backend: Backend, *, deferred_lr: bool = False) -> None:
+        self._inner, self._backend = inner, backend
+        self._bias_correction = BiasCorrection(inner, backend)
+        self._deferred_lr = DeferredLrFactor(inner) if deferred_lr else None
+
+    @contextmanager
+    def applied(self, scalings: Sequence[Scaling]) -> Iterator[None]:
+        """Scale each parameter group within a block that calls `inner.step()`.
+
+        Args:
+            scalings: one for each parameter group.
 
         Raises:
-            RuntimeError: when one has moved inside a step: schedulers count updates.
+            ValueError: if a factor is for a hyperparameter that no group has, a beta leaves [0, 1), or parameters of
+                one group of an Adam have made different numbers of updates and a factor is on its betas.
+            RuntimeError: if the block changes a scaled hyperparameter.
+        """
+        groups = self._inner.param_groups
+        _check_betas(groups, scalings)
+        scalings = self._bias_correction.correct(scalings)
+        changes = [_changes(group, scaling, self._backend) for group, scaling in zip(groups, scalings, strict=True)]
+        _check_all_scaled(changes, scalings)
+        saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
+        try:
+            _update(groups, changes)
+            if self._deferred_lr is not None:
+                self._deferred_lr.save(groups, scalings)
+            yield
+            _check_unchanged(groups, changes)
+        finally:
+            _update(groups, saved)
+            if self._deferred_lr is not None:
+                self._deferred_lr.clear()
+        self._bias_correction.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the bias correction; an empty dict if there is none."""
+        return self._bias_correction.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; an empty one resets the bias correction."""
+        self._bias_correction.load_state_dict(state)
+
+
+@final
+class DeferredLrFactor:
+    """A factor on lr that stays on the device: w = w_old + factor (w_new - w_old) after the optimizer's own step.
+
+    This equals a factor on lr if the change of the parameters is proportional to lr. It needs a copy of the scaled
+    parameters during the step. It is the first post-hook of the step, so that hooks which are registered later see the
+    final parameters; pre-hooks see the reference lr.
+
+    Args:
+        inner: the optimizer.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._saved: list[tuple[list[Tensor], list[Tensor], Tensor]] = []  # parameters, their old values, factor (0-D)
+        inner.register_step_post_hook(self._apply)
+
+    def save(self, groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
+        """Copy the parameters of each group whose factor on lr is a tensor, before a step."""
+        for group, scaling in zip(groups, scalings, strict=True):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters and isinstance(scaling.lr, Tensor):
+                self._saved.append((parameters, [parameter.detach().clone() for parameter in parameters], scaling.lr))
+
+    def clear(self) -> None:
+        """Drop the copies, after a step."""
+        self._saved.clear()
+
+    def _apply(self, *_: object) -> None:
+        with torch.no_grad():
+            for parameters, old, factor in self._saved:
+                torch._foreach_sub_(parameters, old)
+                torch._foreach_mul_(parameters, factor)
+                torch._foreach_add_(parameters, old)
+
+
+@final
+class LearningRateCheck:
+    """Checks that learning rates stay constant within a step."""
+
+    def __init__(self) -> None:
+        self._last: list[object] = []
+
+    def check(self, groups: Sequence[Group], *, inside_step: bool) -> None:
+        """Compare the learning rates with those at the previous microbatch, once a microbatch.
+
+        Args:
+            groups: the parameter groups.
+            inside_step: whether the previous microbatch belongs to the same step.
+
+        Raises:
+            RuntimeError: if a learning rate changed inside a step.
         """
         rates = [_identity(group.get("lr")) for group in groups]
-        if inside_step and rates != self._seen:
+        if inside_step and rates != self._last:
             raise RuntimeError(
-                "the learning rate must stay within a step, but it changed between two of its microbatches; call "
-                "scheduler.step() only when optimizer.step() has returned True"
+                "the learning rate must stay constant within a step, but it changed between two of its microbatches; "
+                "call scheduler.step() only when optimizer.step() has returned True"
             )
-        self._seen = rates
+        self._last = rates
 
 
-@contextmanager
-def scaled(groups: Sequence[Group], scalings: Sequence[Scaling], backend: Backend) -> Iterator[None]:
-    """Multiply each group's hyperparameters by its scaling, and put the user's own values back at the end.
-
-    A factor on lr that is a tensor is left to `Displacement`.
-
-    Raises:
-        ValueError: when a rule scales what no group has, or takes a beta out of [0, 1).
-        RuntimeError: when somebody else changes them in between.
-    """
-    changes = [_changes(group, scaling, backend) for group, scaling in zip(groups, scalings, strict=True)]
-    _check_found(changes, scalings)
-    saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
-    try:
-        for group, change in zip(groups, changes, strict=True):
-            group.update(change)
-        yield
-        _check_untouched(groups, changes)
-    finally:
-        for group, values in zip(groups, saved, strict=True):
-            group.update(values)
+def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:
+    for group, new in zip(groups, values, strict=True):
+        group.update(new)
 
 
 def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
+    """Return the scaled hyperparameters of a group, by name."""
     changes: Group = {}
     if "lr" in group:
         changes["lr"] = backend.number(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
-        if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # Adafactor's eps are two of another kind
+        if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
             changes[name] = group[name] * factor
-    if scaling.one_minus_beta != 1:
-        if "betas" in group:
-            changes["betas"] = tuple(checked_beta(beta, scaling) for beta in group["betas"])
-        elif "alpha" in group and "lambd" not in group:  # ASGD's alpha is an exponent
-            changes["alpha"] = checked_beta(group["alpha"], scaling)
+    if scaling.one_minus_beta != 1 and "betas" in group:
+        changes["betas"] = tuple(map(scaling.scaled_beta, group["betas"]))
+    elif scaling.one_minus_beta != 1 and _alpha_is_beta(group):
+        changes["alpha"] = scaling.scaled_beta(group["alpha"])
     return changes
 
 
-def checked_beta(beta: float, scaling: Scaling) -> float:
-    """Return the scaled beta.
-
-    Raises:
-        ValueError: if it is outside [0, 1).
-    """
-    scaled = scaling.scaled_beta(beta)
-    if not 0 <= scaled < 1:
-        raise ValueError(
-            f"a rule must leave every beta in [0, 1), but the factor {scaling.one_minus_beta:g} on 1 - beta takes "
-            f"{beta:g} to {scaled:g}; limit the largest batch size of the trace, or choose a beta nearer to 1"
-        )
-    return scaled
+def _alpha_is_beta(group: Group) -> bool:
+    """Return whether the group has an alpha that decays an average, as in RMSprop; in ASGD it is an exponent."""
+    return "alpha" in group and "lambd" not in group
 
 
-def _check_untouched(groups: Sequence[Group], changes: Sequence[Group]) -> None:
-    for group, change in zip(groups, changes, strict=True):
-        if moved := [name for name, value in change.items() if group[name] is not value]:
-            raise RuntimeError(
-                f"hyperparameters must stay within an update, but {' and '.join(moved)} changed inside the inner "
-                f"optimizer's step(), as by a scheduler in one of its hooks; call scheduler.step() when "
-                f"optimizer.step() has returned True"
-            )
+def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
+    for group, scaling in zip(groups, scalings, strict=True):
+        if scaling.one_minus_beta == 1:
+            continue
+        for beta in group.get("betas") or ([group["alpha"]] if _alpha_is_beta(group) else []):
+            scaled = scaling.scaled_beta(beta)
+            if not 0 <= scaled < 1:
+                raise ValueError(
+                    f"a rule must leave every beta in [0, 1), but the factor {scaling.one_minus_beta:g} on 1 - beta "
+                    f"changes {beta:g} to {scaled:g}; limit the largest batch size of the trace, or choose a beta "
+                    f"closer to 1"
+                )
 
 
-def _check_found(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
-    asked = {
+def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
+    requested = {
         "lr": any(isinstance(scaling.lr, Tensor) or scaling.lr != 1 for scaling in scalings),
         "weight_decay": any(scaling.weight_decay != 1 for scaling in scalings),
         "eps": any(scaling.eps != 1 for scaling in scalings),
         "betas": any(scaling.one_minus_beta != 1 for scaling in scalings),
     }
     found = {"betas" if name == "alpha" else name for change in changes for name in change}
-    if missing := [name for name, wanted in asked.items() if wanted and name not in found]:
+    if missing := [name for name, wanted in requested.items() if wanted and name not in found]:
         raise ValueError(
-            f"a rule can scale only what the optimizer has, but no parameter group has {' or '.join(missing)}; use "
-            f"another rule with this optimizer"
+            f"a rule can scale only hyperparameters that the optimizer has, but no parameter group has "
+            f"{' or '.join(missing)}; use another rule with this optimizer"
         )
 
 
+def _check_unchanged(groups: Sequence[Group], changes: Sequence[Group]) -> None:
+    for group, change in zip(groups, changes, strict=True):
+        if changed := [name for name, value in change.items() if group[name] is not value]:
+            raise RuntimeError(
+                f"hyperparameters must stay constant within an update, but {' and '.join(changed)} changed inside the "
+                f"inner optimizer's step(), for example by a scheduler in a hook; call scheduler.step() after "
+                f"optimizer.step() has returned True"
+            )
+
+
 def _identity(lr: object) -> object:
-    """Shows whether a rate was changed, without reading it from a device."""
+    """Return a value that differs if lr was changed, without reading a tensor from a device."""
     return (id(lr), lr._version) if isinstance(lr, Tensor) else lr
-
-
-@final
-class Displacement:
-    """A factor on lr that nobody may read: w = w_old + factor (w_new - w_old) after the optimizer's own step.
-
-    It is right where an optimizer's change is proportional to lr. It happens in the first of the step's post-hooks, so
-    that those which are registered later see the new weights; pre-hooks see the reference lr.
-    """
-
-    def __init__(self, inner: Optimizer) -> None:
-        self._moves: list[tuple[list[Tensor], list[Tensor], Tensor]] = []  # parameters, what they were, factor
-        inner.register_step_post_hook(self._displace)
-
-    @contextmanager
-    def by(self, groups: Sequence[Group], scalings: Sequence[Scaling]) -> Iterator[None]:
-        """For the length of a step, where a group's factor on lr is a tensor."""
-        for group, scaling in zip(groups, scalings, strict=True):
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters and isinstance(scaling.lr, Tensor):
-                self._moves.append((parameters, [parameter.detach().clone() for parameter in parameters], scaling.lr))
-        try:
-            yield
-        finally:
-            self._moves.clear()
-
-    def _displace(self, *_: object) -> None:
-        with torch.no_grad():
-            for parameters, before, factor in self._moves:
-                torch._foreach_sub_(parameters, before)
-                torch._foreach_mul_(parameters, factor)
-                torch._foreach_add_(parameters, before)
