@@ -19,7 +19,7 @@ def save(folder: Path, case: Case, stop: int) -> None:
     """
     replica, compiled, updates = Replica(case, noise="differenced"), [], 0
     checkpoint = vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer)
-    for updated in replica.turns():
+    for updated in replica.steps():
         if updated:
             updates += 1
             if updates <= stop:
@@ -43,7 +43,7 @@ def restore(folder: Path, case: Case) -> None:
     with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
         restored = checkpoint.restore()
     updates = replica.optimizer.updates
-    for _ in replica.turns():
+    for _ in replica.steps():
         if replica.optimizer.updates == len(case.sizes):
             break
     torch.save((restored, updates, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
@@ -56,7 +56,7 @@ def train_until_signal(folder: Path, case: Case) -> None:
     with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
         checkpoint.restore()
         try:
-            for updated in replica.turns():
+            for updated in replica.steps():
                 checkpoint.step()
                 if updated and rank == 0:
                     print("update", replica.optimizer.updates, flush=True)

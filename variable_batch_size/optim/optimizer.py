@@ -214,7 +214,7 @@ class CustomOptimizer(OptimizerWrapper):
             raise RuntimeError("step() takes no closure; call loss.backward() before it")
         gradients, loop = self._updater.gradients, self._loop
         if not (gradients.agreed or loop.inside_step):  # before ranks with unequal numbers of microbatches diverge
-            agreement.refuse_distributed_data_parallel(gradients.parameters)
+            agreement.check_not_distributed_data_parallel(gradients.parameters)
         self._rates.check(self.param_groups, inside_step=loop.inside_step)
         microbatch = loop.arrive()
         gradients.check(replay=microbatch.samples == 0)
@@ -344,8 +344,8 @@ class CustomOptimizer(OptimizerWrapper):
         mask = gradients.mask()
         if self._backend.world.size > 1:
             device = gradients.parameters[0].device
-            agreement.compare(self._facts(), self._backend, device)
-            mask = agreement.union(mask, self._backend, device)
+            agreement.check_same_on_all_ranks(self._facts(), self._backend, device)
+            mask = self._backend.any_rank(mask, device)
         gradients.agree(mask)
 
     def _facts(self) -> dict[str, int]:

@@ -64,7 +64,7 @@ def scaled(groups: Sequence[Group], scalings: Sequence[Scaling], backend: Backen
 def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
     changes: Group = {}
     if "lr" in group:
-        changes["lr"] = backend.number(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
+        changes["lr"] = backend.hyperparameter(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # Adafactor's eps are two of another kind
             changes[name] = group[name] * factor
