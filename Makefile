@@ -1,4 +1,4 @@
-# ARGS goes to the training script or to pytest; PYTHON makes the environments; PIP_FLAGS= lets pip talk.
+# ARGS is passed to the training script or to pytest. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
@@ -13,13 +13,13 @@ SETUP := setup.cfg pyproject.toml
 
 help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
-	@echo "make test         ruff, mypy and every test"
-	@echo "make test-newest  every test that needs no XLA, with the newest torch"
-	@echo "make bench        every script of benchmarks/"
-	@echo "make clean        remove the environments and what the tools leave behind"
+	@echo "make test         run ruff, mypy and all tests"
+	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
+	@echo "make bench        run all scripts in benchmarks/"
+	@echo "make clean        remove the environments, builds and caches"
 	@echo
-	@echo "Each sets up what it needs. make train ARGS='--epochs 1' passes flags on;"
-	@echo "make PYTHON=python3.12 train chooses the interpreter (3.10 to 3.13; after make clean, if .venv is there)."
+	@echo "Each target installs what it needs. make train ARGS='--epochs 1' passes flags to the script;"
+	@echo "make PYTHON=python3.12 train selects the interpreter (3.10 to 3.13; run make clean first if .venv exists)."
 
 train: $(VENV)/.has-xla
 	@$(if $(findstring --data-dir,$(ARGS)),,$(VENV)/bin/python test/helpers/mnist.py)
@@ -31,12 +31,12 @@ test: $(VENV)/.has-test
 	$(VENV)/bin/python -m mypy
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-# The package is installed here as a user would, not editable, and pytest's own command leaves the working folder
-# off sys.path: what is tested is what the wheel holds.
+# This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
+# `python -m pytest`, does not add the working directory to sys.path.
 test-newest:
 	@rm -rf build
 	$(call install,$(NEWEST),--upgrade torch ".[test]",test)
-	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla came along')"
+	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
 
@@ -47,7 +47,7 @@ clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What each stamp of .venv stands for, as extras of setup.cfg.
+# The extras of setup.cfg that each stamp file of .venv stands for.
 EXTRAS_xla := xla
 EXTRAS_test := xla test
 EXTRAS_bench := xla test bench
@@ -59,21 +59,21 @@ $(VENV)/.has-%: $(SETUP)
 	@$(PYTHON) -c '$(CHECK_PLATFORM)'
 	$(call install,$(VENV),-e ".[$(subst $(space),$(comma),$(EXTRAS_$*))]",$(EXTRAS_$*))
 
-# install(environment, what, stamps): the stamps say that the environment is whole. They go before pip starts and come
-# back when it has finished, so one whose installation was cut off is made anew, from pip's cache.
+# install(environment, packages, stamps): a stamp file marks a complete environment. It is removed before pip starts and
+# written after pip has finished, so an environment whose installation was interrupted is created again.
 define install
 	@$(CHECK_PYTHON)
 	@ls $(1)/.has-* >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 	@rm -f $(1)/.has-*
-	@echo 'pip install $(2), into $(1) (the first time: several GB, some minutes)'
+	@echo 'pip install $(2), into $(1) (the first time, this downloads several GB)'
 	@$(1)/bin/python -m pip install $(PIP_FLAGS) $(2)
 	@touch $(3:%=$(1)/.has-%)
 endef
 
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null || { \
-	echo "Python 3.10 to 3.13 is needed, but $(PYTHON) --version says: $$($(PYTHON) --version 2>&1); name another one," \
-	"as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	echo "Python 3.10 to 3.13 is required, got $$($(PYTHON) --version 2>&1) from $(PYTHON); select another one, for" \
+	"example: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 
 CHECK_PLATFORM = import platform as p; (p.system(), p.machine()) == ("Linux", "x86_64") or exit("torch_xla 2.9.0 has wheels \
-	for Linux on x86_64 only, but this is %s on %s; pip install . and make test-newest do without it" \
+	for Linux on x86_64 only, got %s on %s; run pip install . or make test-newest, which do not need it" \
 	% (p.system(), p.machine()))

@@ -1,29 +1,32 @@
-"""With a learning rate tuned at the reference only, what does each rule do to the accuracy at larger batch sizes?
+"""How does each rule change the accuracy at larger batch sizes, with a learning rate tuned at the reference only?
 
-The claim to look for is that of AdaScale (Johnson et al. 2020, arXiv 2007.05105): it keeps the accuracy of the
-reference, within 0.3 points, at sizes where the linear rule loses it.
+    PYTHONPATH=test python benchmarks/rules.py
 
-A run trains a small CNN from a new start with one batch size, k = 1, 4, 16 or 64 times the reference of 32 samples,
-and is evaluated once, at its end, on the 10,000 test samples. A cosine schedule is written for the reference, over
-T = 4096 updates there; every other run reads it by `ProgressScheduler`, whose `done` ends the run:
+The claim to check is that of AdaScale (Johnson et al. 2020, arXiv 2007.05105): it keeps the accuracy of the reference,
+within 0.3 points, at batch sizes where the linear rule loses it.
 
-- by samples for the rules that count k reference updates an update, and for the constant rule, which counts 1 and
-  would else see k times the samples. So all of these see the same T * 32 samples, in T / k updates.
-- by progress for AdaScale and AdamScale, as in the paper: an update counts as its gain, between 1 and k, so they make
-  more than T / k updates and see more samples. Both numbers are in the table, and `--updates` with a longer T gives
-  as many samples to the others: whether the rule or the samples kept the accuracy.
+A run trains a small CNN from scratch with one batch size, k = 1, 4, 16 or 64 times the reference of 32 samples, and
+evaluates it once, at the end, on the 10,000 test samples. A cosine schedule is written for the reference, over T = 4096
+updates. Every other run reads it by `ProgressScheduler`, whose `done` ends the run:
 
-SGD has momentum 0.9, as in the paper; Adam has torch's betas. LEGW warms up over T / 256 updates: a quarter of the run
-at k = 64. AdaScale measures the noise between 4, 16 and 16 microbatches; k = 1 is a single one, for the gain is 1 there
-whatever the noise is. The other rules give the same with any microbatch, and have few.
+- by samples for rules whose update counts as k reference updates, and for the constant rule, whose update counts as 1:
+  by progress it would use k times the samples. All of these use the same T * 32 samples, in T / k updates.
+- by progress for AdaScale and AdamScale, as in the paper. An update counts as its gain, between 1 and k, so these runs
+  make more than T / k updates and use more samples. The table shows both numbers. `--updates` with a longer T gives the
+  other rules as many samples, which shows whether the rule or the samples kept the accuracy.
 
-The learning rate is tuned with the constant rule at k = 1 on the last 10,000 training samples, with the others to train
-on and seeds that no other run has: the largest of a grid of powers of two whose mean accuracy is within 0.1 points of
-the best. The largest, because that is what the rules multiply: with a smaller one every rule has room at the reference.
-`--tune` does it and prints the grid; `TUNED` holds what came out, and RESULTS.md the grids.
+SGD has momentum 0.9, as in the paper; Adam has torch's betas. LEGW warms up over T / 256 updates, a quarter of the run
+at k = 64. AdaScale measures the noise between 4, 16 and 16 microbatches at k = 4, 16 and 64; at k = 1 there is a single
+one, because the gain is 1 there for any noise. The result of the other rules does not depend on the microbatch size, so
+they use large ones.
 
-"Refused" is a rule that will not be made for that size, "diverged" a run whose loss is not finite, and "at chance" one
-that is no better than naming one class in the end. The accuracy's mean and standard deviation are over the other runs.
+The learning rate is tuned with the constant rule at k = 1. The last 10,000 training samples are held out, and the seeds
+differ from those of all other runs. Of a grid of powers of two, the largest learning rate is chosen whose mean accuracy
+is within 0.1 points of the best. The largest, because rules multiply it: a smaller one would leave every rule a margin
+at the reference. `--tune` prints the grid and the choice; `TUNED` holds the choices, and RESULTS.md the grids.
+
+In the results, "rejected" is a rule that raises for a batch size, "diverged" a run whose loss is not finite, and "at
+chance" a run that ends no better than predicting one class. Means and standard deviations are over the other runs.
 """
 
 from __future__ import annotations
@@ -51,27 +54,15 @@ import variable_batch_size as vbs
 from helpers import mnist
 from results import record
 
-REF, UPDATES = 32, 4096  # samples of an update at the reference, and how many of these a training lasts
-HELD_OUT = 10_000  # training samples, when tuning
-CHANCE = 0.12  # naming one class is right for at most 11.35 % of MNIST's test set
+REF, UPDATES = 32, 4096  # reference batch size in samples, and T
+HELD_OUT = 10_000  # training samples that tuning evaluates on
+CHANCE = 0.12  # the most frequent class is 11.35 % of the test set of MNIST
 INNER: dict[str, Any] = {"SGD": functools.partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam}
-RULES: dict[str, dict[str, Any]] = {
-    "SGD": {
-        "constant": vbs.ConstantOptimizer,
-        "linear": vbs.LinearRuleOptimizer,
-        "root": vbs.RootRuleOptimizer,
-        "linear-momentum": vbs.LinearRuleMomentumOptimizer,
-        "LEGW": vbs.LEGWRuleOptimizer,
-        "AdaScale": vbs.AdaScaleOptimizer,
-    },
-    "Adam": {
-        "constant": vbs.ConstantOptimizer,
-        "root": vbs.RootRuleOptimizer,
-        "SqrtSDE": vbs.SqrtSDERuleOptimizer,
-        "AdamScale": vbs.AdamScaleOptimizer,
-    },
+RULES = {  # names in vbs.RULES
+    "SGD": [name for name in vbs.RULES if name not in ("sqrt-sde", "adamscale")],
+    "Adam": ["constant", "root", "sqrt-sde", "adamscale"],
 }
-BY_PROGRESS = ("AdaScale", "AdamScale")
+BY_PROGRESS = ("adascale", "adamscale")
 GRID = {"SGD": [2.0**-power for power in range(8, 0, -1)], "Adam": [2.0**-power for power in range(12, 4, -1)]}
 TUNED = {("MNIST", "SGD"): 2**-5, ("MNIST", "Adam"): 2**-8, ("Fashion", "SGD"): 2**-5, ("Fashion", "Adam"): 2**-8}
 
@@ -85,7 +76,7 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained; `updates` is T."""
+    """The arguments of a run; `times` is k, and `updates` is T."""
 
     data: str
     optimizer: str
@@ -99,22 +90,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """The result of a run."""
 
-    end: Literal["trained", "at chance", "diverged", "refused"]
+    end: Literal["trained", "at chance", "diverged", "rejected"]
     accuracy: float = math.nan
     updates: int = 0
     samples: int = 0
     progress: float = 0.0
 
 
-# One run, in a process that has the data. -----------------------------------------------------------------------------
+# A run, in a process that has loaded the data. ------------------------------------------------------------------------
 
 DATA: dict[tuple[str, bool], Samples] = {}  # (name, whether to train on it)
 
 
 def prepare(folders: dict[str, str | None]) -> None:
-    """Load the data once a process, which computes on one core."""
+    """Load the data, once per process, and compute on one core."""
     torch.set_num_threads(1)
     for name, folder in folders.items():
         for train in (True, False):
@@ -122,7 +113,7 @@ def prepare(folders: dict[str, str | None]) -> None:
 
 
 def load(name: str, folder: str | None, train: bool) -> Samples:
-    """MNIST from its folder or the cache, Fashion-MNIST's idx files, raw or .gz, from their folder."""
+    """Load MNIST from a folder or the cache, or the idx files of Fashion-MNIST, raw or .gz, from their folder."""
     if name == "MNIST":
         return Samples(*mnist.load(folder, train=train).tensors)
     arrays = []
@@ -136,7 +127,7 @@ def load(name: str, folder: str | None, train: bool) -> Samples:
 
 
 def train(run: Run) -> Outcome:
-    """Train once, and evaluate at the end."""
+    """Train, and evaluate at the end."""
     samples, test = DATA[run.data, True], DATA[run.data, False]
     if run.tuning:
         test = Samples(samples.images[-HELD_OUT:], samples.labels[-HELD_OUT:])
@@ -147,11 +138,11 @@ def train(run: Run) -> Outcome:
     microbatch = max(REF, batch // 16) if run.rule in BY_PROGRESS else min(batch, 512)
     sampler = vbs.CustomSampler(size, batch, 1, 0, microbatch, run.seed, drop_last=True)
     inner = INNER[run.optimizer](model.parameters(), lr=run.lr)
-    warmup = {"warmup_epochs": run.updates / 256 * REF / size} if run.rule == "LEGW" else {}
+    rule = vbs.LEGWRule(warmup_updates=run.updates / 256) if run.rule == "legw" else run.rule
     try:
-        optimizer = RULES[run.optimizer][run.rule](inner, sampler, ref_batchsize=REF, **warmup)
+        optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=REF, rule=rule)
     except ValueError:
-        return Outcome("refused")
+        return Outcome("rejected")
     by: Literal["progress", "samples"] = "progress" if run.rule in BY_PROGRESS else "samples"
     schedule = vbs.ProgressScheduler(CosineAnnealingLR(inner, run.updates), optimizer, by=by, total=run.updates)
 
@@ -172,7 +163,7 @@ def train(run: Run) -> Outcome:
 
 
 def make_model() -> nn.Module:
-    """A CNN of 22,000 parameters, with strides in the place of pooling: it has to be fast on one core."""
+    """Return a CNN of 22,000 parameters that is fast on one core, with strides instead of pooling."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),
         nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10),
@@ -182,7 +173,7 @@ def make_model() -> nn.Module:
 def microbatches(
     sampler: vbs.CustomSampler, optimizer: vbs.CustomOptimizer, samples: Samples
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Epoch after epoch, without end."""
+    """Yield images, (rows, 1, 28, 28), and labels, (rows,), of one epoch after another, without end."""
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
@@ -193,16 +184,17 @@ def microbatches(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test: Samples) -> float:
+    """Return the accuracy."""
     parts = zip(test.images.split(1000), test.labels.split(1000), strict=True)
     correct = sum(int((model(images).argmax(1) == labels).sum()) for images, labels in parts)
     return correct / len(test.labels)
 
 
-# Many runs, and what to say about them. -------------------------------------------------------------------------------
+# Many runs, and their report. -------------------------------------------------------------------------------
 
 
 def train_all(runs: Iterable[Run], flags: argparse.Namespace) -> Iterator[tuple[Run, Outcome]]:
-    """Each run with its outcome, as they come, from one process a core."""
+    """Yield each run with its outcome, in the order of completion, computed in `flags.processes` processes."""
     folders = {"MNIST": flags.data_dir, "Fashion": flags.fashion_dir}
     folders = {name: folders[name] for name in flags.data}
     with ProcessPoolExecutor(flags.processes, get_context("spawn"), prepare, (folders,)) as pool:
@@ -212,7 +204,7 @@ def train_all(runs: Iterable[Run], flags: argparse.Namespace) -> Iterator[tuple[
 
 
 def tune(flags: argparse.Namespace) -> None:
-    """The held-out accuracy over the grid, and the learning rate that follows."""
+    """Record the held-out accuracy over the grid, and the learning rate that it chooses."""
     seeds = range(1000, 1000 + flags.seeds)
     kinds = [(data, optimizer) for data in flags.data for optimizer in RULES]
     runs = [
@@ -228,11 +220,12 @@ def tune(flags: argparse.Namespace) -> None:
         means = {lr: statistics.mean(o.accuracy for o in found[data, optimizer, lr]) for lr in GRID[optimizer]}
         chosen = max(lr for lr, mean in means.items() if mean >= max(means.values()) - 0.001)
         table = ", ".join(f"{lr:g}: {points(found[data, optimizer, lr])}" for lr in GRID[optimizer])
-        say(flags, f"held-out accuracy at {REF} by learning rate, {data}, {optimizer}", f"{table}; chosen: {chosen:g}")
+        question = f"held-out accuracy (%) at batch size {REF} by learning rate, {data}, {optimizer}"
+        report(flags, question, f"{table}; chosen: {chosen:g}")
 
 
 def compare(flags: argparse.Namespace) -> None:
-    """Every rule at every size: a line when its last seed is there, and the table at the end."""
+    """Train with every rule at every size; print a row when the last seed of a cell is done, and a table at the end."""
     cells: dict[tuple[str, str, str, int], list[Outcome]] = {
         (data, optimizer, rule, times): []
         for data in flags.data
@@ -259,39 +252,41 @@ def compare(flags: argparse.Namespace) -> None:
     for data, optimizer, rule in dict.fromkeys(cell[:3] for cell in cells):
         by_size = {times: cells[data, optimizer, rule, times] for times in flags.sizes}
         answer = "; ".join(f"{k}x: {points(cell)}{sample_ratio(cell)}" for k, cell in by_size.items())
-        say(flags, f"accuracy by batch / {REF}, {data}, {optimizer} at lr {TUNED[data, optimizer]:g}, {rule}", answer)
+        learning_rate = f"{optimizer} at lr {TUNED[data, optimizer]:g}"
+        report(flags, f"test accuracy (%) by batch size / {REF}, {data}, {learning_rate}, rule {rule}", answer)
 
 
 def row(data: str, optimizer: str, rule: str, times: int, outcomes: list[Outcome]) -> str:
+    """Return a row of the table."""
     means = [mean_of(name, outcomes) for name in ("updates", "samples", "progress")]
     numbers = [f"{mean:,.0f}" if mean else "-" for mean in means]
     return f"| {' | '.join([data, optimizer, rule, str(times), points(outcomes), *numbers])} |"
 
 
 def mean_of(name: str, outcomes: list[Outcome]) -> float:
-    """Over the runs that came to their end; 0 where none did."""
+    """Return the mean of an attribute over the runs that were neither rejected nor diverged; 0 if there are none."""
     values = [getattr(outcome, name) for outcome in outcomes if outcome.end in ("trained", "at chance")]
     return statistics.mean(values) if values else 0.0
 
 
 def points(outcomes: list[Outcome]) -> str:
-    """Mean and standard deviation of the accuracy of the runs that were trained, in percent; what became of others."""
+    """Return mean and standard deviation of the accuracy in percent, and how many runs ended otherwise, as text."""
     trained = [100 * outcome.accuracy for outcome in outcomes if outcome.end == "trained"]
     spread = f" ± {statistics.stdev(trained):.2f}" if len(trained) > 1 else ""
-    said = [f"{statistics.mean(trained):.2f}{spread}"] if trained else []
+    parts = [f"{statistics.mean(trained):.2f}{spread}"] if trained else []
     for end, count in Counter(outcome.end for outcome in outcomes if outcome.end != "trained").items():
-        said.append(end if count == len(outcomes) else f"{end} {count} of {len(outcomes)}")
-    return ", ".join(said)
+        parts.append(end if count == len(outcomes) else f"{end} {count} of {len(outcomes)}")
+    return ", ".join(parts)
 
 
 def sample_ratio(outcomes: list[Outcome]) -> str:
-    """How many samples were seen, against those of `UPDATES` at the reference, where that is not 1."""
+    """Return the number of samples relative to `UPDATES` updates at the reference, as text; empty if it is about 1."""
     ratio = mean_of("samples", outcomes) / (REF * UPDATES)
     return f" with {ratio:.1f}x the samples" if ratio and abs(ratio - 1) >= 0.05 else ""
 
 
-def say(flags: argparse.Namespace, question: str, answer: str) -> None:
-    """A smoke test is no measurement."""
+def report(flags: argparse.Namespace, question: str, answer: str) -> None:
+    """Record an answer; only print it with `--quick`, which is not a measurement."""
     if flags.quick:
         print(f"{question}: {answer}")
     else:
@@ -301,15 +296,15 @@ def say(flags: argparse.Namespace, question: str, answer: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tune", action="store_true", help="tune the learning rates, and do nothing else")
-    add("--quick", action="store_true", help="a smoke test of a minute, which leaves no row in RESULTS.md")
-    add("--seeds", type=int, default=3, help="how many runs a cell")
-    add("--rules", nargs="+", choices=sorted({rule for rules in RULES.values() for rule in rules}))
-    add("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="batch sizes, in references")
-    add("--updates", type=int, default=UPDATES, help="T, the length of a training in reference updates")
-    add("--data-dir", help="folder with MNIST's idx files; by default they are downloaded once")
-    add("--fashion-dir", help="folder with Fashion-MNIST's idx files; by default it is left out")
-    add("--processes", type=int, default=2, help="runs at once, of one thread each")
+    add("--tune", action="store_true", help="tune the learning rates only")
+    add("--quick", action="store_true", help="smoke test of about a minute, without rows in RESULTS.md")
+    add("--seeds", type=int, default=3, help="runs per cell")
+    add("--rules", nargs="+", choices=list(vbs.RULES), help="rules to compare; by default all")
+    add("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="batch sizes, as multiples of the reference")
+    add("--updates", type=int, default=UPDATES, help="T, the length of a run in reference updates")
+    add("--data-dir", help="folder with the idx files of MNIST; by default they are downloaded once")
+    add("--fashion-dir", help="folder with the idx files of Fashion-MNIST; by default it is omitted")
+    add("--processes", type=int, default=2, help="parallel runs, of one thread each")
     flags = parser.parse_args()
     flags.data = ["MNIST", "Fashion"] if flags.fashion_dir else ["MNIST"]
     if flags.quick:

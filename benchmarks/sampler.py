@@ -1,7 +1,7 @@
-"""What does it cost to draw microbatches: until the first one, for each sample, and in memory?
+"""What does it cost to draw microbatches: time to the first one, time per sample, and memory?
 
-The rival is `torch.utils.data.DistributedSampler` in a `BatchSampler`, the measure of a sample's cost is
-`torch.randperm(n).tolist()`. Each case runs in a process of its own, the cases in turn.
+The alternative is `torch.utils.data.DistributedSampler` in a `BatchSampler`; the unit for the time per sample is
+`torch.randperm(n).tolist()`. Each measurement runs in a new process, and the cases are interleaved.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import variable_batch_size as vbs
 from results import record
 
 RANKS, RANK, ROWS = 8, 5, 32
-DRAWN = 2_000_000  # samples over which ours is timed, once it runs
+DRAWN = 2_000_000  # samples after the first microbatch over which the time per sample is measured
 
 
-def ours(size: int) -> Iterable[list[int]]:
+def custom(size: int) -> Iterable[list[int]]:
     return vbs.CustomSampler(size, 1024, RANKS, RANK, ROWS)
 
 
 def long_trace(size: int) -> Iterable[list[int]]:
-    """A trace of 10^6 steps, all different, at its ninetieth epoch."""
+    """Return a sampler with a trace of 10^6 steps of random sizes, at epoch 90."""
     sizes = np.random.default_rng(0).integers(512, 1536, 10**6)
     sampler = vbs.CustomSampler(size, vbs.BatchTrace.from_sizes(sizes, on_end="cycle"), RANKS, RANK, ROWS)
     sampler.set_epoch(90)
     return sampler
 
 
-def theirs(size: int) -> Iterable[list[int]]:
+def distributed(size: int) -> Iterable[list[int]]:
     return BatchSampler(DistributedSampler(range(size), RANKS, RANK), ROWS, drop_last=False)
 
 
@@ -46,7 +46,11 @@ def permutation(size: int) -> Iterable[list[int]]:
 
 
 def measure(make: Callable[[int], Iterable[list[int]]], size: int, results: multiprocessing.Queue) -> None:
-    """Seconds to the first item, seconds a sample over all that are drawn, MB that memory grew."""
+    """Put a tuple into `results`.
+
+    Its items: seconds to the first microbatch, seconds per sample, and the growth of peak memory in MB during the
+    iteration and during construction.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sampler = make(size)
     prepared = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -62,13 +66,14 @@ def measure(make: Callable[[int], Iterable[list[int]]], size: int, results: mult
 
 
 def run(make: Callable[[int], Iterable[list[int]]], size: int) -> tuple[float, ...]:
+    """Call `measure` in a new process, and return its tuple."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=measure, args=(make, size, results))
     process.start()
-    answer = results.get()
+    measured = results.get()
     process.join()
-    return answer
+    return measured
 
 
 def median(rows: list[tuple[float, ...]]) -> list[float]:
@@ -76,25 +81,24 @@ def median(rows: list[tuple[float, ...]]) -> list[float]:
 
 
 def describe(row: list[float]) -> str:
-    first, sample, grown, made = row
-    memory = f"memory +{grown:.1f} MB, after +{made:.1f} MB to make it and its trace"
-    return f"first microbatch {first * 1e3:.2f} ms, sample {sample * 1e9:.0f} ns, {memory}"
+    first, sample, iterating, constructing = row
+    memory = f"memory +{iterating:.1f} MB to iterate, +{constructing:.1f} MB to construct sampler and trace"
+    return f"first microbatch after {first * 1e3:.2f} ms, {sample * 1e9:.0f} ns per sample, {memory}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1e7, 1e8])
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e7, 1e8], help="samples in the dataset")
+    parser.add_argument("--runs", type=int, default=5, help="processes per case, of which the medians are reported")
     flags = parser.parse_args()
     for size in map(int, flags.sizes):
         rows: dict[Callable[[int], Iterable[list[int]]], list[tuple[float, ...]]] = {}
         for _ in range(flags.runs):
-            for make in (ours, theirs, permutation):
+            for make in (custom, distributed, permutation):
                 rows.setdefault(make, []).append(run(make, size))
-        us, them, floor = (median(rows[make]) for make in (ours, theirs, permutation))
-        record(f"CustomSampler, n = {size:.0e}, rank {RANK} of {RANKS}", describe(us))
-        record(f"DistributedSampler, n = {size:.0e}, rank {RANK} of {RANKS}", describe(them))
-        ratio = statistics.median(a[1] / b[1] for a, b in zip(rows[ours], rows[permutation], strict=True))
-        record(f"a sample of CustomSampler / one of torch.randperm(n).tolist(), n = {size:.0e}", f"{ratio:.2f}")
-    alone = median([run(long_trace, 10**9) for _ in range(flags.runs)])
-    record("CustomSampler, n = 1e9, trace of 10^6 steps, epoch 90", describe(alone))
+        record(f"CustomSampler, n = {size:.0e}, rank {RANK} of {RANKS}", describe(median(rows[custom])))
+        record(f"DistributedSampler, n = {size:.0e}, rank {RANK} of {RANKS}", describe(median(rows[distributed])))
+        ratio = statistics.median(a[1] / b[1] for a, b in zip(rows[custom], rows[permutation], strict=True))
+        record(f"time per sample of CustomSampler / of torch.randperm(n).tolist(), n = {size:.0e}", f"{ratio:.2f}")
+    long = median([run(long_trace, 10**9) for _ in range(flags.runs)])
+    record("CustomSampler, n = 1e9, trace of 10^6 steps, epoch 90", describe(long))

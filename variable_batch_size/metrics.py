@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.plan import Microbatch
+from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, final
+from typing import TYPE_CHECKING, Any, TextIO, final
 
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 # At exit, multiprocessing calls finalizers in descending priority. tensorboardX sends its events through a queue of
 # multiprocessing, which is closed at priority 10.
@@ -101,6 +103,8 @@ class Tracker:
     @staticmethod
     def _open(logdir: Path, update: int, columns: Sequence[str]) -> tuple[SummaryWriter, TextIO]:
         """Open the files for rows from `update` on; earlier rows of `scalars.csv` are kept as they are."""
+        from tensorboardX import SummaryWriter  # sets an environment variable when it is imported
+
         logdir.mkdir(parents=True, exist_ok=True)
         path, header = logdir / "scalars.csv", ",".join(columns)
         lines = path.read_text().splitlines() if path.exists() else []

@@ -1,4 +1,4 @@
-"""A rank and a world, as a value that is passed in."""
+"""A rank and the size of its world, as a value that is passed in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from variable_batch_size._validation import check_int
 @final
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many ranks this is: `0 <= rank < size`.
+    """A rank in a world of `size` ranks: `0 <= rank < size`.
+
+    >>> World(rank=1, size=4)
+    World(rank=1, size=4)
 
     Raises:
         TypeError: for a rank or a size that is not an integer.
@@ -28,5 +31,5 @@ class World:
         if rank >= size:
             raise ValueError(
                 f"a world needs num_replicas >= 1 and 0 <= rank < num_replicas, "
-                f"got rank={rank} and num_replicas={size}; pass this process's own rank and the number of all"
+                f"got rank={rank} and num_replicas={size}; pass the rank of this process and the number of ranks"
             )

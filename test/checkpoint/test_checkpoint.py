@@ -230,7 +230,7 @@ def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> Non
     def train(backend: Backend) -> None:
         run = training(backend=backend, minibatch_size=2)
         with checkpoint(tmp_path, run) as saves:
-            next(run.turns())
+            next(run.steps())
             try:
                 saves.save()
             except RuntimeError as error:

@@ -50,7 +50,7 @@ def test_saves_at_an_interval_of_updates(world: int, tmp_path: Path) -> None:
         run, at = training(backend=backend, minibatch_size=2), []
         with checkpoint(tmp_path, run, every=2) as saves:
             while run.optimizer.updates < 6:
-                for _ in run.turns():
+                for _ in run.steps():
                     if saves.step():
                         at.append(run.optimizer.updates)
                     assert not saves.step()
@@ -65,13 +65,13 @@ def test_saves_at_an_interval_of_updates(world: int, tmp_path: Path) -> None:
 def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_path: Path) -> None:
     run = training(minibatch_size=2)
     with checkpoint(tmp_path, run, every=1) as saves:
-        turns = run.turns()
-        while not next(turns):
+        steps = run.steps()
+        while not next(steps):
             assert not saves.step()
-        next(turns)
+        next(steps)
         assert run.optimizer.inside_step
         assert not saves.step()  # a save was due at the update, but step() was not called then
-        while not next(turns):
+        while not next(steps):
             pass
         assert saves.step()
     assert names(tmp_path) == ["update-00000002"]

@@ -1,4 +1,4 @@
-"""The best cut against all cuts, and the largest microbatch under limits of memory that are real."""
+"""fit() against all sizes, and find_minibatch_size() under real memory limits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.reference import examples
-from helpers.strategies import cut
+from helpers.splitting import split_sizes
 
-# ------------------------------------------------------------------------------------------------- the best cut
+# ------------------------------------------------------------------------------------------------- the best split
 
 
 def dealt(microbatches: int, world_size: int) -> tuple[int, int]:
@@ -30,13 +30,13 @@ def dealt(microbatches: int, world_size: int) -> tuple[int, int]:
     return max(shares), sum(share or 1 for share in shares)  # a rank without a share replays one
 
 
-def test_the_fit_is_the_best_of_all_sizes() -> None:
+def test_fit_is_the_best_of_all_sizes() -> None:
     worlds = range(1, 18)
     deals = {(count, world): dealt(count, world) for count, world in product(range(1, 513), worlds)}
     for batch in range(1, 513):
         best: dict[int, tuple[int, int, int, int]] = {}
         for m in range(1, 65):
-            count = len(cut(batch, m, True))
+            count = len(split_sizes(batch, m, True))
             for world in worlds:
                 rounds, computed = deals[count, world]
                 tried = rounds, computed * m - batch, m, count
@@ -47,7 +47,7 @@ def test_the_fit_is_the_best_of_all_sizes() -> None:
 
 @examples(60)
 @given(batch=st.integers(1, 400), largest=st.integers(1, 70), world=st.integers(1, 9), tail=st.integers(0, 20))
-def test_a_sampler_deals_as_many_rounds_as_the_fit_says(batch: int, largest: int, world: int, tail: int) -> None:
+def test_a_sampler_needs_as_many_rounds_as_fit_says(batch: int, largest: int, world: int, tail: int) -> None:
     size, rounds, microbatches = vbs.fit(batch, largest, world)
     assert size <= largest
     samplers = [vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold") for rank in range(world)]
@@ -59,15 +59,15 @@ def test_a_sampler_deals_as_many_rounds_as_the_fit_says(batch: int, largest: int
         assert len(list(sampler)) == number + tail  # the steps that follow are of one sample each
 
 
-def test_a_large_batch_is_fitted_by_the_same_cut() -> None:
+def test_fit_of_a_large_batch_uses_the_same_split() -> None:
     fit = vbs.fit(65536, 4096, 8)
     assert fit == vbs.Fit(minibatch_size=4096, rounds=2, microbatches=16)
     size, rounds, count = vbs.fit(65521, 4000, 7)
-    assert (rounds, count) == (3, len(cut(65521, size, True)))
+    assert (rounds, count) == (3, len(split_sizes(65521, size, True)))
     assert vbs.fit(2**53, 1024, 8).rounds == 2**40
 
 
-def test_ranks_share_a_batch_that_one_could_compute() -> None:
+def test_fit_spreads_a_small_batch_over_the_ranks() -> None:
     assert vbs.fit(12, 32, 4) == (3, 1, 4)
     assert vbs.fit(7, 8, 4) == (2, 1, 4)  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
     assert vbs.fit(3, 8, 8) == (1, 1, 3)
@@ -75,9 +75,11 @@ def test_ranks_share_a_batch_that_one_could_compute() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", 2**53 + 1, None])
 @pytest.mark.parametrize("name", ["global_batch_size", "max_minibatch_size", "world_size"])
-def test_what_is_no_number_of_samples_is_refused(name: str, value: Any) -> None:
+def test_fit_rejects_wrong_numbers(name: str, value: Any) -> None:
     numbers: dict[str, Any] = {"global_batch_size": 8, "max_minibatch_size": 4, "world_size": 2, name: value}
-    with pytest.raises(ValueError, match=f"^{name} must be an integer >= 1.*, got .*; pass"):
+    with pytest.raises(
+        ValueError if type(value) is int else TypeError, match=f"^{name} must be an integer >= 1.*, got .*; pass"
+    ):
         vbs.fit(**numbers)
 
 
@@ -116,7 +118,7 @@ def small_heap() -> Iterator[None]:
 @pytest.mark.usefixtures("small_heap")
 @examples(60)
 @given(rows=st.integers(1, 300), start=st.integers(1, 400), limit=st.integers(1, 400))
-def test_the_largest_size_is_found_from_any_start(rows: int, start: int, limit: int) -> None:
+def test_finds_the_largest_size_from_any_start(rows: int, start: int, limit: int) -> None:
     tried: list[int] = []
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -142,20 +144,20 @@ OUT_OF_MEMORY: list[Callable[[], Exception]] = [
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error())[:20] or error.__name__)
-def test_devices_say_in_several_ways_that_memory_is_exhausted(error: Callable[[], Exception]) -> None:
+def test_recognizes_all_messages_of_exhausted_memory(error: Callable[[], Exception]) -> None:
     assert vbs.find_minibatch_size(lambda: Device(21, error), mean, torch.ones(1, 3)) == 21
-    with pytest.raises(MemoryError, match=r"^a microbatch of one row must fit into memory .* said .+; use"):
+    with pytest.raises(MemoryError, match=r"^a microbatch of one row must fit into memory .* raised .+; use"):
         vbs.find_minibatch_size(lambda: Device(0, error), mean, torch.ones(1, 3), start=8)
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError("shapes do not match"), KeyboardInterrupt])
-def test_any_other_exception_is_the_users(error: Any) -> None:
+def test_other_exceptions_propagate(error: Any) -> None:
     kind = error if isinstance(error, type) else type(error)
     with pytest.raises(kind):
         vbs.find_minibatch_size(lambda: Device(5, lambda: error), mean, torch.ones(1, 3))
 
 
-def test_a_try_finds_nothing_that_others_left() -> None:
+def test_trials_release_their_memory() -> None:
     made: list[weakref.ref[Any]] = []
 
     def model() -> Device:
@@ -172,7 +174,7 @@ def test_a_try_finds_nothing_that_others_left() -> None:
     assert not any(ref() is not None for ref in made)
 
 
-def test_a_batch_is_made_of_the_example_and_computed_twice() -> None:
+def test_a_trial_repeats_the_example_and_runs_two_microbatches() -> None:
     seen: list[tuple[Any, bool]] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -189,7 +191,7 @@ def test_a_batch_is_made_of_the_example_and_computed_twice() -> None:
     assert seen == [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
 
 
-def test_the_optimizers_state_is_there_at_the_second_microbatch() -> None:
+def test_a_trial_includes_the_state_of_the_optimizer() -> None:
     sizes: list[int] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -210,16 +212,16 @@ def test_the_optimizers_state_is_there_at_the_second_microbatch() -> None:
     [
         (torch.ones(2, 3), ValueError, r"a batch of one row, got a tensor of shape \(2, 3\); pass"),
         (torch.tensor(1.0), ValueError, r"a batch of one row, got a tensor of shape \(\); pass"),
-        ((torch.ones(1, 3), 5), TypeError, "made of tensors, .* got 5; leave out"),
+        ((torch.ones(1, 3), 5), TypeError, "made of tensors, .* got 5; remove"),
     ],
 )
-def test_an_example_is_a_batch_of_one_row(example: Any, error: type[Exception], match: str) -> None:
+def test_rejects_an_example_without_exactly_one_row(example: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         vbs.find_minibatch_size(lambda: Device(5), mean, example)
 
 
 @pytest.mark.parametrize("name", ["start", "limit"])
-def test_sizes_are_whole_numbers(name: str) -> None:
+def test_rejects_sizes_that_are_not_integers(name: str) -> None:
     sizes: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"^{name} must be an integer >= 1, got 0; pass"):
         vbs.find_minibatch_size(lambda: Device(5), mean, torch.ones(1, 3), **sizes)
@@ -249,7 +251,7 @@ print(found, room // (4 * ROW))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
-def test_memory_that_is_really_exhausted() -> None:
+def test_with_memory_that_is_really_exhausted() -> None:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is the system's again, unbroken
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATE], capture_output=True, text=True, check=False, timeout=120, env=environment

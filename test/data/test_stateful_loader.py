@@ -58,7 +58,7 @@ def saved_after(updates: int, options: dict[str, Any], case: Case = CASE) -> tup
 
 @with_options
 @pytest.mark.parametrize(("stop", "loader_first"), [(2, True), (5, False), (8, True), (11, False), (22, True)])
-def test_what_is_left_at_an_update_is_what_comes(options: dict[str, Any], stop: int, loader_first: bool) -> None:
+def test_resumes_with_the_remaining_microbatches(options: dict[str, Any], stop: int, loader_first: bool) -> None:
     """8 is the last update of an epoch, whose end the loader has not met; 22 is the last but one of all."""
     begun, of_loader, of_optimizer = saved_after(stop, options)
     run = Run(CASE)
@@ -73,7 +73,7 @@ def test_what_is_left_at_an_update_is_what_comes(options: dict[str, Any], stop: 
     assert together([run.log]) == CASE.steps[stop:]
 
 
-def test_only_the_optimizers_state_is_enough_at_an_update() -> None:
+def test_the_optimizers_state_suffices_at_an_update() -> None:
     _, _, of_optimizer = saved_after(5, OPTIONS[0])
     run = Run(CASE)
     run.optimizer.load_state_dict(of_optimizer)
@@ -82,7 +82,7 @@ def test_only_the_optimizers_state_is_enough_at_an_update() -> None:
 
 
 @with_options
-def test_an_epochs_last_update_is_no_state_of_the_next_epoch(options: dict[str, Any]) -> None:
+def test_a_state_of_the_last_update_does_not_belong_to_the_next_epoch(options: dict[str, Any]) -> None:
     """The loader had not met the end: what it yields in the next epoch is nothing."""
     _, of_loader, of_optimizer = saved_after(8, options)
     run = Run(CASE)
@@ -91,11 +91,11 @@ def test_an_epochs_last_update_is_no_state_of_the_next_epoch(options: dict[str, 
     run.optimizer.load_state_dict(of_optimizer)
     run.set_epoch(1)
     assert list(loader) == []
-    with pytest.raises(RuntimeError, match=r"epoch 1 was read from epoch 0, step .* restore a loader and"):
+    with pytest.raises(RuntimeError, match=r"epoch 1 was read from epoch 0, step .* restore loader and"):
         run.set_epoch(2)
 
 
-def test_an_initial_state_may_be_asked_for_before_the_first_epoch() -> None:
+def test_the_initial_state_may_be_saved_before_the_first_epoch() -> None:
     run = Run(CASE)
     loader = stateful(run, num_workers=2)
     initial = copy.deepcopy(loader.state_dict())
@@ -110,7 +110,7 @@ def test_an_initial_state_may_be_asked_for_before_the_first_epoch() -> None:
 
 @with_options
 @pytest.mark.parametrize("again", [False, True])
-def test_a_loader_that_was_read_to_an_epochs_end_goes_on_with_the_next(options: dict[str, Any], again: bool) -> None:
+def test_a_loader_read_to_the_end_continues_with_the_next_epoch(options: dict[str, Any], again: bool) -> None:
     """Whether or not the finished epoch is set once more before it."""
     begun = Run(CASE)
     loader = stateful(begun, **options)
@@ -131,9 +131,7 @@ def test_a_loader_that_was_read_to_an_epochs_end_goes_on_with_the_next(options: 
 
 @given(cases(largest_dataset=40), st.data())
 @examples(50)
-def test_a_loader_without_workers_goes_on_at_any_update_with_another_microbatch(
-    case: Case, data: st.DataObject
-) -> None:
+def test_a_loader_without_workers_resumes_with_another_minibatch_size(case: Case, data: st.DataObject) -> None:
     stop = data.draw(st.integers(1, len(case.steps)))
     _, of_loader, of_optimizer = saved_after(stop, OPTIONS[data.draw(st.integers(0, 1))], case)
     run = Run(case, minibatch_size=data.draw(st.integers(1, 64)))
@@ -200,9 +198,7 @@ def rest_of(case: Case, moment: Moment, *snapshot: Any, minibatch_size: int | No
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
 @examples(60)
-def test_an_older_snapshot_that_is_read_forward_leads_to_the_update(
-    case: Case, ahead: int, data: st.DataObject
-) -> None:
+def test_reading_forward_from_an_older_snapshot_reaches_the_update(case: Case, ahead: int, data: st.DataObject) -> None:
     every = moments(case)
     stop = data.draw(st.sampled_from([moment for moment in every if moment.ends_update]))
     older = [moment for moment in every if moment.epoch == stop.epoch and moment.microbatch <= stop.microbatch]
@@ -213,7 +209,7 @@ def test_an_older_snapshot_that_is_read_forward_leads_to_the_update(
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
 @examples(60)
-def test_a_snapshot_is_read_forward_under_its_own_cut_only(case: Case, ahead: int, data: st.DataObject) -> None:
+def test_a_snapshot_is_read_forward_only_with_its_own_split(case: Case, ahead: int, data: st.DataObject) -> None:
     """What was one microbatch may be several for another `minibatch_size`; at the update itself it does not matter."""
     every = moments(case)
     ends = [sum(map(len, case.updates[:epoch])) for epoch in range(case.epochs + 1)]
@@ -230,14 +226,14 @@ def test_a_snapshot_is_read_forward_under_its_own_cut_only(case: Case, ahead: in
 
 
 REFUSED = (
-    "must stand at the same update|has had all of them|each step.. takes one microbatch of|"
-    "saved inside a step can go on only with the same cut|must come to optimizer.step"
+    "must be at the same update|are committed|each step.. counts one microbatch of|"
+    "saved within a step can resume only with the same split|must reach optimizer.step"
 )
 
 
 @given(cases(largest_dataset=30), st.data())
 @examples(60)
-def test_states_of_different_moments_train_on_nothing_wrong(case: Case, data: st.DataObject) -> None:
+def test_states_of_different_times_never_train_on_wrong_samples(case: Case, data: st.DataObject) -> None:
     """Whichever is older; inside an update only the loader has a state, and that fits no optimizer's."""
     every = moments(case)
     of_loader, of_optimizer = (data.draw(st.sampled_from(every)) for _ in range(2))
@@ -255,17 +251,17 @@ def test_states_of_different_moments_train_on_nothing_wrong(case: Case, data: st
         assert not of_loader.ends_update or of_loader.updates != of_optimizer.updates
 
 
-def test_a_prefetching_loader_of_an_earlier_epoch_is_refused_at_the_first_step() -> None:
+def test_a_prefetching_loader_of_an_earlier_epoch_raises_at_the_first_step() -> None:
     every = moments(CASE)
     loader, optimizer = every[2], next(moment for moment in every if moment.epoch == 1 and moment.ends_update)
     run = Run(CASE)
     run.optimizer.load_state_dict(optimizer.optimizer)
-    with pytest.raises(RuntimeError, match="began at epoch 0, step 1 and the optimizer stands at epoch 1, step 9"):
+    with pytest.raises(RuntimeError, match="began at epoch 0, step 1 and the optimizer is at epoch 1, step 9"):
         list(microbatches(run, Resumed(run, loader.iterator, 0, 50)))
     assert run.log == []
 
 
-def test_the_state_of_an_iterator_that_was_restored_is_what_it_was_restored_from() -> None:
+def test_the_state_of_a_restored_iterator_is_that_it_was_restored_from() -> None:
     for moment in moments(CASE):
         batches = iter(CASE.sampler())
         batches.load_state_dict(moment.iterator)
@@ -273,17 +269,17 @@ def test_the_state_of_an_iterator_that_was_restored_is_what_it_was_restored_from
 
 
 @pytest.mark.parametrize("change", [{"fixed_shape": False}, {"minibatch_size": 8}])
-def test_inside_an_update_another_cut_is_refused_with_the_way_out(change: dict[str, Any]) -> None:
+def test_another_split_within_an_update_raises_with_a_remedy(change: dict[str, Any]) -> None:
     inside = moments(CASE)[0].iterator
     run = Run(replace(CASE, **change))
     with pytest.raises(
         ValueError,
-        match=r"same cut, but it was .*'minibatch_size': 4, 'fixed_shape': True.*or save when",
+        match=r"same split, but it was .*'minibatch_size': 4, 'fixed_shape': True.*or save when",
     ):
         iter(run.sampler).load_state_dict(inside)
 
 
-def test_the_iterator_of_another_rank_is_refused_inside_an_update_only() -> None:
+def test_the_iterator_of_another_rank_raises_only_within_an_update() -> None:
     first, second = (CASE.sampler(World(rank, 2)) for rank in (0, 1))
     batches = iter(first)
     next(batches)
@@ -295,26 +291,26 @@ def test_the_iterator_of_another_rank_is_refused_inside_an_update_only() -> None
     assert list(other) == list(second)[1:]
 
 
-def test_the_iterator_of_another_world_is_refused_inside_an_update() -> None:
+def test_the_iterator_of_another_world_raises_within_an_update() -> None:
     batches = iter(CASE.sampler(World(0, 2)))
     next(batches)
     with pytest.raises(ValueError, match=r"'num_replicas': 2, .* and is .*'num_replicas': 3, .*; restore"):
         iter(CASE.sampler(World(0, 3))).load_state_dict(batches.state_dict())
 
 
-def test_a_loader_of_other_samples_is_refused() -> None:
+def test_a_loader_of_other_samples_raises() -> None:
     _, of_loader, _ = saved_after(3, OPTIONS[0])
     run = Run(replace(CASE, seed=4))
     loader = stateful(run)
     loader.load_state_dict(of_loader)
-    with pytest.raises(ValueError, match="but seed was 3 and is 4; restore what it was"):
+    with pytest.raises(ValueError, match="but seed was 3 and is 4; restore these arguments"):
         iter(loader)
 
 
-def test_a_loader_that_is_restored_without_its_optimizer_is_refused() -> None:
+def test_a_loader_restored_without_its_optimizer_raises() -> None:
     _, of_loader, _ = saved_after(3, OPTIONS[0])
     run = Run(CASE)
     loader = stateful(run)
     loader.load_state_dict(of_loader)
-    with pytest.raises(RuntimeError, match=r"began at epoch 0, step 3 and .* stands at epoch 0, step 0; .*restore"):
+    with pytest.raises(RuntimeError, match=r"began at epoch 0, step 3 and .* is at epoch 0, step 0; .*restore"):
         list(microbatches(run, loader))

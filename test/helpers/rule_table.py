@@ -1,4 +1,4 @@
-"""The README's table of rules, made from `vbs.RULES` and the docstrings of the rules."""
+"""The table of rules in the README, rendered from `vbs.RULES` and the docstrings of the rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import variable_batch_size as vbs
 
 
 def description(rule: type[Any]) -> dict[str, str]:
-    """Return the lines "Scales:", "Use when:", ... of a rule's docstring, each without its full stop."""
+    """Return the entries "Scales", "Use when", "Fails when" and "Source" of a rule's docstring, without full stops."""
     found = re.findall(
         r"^(Scales|Use when|Fails when|Source): (.*(?:\n(?!\w[\w ]*:|\n).*)*)", inspect.getdoc(rule) or "", re.M
     )
@@ -18,7 +18,7 @@ def description(rule: type[Any]) -> dict[str, str]:
 
 
 def rule_table() -> str:
-    """Return the table in Markdown."""
+    """Return the table in Markdown, in the order of `vbs.RULES`."""
     rows = ["| rule | optimizer | scales | use it when | it fails when | source |", "|---|---|---|---|---|---|"]
     named = {kind.rule_name: name for name in vbs.__all__ if hasattr(kind := getattr(vbs, name), "rule_name")}
     for name, rule in vbs.RULES.items():

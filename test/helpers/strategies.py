@@ -1,4 +1,4 @@
-"""Hypothesis strategies for traces, plans and samplers, the slow twins of a plan, and a training that keeps a log."""
+"""Hypothesis strategies for traces, plans and samplers, the twin of a plan, and a training that logs its samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sizes(draw: st.DrawFn, largest: int) -> list[int]:
 
 @st.composite
 def traces(draw: st.DrawFn, dataset_size: int, epochs: int) -> BatchTrace:
-    """A trace that reaches to the end of so many epochs, if need be because it is held, cycled or has no end."""
+    """A trace that covers a number of epochs, some of them because it is held, cycled or endless."""
     largest = min(dataset_size, LARGEST)
     some = draw(sizes(largest))
     end = draw(st.sampled_from(["error", "hold", "cycle", None]))
@@ -55,7 +55,7 @@ def traces(draw: st.DrawFn, dataset_size: int, epochs: int) -> BatchTrace:
 
 @dataclass(frozen=True)
 class Case:
-    """What a sampler is made of, but for the world."""
+    """The arguments of a sampler, without its world."""
 
     trace: BatchTrace
     dataset_size: int
@@ -82,12 +82,12 @@ class Case:
 
     @cached_property
     def updates(self) -> list[list[Update]]:
-        """Those of every epoch."""
+        """The updates of each epoch."""
         return updates(self.trace, self.dataset_size, self.drop_last, self.epochs)
 
     @cached_property
     def steps(self) -> Steps:
-        """What a training of all epochs uses, whatever its world is."""
+        """The samples of every step of all epochs, in any world."""
         orders = [order(self.dataset_size, self.seed, e)(np.arange(self.dataset_size)) for e in range(self.epochs)]
         every = [update for epoch in self.updates for update in epoch]
         return [(u.epoch, u.step, orders[u.epoch][u.start : u.start + u.batch_size].tolist()) for u in every]
@@ -98,7 +98,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, largest_dataset: int = 400, epochs: int = 3) -> Case:
-    """Anything that a user may write."""
+    """Any valid arguments of a sampler."""
     dataset_size = draw(st.integers(1, largest_dataset))
     return Case(
         trace=draw(traces(dataset_size, epochs)),
@@ -138,23 +138,7 @@ def updates(trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int) 
     return result
 
 
-def cut(batch_size: int, minibatch_size: int, fixed_shape: bool) -> list[int]:
-    """The slow twin of the cut: sizes of the microbatches of a step, in the order of their numbers."""
-    full, rest = divmod(batch_size, minibatch_size)
-    pieces = [] if fixed_shape or not rest else [rest]
-    while fixed_shape and rest:
-        pieces.append(max(d for d in range(1, rest + 1) if minibatch_size % d == 0))
-        rest -= pieces[-1]
-    return pieces[::-1] + [minibatch_size] * full
-
-
-def rows_of(start: int, size: int, minibatch_size: int, fixed_shape: bool) -> list[int]:
-    """The slow twin of `Deal.positions`: the positions of a microbatch's rows."""
-    repeats = minibatch_size // size if fixed_shape else 1
-    return np.repeat(np.arange(start, start + size), repeats).tolist()
-
-
-# ------------------------------------------------------------------------- a training that writes down what it uses
+# ------------------------------------------------------------------------- a training that logs its samples
 
 Log = list[tuple[int, int, int, list[int]]]  # (epoch, step, number of the microbatch in the step, its samples)
 
@@ -169,8 +153,8 @@ class Run:
         self.optimizer = vbs.ConstantOptimizer(
             torch.optim.SGD([self.weight], lr=0.0), self.sampler, backend=self.backend
         )
-        self.log: Log = []  # of whole updates
-        self._open: Log = []  # of the update that is not finished
+        self.log: Log = []  # of committed updates
+        self._open: Log = []  # of the update in progress
 
     def set_epoch(self, epoch: int) -> None:
         self._open = []
@@ -178,7 +162,7 @@ class Run:
         self.optimizer.set_epoch(epoch)
 
     def take(self, batch: list[int] | torch.Tensor) -> bool:
-        """Train on a microbatch, and write down its samples once `step()` has taken it."""
+        """Train on a microbatch, and log its samples once `step()` has counted it."""
         rows = batch.tolist() if isinstance(batch, torch.Tensor) else batch
         due, world = self.optimizer.microbatch, self.backend.world
         (self.weight * len(rows)).backward()
@@ -197,8 +181,8 @@ class Run:
         self._open = []
         self.optimizer.discard_step()
 
-    def go_on(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> Run:
-        """Train as a user does, from where the optimizer stands, for so many updates or to the last epoch's end."""
+    def train(self, loader: Iterable[Any] | None = None, updates: int | None = None) -> Run:
+        """Train like a user, from the optimizer's position, for a number of updates or to the end of the last epoch."""
         left = -1 if updates is None else updates
         for epoch in range(self.optimizer.epoch, self.case.epochs if left else 0):
             self.set_epoch(epoch)
@@ -213,7 +197,7 @@ Steps = list[tuple[int, int, list[int]]]  # (epoch, step, its samples in order)
 
 
 def together(logs: Iterable[Log]) -> Steps:
-    """What all ranks used, step by step, the microbatches of a step by their numbers."""
+    """The samples of all ranks, step by step, with the microbatches of a step in order."""
     steps: dict[tuple[int, int], list[int]] = {}
     for epoch, step, _, samples in sorted(entry for log in logs for entry in log):
         steps.setdefault((epoch, step), []).extend(samples)
@@ -221,7 +205,7 @@ def together(logs: Iterable[Log]) -> Steps:
 
 
 def read_ahead(sampler: vbs.CustomSampler, number: int, snapshot: dict[str, int] | None = None) -> Iterator[list[int]]:
-    """As a DataLoader with workers reads: so many microbatches ahead, and at the end again and again."""
+    """Read like a DataLoader with workers: `number` microbatches ahead, and repeatedly at the end."""
     source, waiting = iter(sampler), deque[list[int]]()
     if snapshot:
         source.load_state_dict(snapshot)
@@ -241,7 +225,7 @@ def read_ahead(sampler: vbs.CustomSampler, number: int, snapshot: dict[str, int]
 
 
 def refused(attempt: Callable[[], object]) -> str | None:
-    """What the refusal says, where there is one."""
+    """The message of the error that `attempt` raises, or None."""
     try:
         attempt()
     except (RuntimeError, ValueError) as error:

@@ -109,7 +109,7 @@ def test_clips_the_gradient_of_the_whole_update(kind: Kind, max_grad_norm: float
 def test_an_update_makes_one_collective_call(kind: Kind) -> None:
     def calls(backend: Backend) -> list[int]:
         run = training(kind, SIZES, sum(SIZES), backend=backend)
-        counts = [backend.collectives for updated in run.turns() if updated]  # type: ignore[attr-defined]
+        counts = [backend.collectives for updated in run.steps() if updated]  # type: ignore[attr-defined]
         return [after - before for before, after in pairwise(counts)]
 
     assert run_ranks(calls, 3) == 3 * [[1] * (len(SIZES) - 1)]  # after the first one, which compares the ranks
@@ -237,7 +237,7 @@ def test_a_scheduler_changes_the_reference_lr(kind: Kind) -> None:
 @every_class
 def test_zero_grad_does_nothing(kind: Kind) -> None:
     run = training(kind, SIZES)
-    for updated in run.turns():
+    for updated in run.steps():
         run.optimizer.zero_grad()
         run.optimizer.zero_grad(set_to_none=False)
         if updated and run.optimizer.microbatch.step == 3:
@@ -263,7 +263,7 @@ def test_state_dict_holds_plain_numbers_and_no_world(kind: Kind) -> None:
 @every_class
 def test_state_dict_raises_in_the_middle_of_a_step(kind: Kind) -> None:
     run = training(kind, SIZES)
-    assert next(run.turns()) is False
+    assert next(run.steps()) is False
     with pytest.raises(
         RuntimeError, match=r"^state_dict\(\) must be called between steps, but step 0 .*; call it when"
     ):

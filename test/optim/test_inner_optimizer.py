@@ -121,7 +121,7 @@ def test_gradients_from_before_the_wrapper_are_dropped() -> None:
 
 def test_add_param_group_raises_in_the_middle_of_a_step() -> None:
     run = training()
-    next(run.turns())
+    next(run.steps())
     with pytest.raises(RuntimeError, match=r"^add_param_group\(\) must be called between steps"):
         run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
     assert len(run.optimizer.param_groups) == 1

@@ -142,7 +142,7 @@ def test_calls_after_every_microbatch_change_nothing(by: Any) -> None:
         scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, by)
         found = []
         scheduler.step()
-        for updated in run.turns():
+        for updated in run.steps():
             if updated or every_microbatch:
                 scheduler.step()
             if updated:

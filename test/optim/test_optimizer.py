@@ -67,7 +67,7 @@ def test_a_state_of_another_model_raises_and_changes_nothing() -> None:
 def test_loading_a_state_in_the_middle_of_a_step_discards_the_step() -> None:
     run = training(vbs.RootRuleOptimizer, SIZES)
     state = run.optimizer.state_dict()
-    next(run.turns())
+    next(run.steps())
     run.optimizer.load_state_dict(state)
     assert_equal(run.run(4).weights(), twin(vbs.RootRuleOptimizer, SIZES[:4]))
 
@@ -101,11 +101,11 @@ def test_the_due_microbatch_gives_its_weight_in_a_mean() -> None:
 @pytest.mark.parametrize("missing", [0, 1, 4, 5, 8])
 def test_step_without_backward_raises(missing: int) -> None:
     run = training()
-    turns = iter(run.sampler)
+    steps = iter(run.sampler)
     for _ in range(missing):
-        run.loss(next(turns)).backward()
+        run.loss(next(steps)).backward()
         run.optimizer.step()
-    next(turns)
+    next(steps)
     with pytest.raises(RuntimeError, match=r"no gradient has come since the last one; call loss\.backward\(\) first"):
         run.optimizer.step()
 
@@ -145,16 +145,16 @@ def test_several_losses_of_one_microbatch_add_up() -> None:
 )
 def test_clearing_gradients_within_a_step_raises(clear: Callable[[Training], None]) -> None:
     run = training()
-    turns = run.turns()
-    while not next(turns):
+    steps = run.steps()
+    while not next(steps):
         pass
     clear(run)  # between updates nothing is lost
-    next(turns)
+    next(steps)
     clear(run)
     with pytest.raises(
         RuntimeError, match=r"accumulated in \.grad .* but they were cleared .*; leave out model\.zero_grad"
     ):
-        next(turns)
+        next(steps)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
@@ -183,7 +183,7 @@ def test_gradients_with_create_graph_accumulate() -> None:
         ({"backend": "gloo"}, TypeError, r"backend must be a vbs\.Backend, got 'gloo'; pass one"),
         ({"rule": vbs.RootRule}, TypeError, r"rule must be a name, or a callable .*, got <class"),
         ({"rule": "lineal"}, ValueError, r"rule must be one of constant, linear, .*, got 'lineal'; pass one"),
-        ({"sampler": [[0, 1]]}, TypeError, r"sampler must be the vbs\.CustomSampler .* got list; make one"),
+        ({"sampler": [[0, 1]]}, TypeError, r"sampler must be the vbs\.CustomSampler .* got list; create one"),
         ({"sampler": vbs.CustomSampler(50, 20, 3, 2)}, ValueError, "deals for rank 2 of 3 .* is rank 0 of 1; pass"),
         ({"inner": nn.Linear(1, 1)}, TypeError, r"inner optimizer must be a torch\.optim\.Optimizer, got Linear; pass"),
     ],

@@ -105,13 +105,13 @@ def test_a_scheduler_of_the_inner_optimizer_works_as_well() -> None:
 def test_raises_if_a_scheduler_steps_at_every_microbatch(lr: Any) -> None:
     run = training(hyperparameters={"lr": lr})
     scheduler = lr_scheduler.ExponentialLR(run.optimizer, 0.9)
-    turns = run.turns()
-    next(turns)
+    steps = run.steps()
+    next(steps)
     scheduler.step()
     with pytest.raises(
         RuntimeError, match=r"learning rate must stay within a step.*call scheduler\.step\(\) only when"
     ):
-        next(turns)
+        next(steps)
 
 
 def test_raises_if_a_scheduler_steps_in_a_step_hook() -> None:

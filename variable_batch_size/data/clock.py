@@ -1,4 +1,4 @@
-"""Where a training stands: the update that is due, along the epochs of a plan."""
+"""The position in a training: the next update, along the epochs of a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from variable_batch_size.data.plan import Plan
 
 @final
 class Position(NamedTuple):
-    """The update that is due: its epoch, and its step in the trace."""
+    """The next update: its epoch, and its step in the trace."""
 
     epoch: int
     step: int
@@ -21,72 +21,77 @@ class Position(NamedTuple):
 
 @final
 class Clock:
-    """A position that moves by one update at a time, or jumps to where an epoch begins.
+    """A position that advances by one update, or moves to the beginning of an epoch.
 
-    The sampler has one, which says where an iteration begins, and the optimizer has one, which counts what was
-    committed; committing moves both.
+    The sampler has a clock, at which its iterations begin, and the optimizer has one, which counts committed updates.
+    A commit advances both.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.epoch = plan.epoch(0)
         self.step = self.epoch.first_step
-        self._untouched = True  # no update was committed since the clock was set
+        self._just_set = True  # no update was committed since the clock was set
 
     @property
     def position(self) -> Position:
-        """The update that is due."""
+        """The next update."""
         return Position(self.epoch.number, self.step)
 
     @property
     def samples(self) -> int:
-        """Samples of all updates before this position."""
+        """The samples of all updates before this position."""
         return self.plan.samples_before(self.epoch, self.step)
 
     @property
     def finished(self) -> bool:
-        """Whether the epoch's last update was committed."""
+        """Whether the last update of the epoch is committed."""
         return self.step == self.epoch.end_step
 
     @property
-    def ran_out(self) -> bool:
-        """Whether the epoch's last update was committed in this run, so that reading on would be a mistake."""
-        return self.finished and not self._untouched
+    def finished_now(self) -> bool:
+        """Whether the last update of the epoch was committed in this run, so that reading on would be a mistake."""
+        return self.finished and not self._just_set
 
     def set_epoch(self, number: int) -> None:
-        """Go to the first step of an epoch; stay where the clock is, if it was just set into that epoch."""
+        """Move to the first step of an epoch; stay if the clock was just set to a step of that epoch.
+
+        Raises:
+            TypeError: if the number is not an integer.
+            ValueError: if it is negative, or the trace ends before the epoch does.
+        """
         number = check_int(number, "epoch", remedy="count epochs from 0")
-        if self._untouched and number == self.epoch.number:
+        if self._just_set and number == self.epoch.number:
             return
         self.epoch = self.plan.epoch(number)
         self.step = self.epoch.first_step
-        self._untouched = True
+        self._just_set = True
 
     def advance(self) -> None:
-        """Commit the update that is due."""
+        """Commit the next update."""
         self.step += 1
-        self._untouched = False
+        self._just_set = False
 
     def follow(self, other: Clock) -> None:
-        """Take the position of a clock on the same plan."""
-        self.epoch, self.step, self._untouched = other.epoch, other.step, other._untouched
+        """Take the position of another clock on the same plan."""
+        self.epoch, self.step, self._just_set = other.epoch, other.step, other._just_set
 
     def state_dict(self) -> dict[str, int]:
-        """The position as plain integers, which hold for every world."""
+        """Return the position as plain integers, valid in every world."""
         return self.position._asdict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go where `state_dict` was taken.
+        """Move to a saved position.
 
         Raises:
-            ValueError: when this plan has no such position.
+            ValueError: if this plan has no such position.
         """
         position = Position(check_int(state["epoch"], "epoch"), check_int(state["step"], "step"))
         epoch = self.plan.epoch(position.epoch)
         if not epoch.first_step <= position.step <= epoch.end_step:
             raise ValueError(
-                f"a saved position must exist in the plan that goes on, but here epoch {position.epoch} has the steps "
-                f"{epoch.first_step} to {epoch.end_step - 1} and the state stands at step {position.step}; restore "
-                f"with the trace and the dataset that the state was saved with"
+                f"a saved position must exist in the plan that resumes, but here epoch {position.epoch} has the steps "
+                f"{epoch.first_step} to {epoch.end_step - 1} and the state is at step {position.step}; restore it "
+                f"with the trace and the dataset size that it was saved with"
             )
-        self.epoch, self.step, self._untouched = epoch, position.step, True
+        self.epoch, self.step, self._just_set = epoch, position.step, True

@@ -1,4 +1,4 @@
-"""Fitting the batch into the devices there are: the microbatch that costs least, and the largest that memory holds."""
+"""Fit a batch into the available devices: the cheapest microbatch size, and the largest one that memory holds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from variable_batch_size._validation import MAX_INT, check_int
 from variable_batch_size.backend import detect
-from variable_batch_size.data.plan import counts
+from variable_batch_size.data.microbatching import microbatch_counts
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-# What devices say when their memory is exhausted and it is no OutOfMemoryError: the CPU, C++, cuBLAS and cuDNN, XLA.
+# Messages of exhausted memory that come without an OutOfMemoryError: from the CPU, C++, cuBLAS, cuDNN and XLA.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "_ALLOC_FAILED", "RESOURCE_EXHAUSTED")
 
 
@@ -27,8 +27,8 @@ class Fit(NamedTuple):
 
     Attributes:
         minibatch_size: rows of a microbatch.
-        rounds: microbatches that the busiest rank computes, one after another.
-        microbatches: of the step, over all ranks, replays not counted.
+        rounds: number of microbatches that the busiest rank computes, one after another.
+        microbatches: number of microbatches of the step over all ranks, without replays.
     """
 
     minibatch_size: int
@@ -37,31 +37,35 @@ class Fit(NamedTuple):
 
 
 def fit(global_batch_size: int, max_minibatch_size: int, world_size: int) -> Fit:
-    """The microbatch size, up to what memory holds, with which a step of this batch takes the fewest rounds.
+    """Return the microbatch size, up to what memory holds, with which a step of this batch takes the fewest rounds.
 
-    Of several it takes that with the fewest rows computed beyond the batch, where the replays of ranks without a share
-    count too: so a small batch is spread over the ranks. Of those that are left it takes the smallest, whose rounds are
-    the shortest. With the c microbatches of m rows that the sampler's cut makes of B samples, for W ranks, the three
-    are ceil(c / W), m max(c, W) - B, and m.
+    Ties are broken by the fewest rows computed beyond the batch, including the replays of ranks without a share, so
+    that a small batch is spread over the ranks; then by the smallest microbatch, whose rounds are the shortest. If B
+    samples are split into c microbatches of m rows, for W ranks, the three criteria are ceil(c / W), m max(c, W) - B
+    and m.
 
     Args:
-        global_batch_size: samples of a step, any number >= 1.
-        max_minibatch_size: rows that fit into a device's memory, as `find_minibatch_size` finds them; all sizes up to
-            it are looked at (4096 take a millisecond).
-        world_size: ranks.
+        global_batch_size: B, samples of a step.
+        max_minibatch_size: rows that fit into the memory of a device, see `find_minibatch_size`. All sizes up to it are
+            compared (4096 sizes take about a millisecond).
+        world_size: W, number of ranks.
 
     Raises:
-        ValueError: where one of them is not a whole number from 1 to 2**53.
+        TypeError: if an argument is not an integer.
+        ValueError: if an argument is not in [1, 2**53].
+
+    >>> fit(200, max_minibatch_size=48, world_size=3)
+    Fit(minibatch_size=40, rounds=2, microbatches=5)
     """
     batch = check_int(global_batch_size, "global_batch_size", 1, MAX_INT)
     largest = check_int(max_minibatch_size, "max_minibatch_size", 1, MAX_INT)
     world = check_int(world_size, "world_size", 1, MAX_INT)
-    cut = counts(batch, min(largest, batch))  # a microbatch larger than the batch has only more rows
-    rounds = -(-cut // world)
-    sizes = np.flatnonzero(rounds == rounds.min()) + 1
-    rows = sizes * np.maximum(cut[sizes - 1], float(world))  # in floats, which do not overflow
-    size = int(sizes[rows.argmin()])  # the first one of several
-    return Fit(size, int(rounds[size - 1]), int(cut[size - 1]))
+    counts = microbatch_counts(batch, min(largest, batch))  # (sizes,); a size beyond the batch only adds rows
+    rounds = -(-counts // world)  # (sizes,)
+    sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,)
+    rows = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), in float64, which does not overflow
+    size = int(sizes[rows.argmin()])  # the smallest one of several
+    return Fit(size, int(rounds[size - 1]), int(counts[size - 1]))
 
 
 def find_minibatch_size(
@@ -73,45 +77,46 @@ def find_minibatch_size(
     limit: int = 65536,
     optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer] | None = None,
 ) -> int:
-    """The largest microbatch, in rows, that the device's memory holds, found by trying.
+    """Return the largest microbatch, in rows, that the memory of the device holds, by trial.
 
-    From `start` the size is doubled until memory is exhausted, then the interval is halved until the answer is known.
-    A try makes a model, and computes two microbatches, forward and backward: the second one meets the gradients of
-    the first, as in an accumulation. It leaves nothing behind, a failed one neither.
+    The size is doubled from `start` until memory is exhausted; then the interval is bisected. A trial creates a model
+    and runs forward and backward on two microbatches, the second one beside the gradients of the first, as in an
+    accumulation. Trials release their memory, also failed ones.
 
-    What the trial does not have it does not count: pass `optimizer_fn` for the optimizer's state (one step is made
-    between the two microbatches), and leave room for a further copy of the gradients where their noise is measured,
-    as under AdaScale. A CPU's system may end the process instead of refusing memory: pass a `limit` there. Every rank
-    of a training has to use the same size, the smallest that its devices hold.
+    Only what a trial allocates is counted: pass `optimizer_fn` to include the state of the optimizer (it steps once
+    between the two microbatches), and leave room for another copy of the gradients if the noise is measured, as
+    AdaScale does. On a CPU the operating system may kill the process instead of raising: pass a `limit` there. Every
+    rank of a training must use the same size, the smallest that its devices hold.
 
     Args:
-        model_fn: makes the model, on its device.
-        loss_fn: `loss_fn(model, batch)` is the loss of a batch; it moves the batch to the device if need be.
-        example: a batch of one row, which is repeated: a tensor, or a sequence or mapping of such, whose first
+        model_fn: creates the model, on its device.
+        loss_fn: `loss_fn(model, batch)` returns the loss of a batch; it moves the batch to the device if necessary.
+        example: a batch of one row, which is repeated: a tensor, or a sequence or mapping of tensors, whose first
             dimension is 1.
-        start: rows of the first try; where they do not fit, it goes down from there.
-        limit: rows of the largest try.
-        optimizer_fn: makes an optimizer from the model's parameters.
+        start: rows of the first trial.
+        limit: maximum rows of a trial.
+        optimizer_fn: creates an optimizer from the parameters of the model.
 
     Raises:
-        TypeError, ValueError: where `start` or `limit` is no size, or the example no batch of one row.
-        MemoryError: where not even one row fits.
-        Exception: whatever else the model, the loss or the optimizer raises.
+        TypeError: if `start` or `limit` is not an integer, or the example is not made of tensors.
+        ValueError: if `start` or `limit` is < 1, or the example does not have one row.
+        MemoryError: if not even one row fits.
+        Exception: any other exception of the model, the loss or the optimizer.
     """
     limit = check_int(limit, "limit", 1)
     size = min(check_int(start, "start", 1), limit)
-    fits, too_large, said = 0, limit + 1, None
+    fits, too_large, message = 0, limit + 1, None
     while too_large - fits > 1:
-        refused = _try(model_fn, loss_fn, example, size, optimizer_fn)
-        if refused is None:
+        failure = _try(model_fn, loss_fn, example, size, optimizer_fn)
+        if failure is None:
             fits = size
         else:
-            too_large, said = size, refused
+            too_large, message = size, failure
         size = min(2 * fits, limit) if too_large > limit else (fits + too_large) // 2
     if fits == 0:
         raise MemoryError(
-            f"a microbatch of one row must fit into memory beside the model, but the device said {said!r:.200}; use a "
-            f"smaller model or row, activation checkpointing, or a device with more memory"
+            f"a microbatch of one row must fit into memory beside the model, but the device raised {message!r:.200}; "
+            f"use a smaller model or row, activation checkpointing, or a device with more memory"
         )
     return fits
 
@@ -123,18 +128,18 @@ def _try(
     rows: int,
     optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer] | None,
 ) -> str | None:
-    """None where memory suffices, else what the device said."""
-    said = None
+    """Return None if memory suffices, otherwise the message of the device."""
+    message = None
     try:
         _compute(model_fn(), loss_fn, _repeated(example, rows), optimizer_fn)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        said = str(error).partition("\n")[0] or type(error).__name__
-    # Here the exception is gone, and with it the frames that held tensors; on an accelerator, free memory is cached.
+        message = str(error).partition("\n")[0] or type(error).__name__
+    # The exception is deleted by now, and with it the frames that held tensors. Accelerators cache free memory.
     gc.collect()
     torch.accelerator.empty_cache()
-    return said
+    return message
 
 
 def _compute(
@@ -148,18 +153,18 @@ def _compute(
     for _ in range(2):
         loss = loss_fn(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        backend.host(loss)  # waits for the device, which may be late to say that it cannot
+        backend.host(loss)  # waits for the device, which may raise late
         if optimizer is not None:
             optimizer.step()
             backend.mark_step()
 
 
 def _repeated(example: Any, rows: int) -> Any:
-    """A batch of so many copies of the one row in `example`.
+    """Return a batch of `rows` copies of the one row in `example`.
 
     Raises:
-        ValueError: when there is another number of rows in a tensor.
-        TypeError: when a leaf is no tensor.
+        ValueError: if a tensor does not have one row.
+        TypeError: if a leaf is not a tensor.
     """
     if isinstance(example, Mapping):
         return {key: _repeated(value, rows) for key, value in example.items()}
@@ -167,8 +172,8 @@ def _repeated(example: Any, rows: int) -> Any:
         return tuple(_repeated(value, rows) for value in example)
     if not isinstance(example, Tensor):
         raise TypeError(
-            f"the example must be made of tensors, in tuples, lists or mappings, got {example!r:.60}; leave out what "
-            f"is none, and add it in loss_fn"
+            f"the example must be made of tensors, in tuples, lists or mappings, got {example!r:.60}; remove other "
+            f"objects, and add them in loss_fn"
         )
     if example.dim() == 0 or len(example) != 1:
         raise ValueError(

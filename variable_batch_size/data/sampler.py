@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, final
 
@@ -11,43 +10,53 @@ from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend import current_world
-from variable_batch_size.data.clock import Clock, Position
-from variable_batch_size.data.plan import Deal, Plan
+from variable_batch_size.data.clock import Clock
+from variable_batch_size.data.iteration import Iteration
+from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.world import World
 
 TraceLike = BatchTrace | str | os.PathLike[str] | int | Sequence[int]
-INDICES_AT_ONCE = 8192  # long enough for numpy to be fast, short enough for the first microbatch to come at once
 
 
 @final
 class CustomSampler(Sampler[list[int]]):
-    """Deals one rank its microbatches: for each update those that make up, over all ranks, exactly its batch.
+    """A batch sampler that deals one rank its microbatches of every update.
 
-    Use it as `DataLoader(dataset, batch_sampler=sampler)`. Each item is the list of the indices of one microbatch,
-    `minibatch_size` of them: a step of B samples is cut into full microbatches and into pieces whose sizes divide
+    Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
+    `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch, of
+    `minibatch_size` rows: a step of B samples is split into full microbatches and partial ones whose sizes divide
     `minibatch_size`, in which each sample is repeated, so that the mean loss over the rows is the mean over the
-    samples. A rank with no share in a step replays one of its microbatches, which `CustomOptimizer` counts as zero.
-    Every microbatch has to come to its `step()`, in order; a run goes on by `load_state_dict`, never by skipping some.
+    samples. A rank without a share in a step replays one of its microbatches, which `CustomOptimizer` weighs with 0.
+
+    Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
+    microbatches.
 
     Args:
-        dataset_size: samples in the dataset, or the dataset.
-        trace: path of a CSV, `BatchTrace`, sizes, one size, or a schedule `"0:128 2000:256"`: global batch sizes in
-            samples.
-        num_replicas: ranks in the world; with `rank`, by default what `torch.distributed` or PyTorch/XLA say.
+        dataset_size: number of samples in the dataset, or the dataset.
+        trace: path of a CSV file, `BatchTrace`, batch sizes, one batch size, or a schedule `"0:128 2000:256"`; global
+            batch sizes, in samples.
+        num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
         minibatch_size: rows of a microbatch.
-        seed: of the shuffle, the same on every rank; 0 <= seed < 2**64.
-        shuffle: whether an epoch's order is a permutation drawn by (seed, epoch), or that of the dataset.
-        drop_last: whether a step that does not fit in an epoch opens the next one, instead of being shortened.
-        on_end: what follows the trace's last step: "error", "hold" or "cycle"; by default what the trace says.
-        fixed_shape: whether every microbatch has exactly `minibatch_size` rows; otherwise the rest of a step is one
-            smaller microbatch, which is cheaper where shapes cost no compilation.
-        epochs: how many epochs will be trained, if known: then a trace that is too short is refused at once.
+        seed: seed of the shuffle, the same on every rank; 0 <= seed < 2**64.
+        shuffle: whether the order of an epoch is a permutation drawn by (seed, epoch), or that of the dataset.
+        drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one; otherwise it
+            is shortened.
+        on_end: what follows the last step of the trace: "error", "hold" or "cycle". Default: what the trace says.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows; otherwise the remainder of a step is
+            one smaller microbatch, which is cheaper on devices where a new shape compiles nothing.
+        epochs: number of epochs that will be trained, if known; a trace that is too short then raises now.
 
     Raises:
-        ValueError: where the arguments do not fit together; the text says what to do.
+        TypeError: if a number is not an integer, or `trace` has another type.
+        ValueError: if a number is out of range, only one of `num_replicas` and `rank` is given, a batch size of the
+            trace exceeds the dataset, or the trace is too short.
+
+    >>> sampler = CustomSampler(6, trace=4, num_replicas=1, rank=0, minibatch_size=2, shuffle=False)
+    >>> list(sampler)
+    [[0, 1], [2, 3], [4, 5]]
     """
 
     def __init__(
@@ -75,52 +84,52 @@ class CustomSampler(Sampler[list[int]]):
             fixed_shape=fixed_shape,
         )
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
-        self.order(0)  # refuses a seed or a dataset size that has no order
-        if epochs is not None:
-            self.plan.epoch(check_int(epochs, "epochs", 1) - 1)
+        self.order(0)  # raises if there is no order for the dataset's size
+        if epochs is not None and check_int(epochs, "epochs") > 0:
+            self.plan.epoch(epochs - 1)
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
         self._attached = False  # whether an optimizer counts what is yielded
-        self._followed = False  # whether that optimizer's clock has been anywhere
+        self._followed = False  # whether the clock of that optimizer has ever been followed
 
     @property
     def epoch(self) -> int:
-        """The epoch that an iteration begun now belongs to."""
+        """The epoch of an iteration that begins now."""
         return self.clock.epoch.number
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the first step of an epoch, or, in the epoch that a state was restored in, to where it stood.
+        """Move to the first step of an epoch; in the epoch of a restored state, stay at the restored position.
 
         Raises:
-            ValueError: when the trace ends before the epoch does.
-            RuntimeError: when the last iteration was read to its end without `optimizer.step()`.
+            ValueError: if the trace ends before the epoch does.
+            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`.
         """
         self._check_stepped()
         self.clock.set_epoch(epoch)
 
     def __iter__(self) -> Iteration:
-        """The microbatches of the rest of this epoch, from the last committed update on."""
+        """Return an iterator over the rest of this epoch, from the last committed update on."""
         return Iteration(self, self.clock.position)
 
     def __len__(self) -> int:
-        """How many microbatches an iteration begun now yields on this rank."""
+        """Return how many microbatches an iteration that begins now yields on this rank."""
         return self.plan.count(self.clock.epoch, self.clock.step, self.world)
 
     def attach(self) -> Clock:
-        """A clock for an optimizer that will call `step()` for every microbatch."""
+        """Return a clock for an optimizer that will call `step()` for every microbatch."""
         self._attached = True
-        self.iteration = None  # what was read before was only looked at
+        self.iteration = None  # microbatches that were read before are not for this optimizer
         clock = Clock(self.plan)
         clock.follow(self.clock)
         return clock
 
     def follow(self, clock: Clock) -> None:
-        """Stand where an optimizer's clock stands: from now on it says what was committed."""
+        """Take the position of an optimizer's clock, which counts the committed updates from now on."""
         self._followed = True
         self.clock.follow(clock)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What has to be the same where a saved position is to mean the same samples."""
+        """Return what must be the same for a saved position to mean the same samples."""
         return {
             "dataset_size": self.plan.dataset_size,
             "seed": self.seed,
@@ -130,28 +139,28 @@ class CustomSampler(Sampler[list[int]]):
         }
 
     def check_fingerprint(self, state: dict[str, Any]) -> None:
-        """Refuse a state that was made for other samples.
+        """Check that a state was saved with the same samples.
 
         Raises:
-            ValueError: naming each difference.
+            ValueError: if not, naming each difference.
         """
         own = self.fingerprint()
         different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
         if different:
             raise ValueError(
-                f"a state can go on only with the samples it was saved with, but {', '.join(different)}; restore what "
-                f"it was, or pass strict=False to go on all the same"
+                f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
+                f"these arguments, or pass strict=False to resume regardless"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed position and the fingerprint: a few numbers without rank or world, whatever was prefetched."""
+        """Return the committed position and the fingerprint: plain numbers, without rank, world or prefetched items."""
         return {**self.clock.state_dict(), **self.fingerprint()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Go to a saved position, unless an optimizer's clock says already where the training stands.
+        """Move to a saved position, unless an optimizer's clock already defines the position.
 
         Raises:
-            ValueError: when the state was made for another dataset size, seed or trace, unless `strict` is False.
+            ValueError: if the state was saved with another dataset size, seed or trace, unless `strict` is False.
         """
         if strict:
             self.check_fingerprint(state_dict)
@@ -160,158 +169,37 @@ class CustomSampler(Sampler[list[int]]):
         self.iteration = None
 
     def check_readable(self) -> None:
-        """Refuse to read on where the loop has made a mistake.
+        """Check that an iteration may be read now.
 
         Raises:
-            RuntimeError: when the last iteration was read to its end without `optimizer.step()`, or the epoch is over.
+            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
+                of the epoch are committed.
         """
         last = self.iteration
         if last is not None and last.start.epoch == self.epoch:
             self._check_stepped()
-        read_out = last is not None and last.exhausted and last.start == self.clock.position and not last.resumed
-        if self.clock.finished and (self.clock.ran_out or read_out):
+        read_twice = last is not None and last.exhausted and last.start == self.clock.position and not last.resumed
+        if self.clock.finished and (self.clock.finished_now or read_twice):
             raise RuntimeError(
-                f"an epoch can be iterated until its last update, but epoch {self.epoch} has had all of them; call "
-                f"set_epoch({self.epoch + 1}) on the sampler and on the optimizer before iterating again"
+                f"an epoch can be iterated until its last update, but all updates of epoch {self.epoch} are committed; "
+                f"call set_epoch({self.epoch + 1}) on the sampler and on the optimizer before the next iteration"
             )
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
-        """Position in an epoch's order -> index in the dataset, for arrays."""
+        """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
         return order(self.plan.dataset_size, self.seed, epoch, shuffle=self.shuffle)
 
     def _check_stepped(self) -> None:
         last = self.iteration
-        if last is None or last.void or not last.neglected or not self._attached or self.clock.finished:
+        if last is None or last.stale or not last.incomplete or not self._attached or self.clock.finished:
             return
         self.iteration = None
         raise RuntimeError(
-            f"every microbatch of an epoch must come to optimizer.step(), but epoch {self.epoch} was read from "
+            f"every microbatch of an epoch must reach optimizer.step(), but epoch {self.epoch} was read from "
             f"{last.start} to the end, {last.yielded} microbatches, with {last.stepped} calls of step(); call it once "
-            f"a microbatch, and restore a loader and the optimizer together (to leave an epoch early, call "
+            f"per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
             f"optimizer.discard_step(); to look at the data, use another sampler)"
         )
-
-
-@final
-class Iteration:
-    """One pass over the rest of an epoch, as an iterator over lists of indices.
-
-    It counts what it `yielded`, and the optimizer counts in `stepped` what came back: so the two can tell a loop that
-    feeds the optimizer from one that does not. Neither moves a clock: what was prefetched has not happened.
-
-    What forbids it is said at the first read: loaders call `iter` more often than they read, and torch_xla's, which
-    does so in a thread, would hang.
-    """
-
-    def __init__(self, sampler: CustomSampler, start: Position) -> None:
-        self.plan, self.world = sampler.plan, sampler.world
-        self.yielded, self.stepped = 0, 0
-        self.exhausted = False
-        self.resumed = False  # whether its loader may have read on from an older snapshot
-        self.void = False  # whether what it yields next is not what is due
-        self._sampler = sampler
-        self._reads = 0  # the ones that met the end among them
-        self._ahead: int | None = None  # how many of them had not come when the first one came
-        self._reader = 0  # the thread that read last
-        self._go_to(start, 0)
-
-    def __iter__(self) -> Iteration:
-        return self
-
-    def __next__(self) -> list[int]:
-        if self._reads == 0:
-            self._sampler.check_readable()
-        self._sampler.iteration, self._reader = self, threading.get_ident()
-        self._reads += 1
-        if self._row == len(self._rows):
-            self._refill()
-        row = self._rows[self._row]
-        self._row += 1
-        self.yielded += 1
-        return row
-
-    def arrive(self, came: int) -> int:
-        """Count a microbatch as come to the optimizer after `came` others; how many were left out before it.
-
-        Loaders prefetch a constant number, so what is read ahead grows only where the loop leaves microbatches out.
-        A loader that reads in a thread of its own is as far ahead as it likes, and nothing is known.
-        """
-        self.stepped = max(self.stepped, came + 1)
-        if self._reader != threading.get_ident():
-            return 0
-        ahead = self._reads - came
-        self._ahead = ahead if self._ahead is None else self._ahead
-        return max(0, ahead - self._ahead)
-
-    @property
-    def neglected(self) -> bool:
-        """Whether the loop saw its end and did not bring all of it to the optimizer, as far as that is known."""
-        if not self.exhausted or 0 < self.stepped == self.yielded:
-            return False
-        if self._ahead is None:
-            return 2 * self.stepped <= self.yielded
-        return self._reads - self._ahead > self.stepped  # a loop that breaks off may have read one more
-
-    def _go_to(self, position: Position, turn: int) -> None:
-        """Be about to yield microbatch `turn` of a step."""
-        self.start, self.first_turn = position, turn
-        self._epoch = self.plan.epoch(position.epoch)
-        self._order = self._sampler.order(position.epoch)
-        self._rows: list[list[int]] = []
-        self._row = 0
-        self._next_step = position.step  # the first step that is in no deal yet
-        self._deal: Deal | None = None
-        self._dealt = turn  # microbatches of the deal that were turned into rows
-
-    def _refill(self) -> None:
-        if self._deal is None or self._dealt == len(self._deal):
-            self._deal = self._next_deal()
-        end = min(len(self._deal), self._dealt + max(1, INDICES_AT_ONCE // self.plan.minibatch_size))
-        start, size = self._deal.microbatches(*self._deal.turns(self._dealt, end))
-        rows = self._order(self._deal.positions(start, size)).tolist()
-        self._rows = rows if self.plan.fixed_shape else [row[:n] for row, n in zip(rows, size.tolist(), strict=True)]
-        self._row, self._dealt = 0, end
-
-    def _next_deal(self) -> Deal:
-        if self._next_step == self._epoch.end_step:
-            self.exhausted = True
-            raise StopIteration
-        deal = self.plan.deal(self._epoch, self._next_step, self.world)
-        self._next_step += len(deal.ends)
-        self._dealt = self._dealt if self._deal is None else 0
-        return deal
-
-    def state_dict(self) -> dict[str, int]:
-        """Which microbatch comes next, for loaders that save where their iterator stands."""
-        step, turn = self._next_step, 0
-        number = self._dealt - len(self._rows) + self._row
-        if self._deal is None:
-            turn = self._dealt
-        elif number < len(self._deal):
-            (index,), (turn,) = (array.tolist() for array in self._deal.turns(number, number + 1))
-            step = self._deal.first_step + index
-        return {"epoch": self._epoch.number, "step": step, "turn": turn, **self._cut()}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on where an iterator stood.
-
-        Raises:
-            ValueError: when it stood inside a step that is cut in another way here.
-        """
-        saved = {key: state_dict[key] for key in self._cut()}
-        if state_dict["turn"] and saved != self._cut():
-            raise ValueError(
-                f"a loader that was saved inside a step can go on only with the same cut, but it was {saved} and is "
-                f"{self._cut()}; restore what it was, or save when optimizer.step() has returned True, with "
-                f"snapshot_every_n_steps=1"
-            )
-        self.resumed = saved == self._cut()
-        self._go_to(Position(state_dict["epoch"], state_dict["step"]), state_dict["turn"])
-
-    def _cut(self) -> dict[str, int]:
-        world, plan = self.world, self.plan
-        cut = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
-        return {**cut, "num_replicas": world.size, "rank": world.rank}
 
 
 def _world(rank: int | None, num_replicas: int | None) -> World:

@@ -1,14 +1,14 @@
-"""The order of an epoch's samples: a keyed permutation of 0 .. n-1 that is computed where it is asked for.
+"""The order of the samples of an epoch: a keyed permutation of 0 .. n-1 with random access and constant memory.
 
-Up to 1024 samples the order is a table, the ranks of n hashed words. Above, a position is a cell of a grid of about
-sqrt(n) rows and columns, position = row * columns + column, and the rounds of a Feistel network take turns in moving
+Up to 1024 samples the order is a table, the ranks of n hashed words. Beyond, a position is a cell of a grid of about
+sqrt(n) rows and columns, position = row * columns + column, and the rounds of a Feistel network alternate between
 
     row    <- (row + floor(rows * hash_i(column) / 2^w)) mod rows
     column <- (column + floor(columns * hash_(i+1)(row) / 2^w)) mod columns
 
-which a subtraction would undo, so that all of them together are a bijection of the grid whatever the hash is. The sides
-are chosen such that the grid has hardly a cell more than n; who lands on one of these walks on until inside. The hash
-of x has w bits (32 up to 2^28 samples, else 64): (y ^ y >> w/2) * m' with y = m x + c, odd m and m'.
+A subtraction inverts each of them, so together they are a bijection of the grid for any hash. The sides are chosen such
+that the grid has few cells more than n; a result outside [0, n) is encrypted again until it is inside (cycle walking).
+The hash of x has w bits (32 up to 2^28 samples, else 64): (y ^ y >> w/2) * m' with y = m x + c, odd m and m'.
 
 Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (grid, rounds modulo its sides, cycle walking);
 Mitchell et al. 2021 (arXiv 2106.06161, such ciphers for shuffling, and that few rounds are not random); Steele, Lea and
@@ -29,10 +29,10 @@ from variable_batch_size._validation import IntArray, check_int
 
 __all__ = ["Identity", "Permutation", "order"]
 
-_TABLE = 1024  # longest order that is kept as a table: short ones have too few cells for a Feistel network
+_TABLE = 1024  # longest order that is stored as a table: short ones have too few cells for a Feistel network
 _LONGEST = 2**48
 _ROUNDS = 12
-_BLOCK = 8192  # positions that are encrypted at once: the working arrays stay in the core's own cache
+_BLOCK = 8192  # positions encrypted together: the working arrays stay in the cache of the core
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -41,23 +41,24 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Permutation:
     """The shuffled order of an epoch: `Permutation(n, seed, epoch)(positions)` are the samples at these positions.
 
-    A bijection of 0 .. n-1, the same for the same (n, seed, epoch) on every platform and in chunks of any size; no more
-    than 8 KiB are kept, whatever n is. It is made to be statistically random, not secret.
+    A bijection of 0 .. n-1, the same for the same (n, seed, epoch) on every platform and for chunks of any size. It
+    stores at most 8 KiB for any n. It is statistically random, not cryptographically secure.
 
-    Twelve rounds: in 830 statistics (batch means, neighbours, pairs and quadruples of the grid, fixed points, sign,
+    Twelve rounds: in 830 statistics (batch means, neighbors, pairs and quadruples of the grid, fixed points, sign,
     inversions, the order of the next seed, ...) of 100,000 orders of 1025 and of 1057 samples, the hardest sizes, 6
-    rounds lie up to 20 standard errors from uniform shuffles, and 7, 8 and 12 no further than chance; five are margin.
+    rounds deviate by up to 20 standard errors from uniform shuffles, and 7, 8 and 12 by no more than chance; five
+    rounds are margin.
 
     Args:
         n: number of samples, 1 to 2^48.
-        seed: a Python int in [0, 2^64).
-        epoch: a Python int >= 0.
+        seed: an integer in [0, 2^64).
+        epoch: an integer >= 0.
     Call:
-        positions: integers in [0, n), any shape. Returns int64 samples in [0, n) of the same shape.
+        positions: integers in [0, n), of any shape. Returns int64 samples in [0, n) of the same shape.
     Raises:
-        TypeError: a number that is no Python int; positions that are not integers.
-        ValueError: n, seed or epoch out of range.
-        IndexError: a position outside [0, n).
+        TypeError: if n, seed, epoch or the positions are not integers.
+        ValueError: if n, seed or epoch is out of range.
+        IndexError: if a position is outside [0, n).
     Sources: see the module.
     """
 
@@ -77,7 +78,7 @@ class Permutation:
             object.__setattr__(self, "_samples", _Feistel(self.n, _words(self.n, self.seed, self.epoch, 3 * _ROUNDS)))
 
     def __call__(self, positions: IntArray) -> IntArray:
-        """The samples at these positions; int64, of the same shape."""
+        """Return the samples at these positions; int64, of the same shape."""
         flat = _checked(positions, self.n).reshape(-1)
         samples = np.empty_like(flat)
         for start in range(0, flat.size, _BLOCK):
@@ -85,7 +86,7 @@ class Permutation:
         return cast(IntArray, samples.reshape(np.shape(positions)))
 
     def __reduce__(self) -> tuple[type[Permutation], tuple[int, int, int]]:
-        """Travels as its three numbers; the keys are made again where it arrives."""
+        """Pickle the three numbers only; the keys are derived from them again."""
         return Permutation, (self.n, self.seed, self.epoch)
 
 
@@ -100,14 +101,17 @@ class Identity:
         object.__setattr__(self, "n", check_int(self.n, "n", 1, _LONGEST, "pass the number of samples of the dataset"))
 
     def __call__(self, positions: IntArray) -> IntArray:
-        """A copy of the positions; int64, of the same shape."""
+        """Return a copy of the positions; int64, of the same shape."""
         return np.array(_checked(positions, self.n))
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Permutation | Identity:
-    """The order of an epoch's n samples: `Permutation(n, seed, epoch)`, or with `shuffle=False` `Identity(n)`.
+    """Return the order of the n samples of an epoch: `Permutation(n, seed, epoch)`, or `Identity(n)` if not `shuffle`.
 
-    The three numbers are checked either way; raises what `Permutation` raises.
+    Raises what `Permutation` raises, in both cases.
+
+    >>> order(5, seed=0, epoch=0, shuffle=False)(np.array([4, 0]))
+    array([4, 0])
     """
     shuffled = Permutation(n, seed, epoch)
     return shuffled if shuffle else Identity(n)
@@ -115,7 +119,7 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Permutation | 
 
 @final
 class _Feistel:
-    """The rounds of the module's docstring; `words`, three a round, become m, c and m'."""
+    """The rounds in the docstring of the module; three `words` per round give its m, c and m'."""
 
     def __init__(self, n: int, words: NDArray[np.uint64]) -> None:
         width, word = (32, np.uint32) if n <= 2**28 else (64, np.uint64)
@@ -128,7 +132,7 @@ class _Feistel:
         self.n, self.word, self.half = n, word, word(width // 2)
 
     def __call__(self, positions: IntArray) -> IntArray:
-        """Samples at positions, both int64 (m,)."""
+        """Return the samples at positions, both int64, (positions,)."""
         samples: NDArray[Any] = self.encrypt(positions.astype(self.word))
         outside = np.flatnonzero(samples >= self.word(self.n))
         while outside.size:
@@ -137,7 +141,7 @@ class _Feistel:
         return cast(IntArray, samples.astype(np.int64))
 
     def encrypt(self, cells: NDArray[Any]) -> NDArray[Any]:
-        """All rounds, a bijection of the grid's rows * columns cells; words (m,)."""
+        """Apply all rounds, a bijection of the rows * columns cells of the grid; words, (positions,)."""
         columns = self.word(self.columns)
         row = cells // columns
         column = cells - row * columns
@@ -150,12 +154,12 @@ class _Feistel:
             np.right_shift(hashed, self.half, out=shifted)
             hashed ^= shifted
             hashed *= m_
-            # size * hash / 2^w, of the highest bits of the hash alone: more would not fit the product's word
+            # size * hash / 2^w, with the highest bits of the hash only: the product of more would overflow
             hashed >>= size_bits
             hashed *= size
             hashed >>= rest_bits
             moved += hashed
-            # modulo size: where there is nothing to take off, the difference wraps around to a huge number
+            # modulo size: if moved < size, the difference wraps around to a huge number
             np.minimum(moved, np.subtract(moved, size, out=hashed), out=moved)
         row *= columns
         row += column
@@ -163,9 +167,10 @@ class _Feistel:
 
 
 def _columns(n: int) -> int:
-    """The width of a grid for n cells, with few cells too many: of 512 even numbers from sqrt(n) on, up to 1.5 sqrt(n).
+    """Return the width of a grid of at least n cells with few extra: the best of 512 even numbers from sqrt(n) on.
 
-    Even, because a move by one within a cycle of even length is an odd permutation, and within one of odd length even.
+    None is larger than 1.5 sqrt(n). Even, because a rotation by one is an odd permutation of an even number of cells,
+    and an even permutation of an odd number.
     """
     least = math.isqrt(n - 1) + 2 & -2
     candidates = np.arange(least, least + min(least // 2, 1024), 2, dtype=np.int64)
@@ -173,7 +178,7 @@ def _columns(n: int) -> int:
 
 
 def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
-    """`count` distinct pseudo-random words (count,) from (n, seed, epoch); the epoch is read 64 bits at a time."""
+    """Return `count` distinct pseudo-random words, (count,), of (n, seed, epoch); the epoch is read in 64-bit limbs."""
     limbs = [epoch >> shift & 2**64 - 1 for shift in range(0, max(epoch.bit_length(), 1), 64)]
     state = np.zeros(1, np.uint64)
     for limb in (n, seed, *limbs):
@@ -182,19 +187,19 @@ def _words(n: int, seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words in which every bit of the argument changes half of the bits; x is not changed."""
+    """Return a bijection of 64-bit words in which each input bit changes half of the output bits; x is not modified."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return cast(NDArray[np.uint64], x ^ x >> np.uint64(31))
 
 
 def _checked(positions: IntArray, n: int) -> IntArray:
-    """The positions as contiguous int64 of the same shape, each in [0, n)."""
+    """Return the positions as contiguous int64 of the same shape, each in [0, n)."""
     array = np.asarray(positions)
     if array.dtype.kind not in "iu":
         raise TypeError(f"positions must be integers, got an array of {array.dtype}; use np.int64")
     array = np.ascontiguousarray(array, np.int64).reshape(array.shape)
-    # as an unsigned number a negative position is huge: one pass finds both ends
+    # as an unsigned number a negative position is huge: one pass checks both bounds
     if array.size and int(array.view(np.uint64).max()) >= n:
         wrong = array[(array < 0) | (array >= n)].flat[0]
         raise IndexError(f"positions must be in [0, {n}), got {wrong}; there are {n} samples")

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.plan import Microbatch, Step
+from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency as agreement
 from variable_batch_size.optim.loop import Loop, Watcher
@@ -216,13 +217,13 @@ class CustomOptimizer(OptimizerWrapper):
         if not (gradients.agreed or loop.inside_step):  # before ranks with unequal numbers of microbatches diverge
             agreement.check_not_distributed_data_parallel(gradients.parameters)
         self._rates.check(self.param_groups, inside_step=loop.inside_step)
-        microbatch = loop.arrive()
+        microbatch = loop.receive()
         gradients.check(replay=microbatch.samples == 0)
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
         # A GradScaler sets both attributes for this call.
         self._updater.add(microbatch, following, getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         if not microbatch.ends_step:
-            loop.next_turn()
+            loop.next_round()
             self._backend.mark_step()
             return False
         step, updated = loop.step, self._update()

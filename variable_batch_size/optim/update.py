@@ -15,7 +15,8 @@ from torch.optim import ASGD, Adafactor, Optimizer, Rprop
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.plan import Microbatch, Step
+from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.accumulation import Gradients
 from variable_batch_size.optim.bias_correction import BiasCorrection
 from variable_batch_size.optim.gradient_noise import Moments

@@ -18,7 +18,7 @@ class AdamScaleRule:
 
     Scales: lr by sqrt(gain).
     Use when: Adam and AdamW with any k, without tuning.
-    Fails when: as AdaScale does; Adam's own scaling hides the noise.
+    Fails when: most steps have a single microbatch, or layers mix samples; Adam's own scaling hides the noise.
     Source: Qiao et al. 2021, arXiv 2008.12260, section 3.2.
     """
 

@@ -14,7 +14,7 @@ class ConstantRule:
     """Keep every hyperparameter: factor 1, whatever the batch size.
 
     Scales: nothing.
-    Use when: as a baseline; batch sizes differ little.
+    Use when: batch sizes differ little; as a baseline.
     Fails when: batches grow: training slows down, because a sample moves the weights less.
 
     >>> ConstantRule()(RuleInput(batch_size=96, ref_batchsize=64)).lr

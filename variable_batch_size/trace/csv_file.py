@@ -1,78 +1,91 @@
-"""The CSV form of a trace: a fast reader for files that are right, and an exact one that finds what is wrong."""
+"""The CSV form of a trace: a fast reader for valid files, an exact reader that locates errors, and the writer."""
 
 from __future__ import annotations
 
 import csv
 import io
+import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_error
+from variable_batch_size.trace.schedule import EXAMPLE
 
-EXAMPLE = '"0:128 2000:256 10K:1024"'
-_SMALL = 1 << 18  # bytes, which are read line by line before pandas is imported: a training starts again often
+SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
+_SMALL_FILE = 1 << 18  # bytes; up to this size the exact reader takes less time than the import of pandas
 _INTEGER = re.compile(r"[+-]?[0-9]{1,25}")
 
 
-def read_sizes(name: str, renumber: bool) -> IntArray:
-    """The sizes in a CSV file; refuses the first fault by line and value."""
-    data = _bytes_of(name)
-    lines = _lines(data, name)
-    at, header = next(lines, (1, []))
-    for column in ("step", "batchsize"):
-        if header.count(column) != 1:
-            found = repr(",".join(header))[:60] if header else "an empty file"
-            raise value_error(
-                f"trace header ({name}:{at}) must have one column {column}", found, "add or rename columns"
-            )
-    step, size = (header.index(column) for column in ("step", "batchsize"))
-    fast = _read_fast(data, None if renumber else step, size, len(header)) if len(data) > _SMALL else None
-    if fast is not None:
-        return fast
-    sizes: list[int] = []
-    for at, cells in lines:
-        try:
-            if len(cells) != len(header):
-                raise value_error(f"it must have {len(header)} cells, as the header has", len(cells), "fix the row")
-            if not renumber:
-                _check_step(cells[step], len(sizes))
-            sizes.append(
-                check_int(_parsed(cells[size]), "batchsize", 1, MAX_INT, "fix the row, or drop it and renumber")
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"trace row {len(sizes) + 1} ({name}:{at}): {error}") from None
+def read_csv(path: str, renumber: bool) -> IntArray:
+    """Return the batch sizes (samples) in a CSV file, int64 of shape (steps,).
+
+    Args:
+        path: the file.
+        renumber: whether to ignore the values in the column `step`.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file is not a trace; the message names the first wrong row, its line and its value.
+    """
+    data = _read_bytes(path)
+    lines = _lines(data, path)
+    line, header = next(lines, (1, []))
+    where = f"{path}:{line}"
+    step_column: int | None = _column(header, ("step",), where)
+    size_column = _column(header, SIZE_COLUMNS, where)
+    if renumber:
+        step_column = None
+    if len(data) > _SMALL_FILE:
+        fast = _read_fast(data, step_column, size_column, len(header))
+        if fast is not None:
+            return fast
+    sizes = _read_exactly(lines, header, step_column, size_column, path)
     if not sizes:
-        raise value_error(f"trace {name} must have at least one step", f"only the header ({name}:{at})", "add rows")
-    return np.array(sizes)
+        raise value_error(f"trace {path} must have at least one step", f"only the header ({where})", "add rows")
+    return np.array(sizes)  # (steps,)
 
 
-def _check_step(cell: str, due: int) -> None:
-    if _parsed(cell) != due:
-        remedy = "fix the column, or ignore it by renumber=True"
-        raise value_error(f"step must count 0, 1, 2, ... and be {due} here", f"{_parsed(cell)!r:.60}", remedy)
+def write_csv(path: Path, sizes: IntArray) -> None:
+    """Write the batch sizes of steps 0, 1, 2, ... atomically: a failure leaves the old file as it was.
 
+    Args:
+        path: the file; an existing one is replaced.
+        sizes: batch sizes (samples), int64 of shape (steps,).
+    """
+    import pandas as pd  # imported late, because it takes longer than the import of this package
 
-def _bytes_of(name: str) -> bytes:
-    """The file's text in UTF-8, without byte order mark and blank last lines."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        data = Path(name).read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip()
+        with temporary.open("x", encoding="utf-8", newline="") as file:
+            table = pd.DataFrame({"step": np.arange(len(sizes)), SIZE_COLUMNS[0]: sizes})
+            table.to_csv(file, index=False, lineterminator="\n")
+        os.replace(temporary, path)  # noqa: PTH105 - same as Path.replace, but the name states that it overwrites
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_bytes(path: str) -> bytes:
+    """Return the UTF-8 text of a file without the byte order mark and without trailing white space."""
+    try:
+        data = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip()
     except OSError as error:
-        remedy = f"correct the path, or give a schedule like {EXAMPLE}"
-        raise type(error)(f"trace must be a CSV file, got {name!r} ({error.strerror}); {remedy}") from None
+        remedy = f"correct the path, or pass a schedule like {EXAMPLE}"
+        raise type(error)(f"trace must be a CSV file, got {path!r} ({error.strerror}); {remedy}") from None
     try:
         data.decode()
     except UnicodeDecodeError as error:
-        where = f"{name}:{1 + data.count(10, 0, error.start)}"
+        where = f"{path}:{1 + data.count(10, 0, error.start)}"
         found = f"byte {data[error.start]:#04x}"
-        raise value_error(f"trace ({where}) must be text in UTF-8", found, "save it as CSV in UTF-8") from None
+        raise value_error(f"trace ({where}) must be UTF-8 text", found, "save it as CSV in UTF-8") from None
     return data
 
 
-def _lines(data: bytes, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Line number in the file, and stripped cells, of every line that is not blank."""
+def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line number in the file and the stripped cells of every line that is not blank."""
     reader = csv.reader(io.StringIO(data.decode(), newline=None), skipinitialspace=True)
     try:
         for row in reader:
@@ -80,31 +93,84 @@ def _lines(data: bytes, name: str) -> Iterator[tuple[int, list[str]]]:
             if len(cells) > 1 or any(cells):
                 yield reader.line_num, cells
     except csv.Error as error:
-        raise value_error(f"trace line ({name}:{reader.line_num}) must be CSV", error, "fix the line") from None
+        raise value_error(f"trace line ({path}:{reader.line_num}) must be valid CSV", error, "fix the line") from None
 
 
-def _read_fast(data: bytes, step: int | None, size: int, cells: int) -> IntArray | None:
-    """The sizes of a file that is plain and right; None for any other."""
-    import pandas as pd
+def _column(header: list[str], names: tuple[str, ...], where: str) -> int:
+    """Return the index of the only column that has one of the `names`."""
+    present = [name for name in names if name in header]
+    if len(present) > 1:
+        requirement = f"trace header ({where}) must have only one of the columns {' and '.join(names)}"
+        raise value_error(requirement, "both", f"drop the column {present[-1]}")
+    if not present:
+        requirement = f"trace header ({where}) must have one column {' or '.join(names)}"
+        raise value_error(requirement, _shown(header), "add or rename a column")
+    if header.count(present[0]) > 1:
+        requirement = f"trace header ({where}) must have one column {present[0]}"
+        raise value_error(requirement, _shown(header), "drop or rename the duplicates")
+    return header.index(present[0])
+
+
+def _shown(header: list[str]) -> str:
+    return f"{','.join(header)!r:.60}" if header else "an empty file"
+
+
+def _read_exactly(
+    lines: Iterator[tuple[int, list[str]]], header: list[str], step_column: int | None, size_column: int, path: str
+) -> list[int]:
+    """Return the batch sizes of the rows that follow the header."""
+    sizes: list[int] = []
+    for line, cells in lines:
+        try:
+            if len(cells) != len(header):
+                raise value_error(f"it must have {len(header)} cells, like the header", len(cells), "fix the row")
+            if step_column is not None:
+                _check_step(cells[step_column], len(sizes))
+            sizes.append(_checked_size(cells[size_column], header[size_column]))
+        except ValueError as error:
+            raise ValueError(f"trace row {len(sizes) + 1} ({path}:{line}): {error}") from None
+    return sizes
+
+
+def _check_step(cell: str, expected: int) -> None:
+    step = _parsed(cell)
+    if step != expected:
+        requirement = f"step must be {expected}, because the steps count 0, 1, 2, ..."
+        raise value_error(requirement, f"{step!r:.60}", "fix the column, or ignore it with renumber=True")
+
+
+def _checked_size(cell: str, column: str) -> int:
+    size, remedy = _parsed(cell), "fix the row, or drop it and renumber"
+    if isinstance(size, str):  # the value of a cell is wrong, not its type
+        raise value_error(f"{column} must be an integer >= 1", f"{size!r:.60}", remedy)
+    return check_int(size, column, 1, MAX_INT, remedy)
+
+
+def _parsed(cell: str) -> int | str:
+    """Return the integer in a cell, or the cell itself if it holds anything else."""
+    return int(cell) if _INTEGER.fullmatch(cell) else cell
+
+
+def _read_fast(data: bytes, step_column: int | None, size_column: int, cells: int) -> IntArray | None:
+    """Return the batch sizes of a valid file without quotes; None if the exact reader is needed."""
+    import pandas as pd  # imported late, because it takes longer than the import of this package
 
     if b'"' in data or b"\0" in data or data.count(b"\r") != data.count(b"\r\n"):
         return None
-    text = np.frombuffer(data + b"\n", np.uint8)
-    commas, ends = np.flatnonzero(text == ord(",")), np.flatnonzero(text == ord("\n"))
-    # Pandas drops surplus cells and fills in missing ones without a word.
-    if (np.diff(np.searchsorted(commas, ends), prepend=0) != cells - 1).any():
+    text = np.frombuffer(data + b"\n", np.uint8)  # (bytes,)
+    commas = np.flatnonzero(text == ord(","))  # (commas,)
+    ends = np.flatnonzero(text == ord("\n"))  # (lines,)
+    commas_in_line = np.diff(np.searchsorted(commas, ends), prepend=0)  # (lines,)
+    if (commas_in_line != cells - 1).any():  # pandas silently drops extra cells and fills missing ones
         return None
-    columns = [size] if step is None else [step, size]
-    try:  # without dtype=, because with it 128.0 and 1e3 pass for ints
+    columns = [size_column] if step_column is None else [step_column, size_column]
+    try:  # without dtype=, which would accept 128.0 and 1e3 as integers
         table = pd.read_csv(io.BytesIO(data), header=None, skiprows=1, usecols=columns, low_memory=False)
     except (ValueError, OverflowError):
         return None
     if any(dtype != np.int64 for dtype in table.dtypes):
         return None
-    sizes = table[size].to_numpy()
-    counts = step is None or np.array_equal(table[step].to_numpy(), np.arange(len(sizes)))
-    return sizes if counts and ((sizes >= 1) & (sizes <= MAX_INT)).all() else None
-
-
-def _parsed(cell: str) -> int | str:
-    return int(cell) if _INTEGER.fullmatch(cell) else cell
+    sizes: IntArray = table[size_column].to_numpy()  # (steps,)
+    if step_column is not None and not np.array_equal(table[step_column].to_numpy(), np.arange(len(sizes))):
+        return None
+    return sizes if ((sizes >= 1) & (sizes <= MAX_INT)).all() else None

@@ -1,0 +1,188 @@
+"""The sampler's position: resuming, set_epoch, and its state."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.reference import examples
+from helpers.strategies import Case, Run, cases, minibatch_sizes, together
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+from variable_batch_size.world import World
+
+CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=4)
+
+
+# -------------------------------------------------------------------------------- law 5: stop anywhere, resume anywhere
+
+
+@given(cases(largest_dataset=60), st.data())
+@examples(50)
+def test_resumes_at_any_update_in_any_world(case: Case, data: st.DataObject) -> None:
+    """With other objects, another world and another microbatch, in whatever order the states are loaded."""
+    stop = data.draw(st.integers(0, len(case.steps)), label="stop")
+    size, then = (data.draw(st.integers(1, 3), label="world") for _ in range(2))
+    minibatch_size, fixed_shape = data.draw(minibatch_sizes), data.draw(st.booleans())
+    loads = data.draw(st.sampled_from([["optimizer"], ["optimizer", "sampler"], ["sampler", "optimizer"]]))
+    other = replace(case, fixed_shape=fixed_shape)
+
+    def begin(backend: Backend) -> tuple[Run, dict[str, Any]]:
+        run = Run(case, backend).train(updates=stop)
+        sampler = json.loads(json.dumps(run.sampler.state_dict()))
+        return run, {"optimizer": copy.deepcopy(run.optimizer.state_dict()), "sampler": sampler}
+
+    def resume(backend: Backend) -> Run:
+        run = Run(other, backend, minibatch_size)
+        for name in loads:
+            getattr(run, name).load_state_dict(states[0][name])
+        assert run.optimizer.updates == stop
+        return run.train()
+
+    begun, states = zip(*run_ranks(begin, size), strict=True)
+    assert all(state == states[0] for state in states)
+    first = together(run.log for run in begun)
+    assert first == case.steps[:stop]
+    assert first + together(run.log for run in run_ranks(resume, then)) == case.steps
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_state_from_the_end_of_an_epoch_resumes_with_no_microbatches_left(epoch: int) -> None:
+    stop = sum(len(updates) for updates in CASE.updates[: epoch + 1])
+    state = Run(CASE).train(updates=stop).optimizer.state_dict()
+    run = Run(CASE)
+    run.optimizer.load_state_dict(state)
+    for number in (epoch, epoch + 1):
+        run.set_epoch(number)
+        assert len(run.sampler) == (0 if number == epoch else [17, 16, 16][number])
+        for batch in run.sampler:
+            run.take(batch)
+    assert together([run.log]) == [s for s in CASE.steps if s[0] == epoch + 1]
+
+
+# ------------------------------------------------------------------------------------------------- set_epoch and states
+
+
+def batches(**options: Any) -> list[list[list[int]]]:
+    """Of each of the four epochs."""
+    result = []
+    for epoch in range(4):
+        sampler = CASE.sampler(**options)
+        sampler.set_epoch(epoch)
+        result.append(list(sampler))
+    return result
+
+
+def test_set_epoch_moves_to_any_epoch_whatever_was_read() -> None:
+    sampler, expected = CASE.sampler(), batches()
+    for epoch in (3, 0, 2, 2, 1):
+        sampler.set_epoch(epoch)
+        assert sampler.epoch == epoch
+        assert list(sampler) == expected[epoch]
+        assert list(sampler) == expected[epoch]  # again, as any PyTorch sampler: nothing was committed
+    sampler.set_epoch(np.int64(3))
+    assert type(sampler.epoch) is int
+    assert list(sampler) == expected[3]
+
+
+def test_set_epoch_restarts_the_epoch_and_counts_skipped_steps() -> None:
+    run = Run(CASE).train(updates=3)
+    run.set_epoch(0)
+    assert run.sampler.state_dict()["step"] == 0
+    run.set_epoch(2)
+    assert run.optimizer.updates == run.sampler.state_dict()["step"] == CASE.updates[2][0].step
+    assert run.optimizer.samples == 80
+
+
+def test_set_epoch_keeps_a_restored_position_in_that_epoch_only() -> None:
+    state = Run(CASE).train(updates=len(CASE.updates[0]) + 2).sampler.state_dict()
+    sampler = CASE.sampler()
+    sampler.load_state_dict(state)
+    sampler.set_epoch(1)
+    assert list(sampler) == batches()[1][3:]  # 1 and 2 microbatches were committed
+    sampler.set_epoch(2)
+    sampler.set_epoch(1)
+    assert list(sampler) == batches()[1]
+
+
+def test_state_dict_holds_the_committed_position_as_plain_numbers() -> None:
+    run = Run(CASE).train(updates=2)
+    state = run.sampler.state_dict()
+    assert {type(value) for value in state.values()} == {int, bool, str}
+    assert json.loads(json.dumps(state)) == state
+    assert (state["epoch"], state["step"]) == (0, 2)
+    ahead = iter(run.sampler)
+    for batch in [next(ahead) for _ in range(4)][:1]:
+        run.take(batch)  # the first of several of a step
+    assert run.sampler.state_dict() == state
+    assert not {"rank", "world", "num_replicas", "minibatch_size"} & set(state)
+
+
+def test_an_optimizer_created_after_a_restored_sampler_follows_it() -> None:
+    state = Run(CASE).train(updates=2).sampler.state_dict()
+    sampler = CASE.sampler()
+    sampler.load_state_dict(state)
+    assert list(sampler) == batches()[0][5:]  # 3 and 2 microbatches were committed
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)]), sampler)
+    assert (optimizer.epoch, optimizer.updates) == (0, 2)
+
+
+def test_the_optimizers_clock_overrides_a_samplers_state() -> None:
+    early, late = Run(CASE).train(updates=2), Run(CASE).train(updates=9)
+    run = Run(CASE)
+    run.optimizer.load_state_dict(late.optimizer.state_dict())
+    run.sampler.load_state_dict(early.sampler.state_dict())
+    assert run.sampler.state_dict() == late.sampler.state_dict()
+    assert together([run.train().log]) == CASE.steps[9:]
+
+
+DIFFERENT = {
+    "dataset_size": replace(CASE, dataset_size=41),
+    "seed": replace(CASE, seed=4),
+    "drop_last": replace(CASE, drop_last=True),
+    "trace": replace(CASE, trace=vbs.BatchTrace.from_sizes([7, 3, 12, 1, 6], on_end="cycle")),
+    "on_end": replace(CASE, trace=vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5] * 9, on_end="hold")),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_rejects_a_state_of_other_samples_if_strict(name: str) -> None:
+    state, sampler = Run(DIFFERENT[name]).train(updates=2).sampler.state_dict(), CASE.sampler()
+    found = "trace" if name == "on_end" else name
+    with pytest.raises(ValueError, match=rf"^a state .* but {found} was \S+ and is \S+; restore .* strict=False"):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict()["step"] == 0
+    sampler.load_state_dict(state, strict=False)
+    assert sampler.state_dict()["step"] == 2
+
+
+def test_the_error_names_all_differences_of_a_state() -> None:
+    state = {**CASE.sampler().state_dict(), "seed": 9}
+    with pytest.raises(
+        ValueError, match="but dataset_size was 40 and is 39, seed was 9 and is 3, shuffle was True and is"
+    ):
+        replace(CASE, dataset_size=39).sampler(shuffle=False).load_state_dict(state)
+
+
+def test_accepts_a_state_of_another_trace_form_world_and_minibatch_size() -> None:
+    same = vbs.BatchTrace.from_sizes(np.array([7, 3, 12, 1, 5]), on_end="cycle")
+    state = Run(CASE).train(updates=2).sampler.state_dict()
+    sampler = replace(CASE, trace=same, fixed_shape=False).sampler(World(2, 5), 16)
+    sampler.load_state_dict(state)
+    assert sampler.state_dict() == state
+
+
+def test_rejects_a_position_outside_the_plan() -> None:
+    state = {**CASE.sampler().state_dict(), "epoch": 1, "step": 40}
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"epoch 1 has the steps 8 to 15 and the state is at step 40; restore"):
+            CASE.sampler().load_state_dict(state, strict)

@@ -1,0 +1,293 @@
+"""Loops that raise: what is wrong is said, with what to do."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
+from helpers.strategies import Run, read_ahead, refused, together
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+SAME_UPDATE = r"the sampler's iteration began at {} and the optimizer is at {}; call set_epoch with the same epoch"
+EPOCH_OVER = r"all updates of epoch 0 are committed; call set_epoch\(1\) on the sampler and on the optimizer"
+EACH = r"^step\(\) must follow the backward\(\) of every microbatch, but {} of those that were read .*; call it once"
+NOT_STEPPED = r"was read from epoch 0, step 0 to the end, 17 microbatches, with {} calls of step\(\); call it once"
+NOT_ITS_OWN = r"that sampler has yielded {} and this is number {}; pass the same CustomSampler to"
+ANEW = r"but this one was begun before the optimizer moved to epoch 0, step {}; iterate the loader again after"
+
+
+@with_prefetching
+def test_raises_at_a_second_epoch_without_set_epoch(ahead: int) -> None:
+    run = begun()
+    take(run, read_ahead(run.sampler, ahead), 17)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=EPOCH_OVER):
+            next(read_ahead(run.sampler, ahead))
+    run.set_epoch(1)
+    take(run, read_ahead(run.sampler, ahead), 16)
+    assert together([run.log]) == epoch_steps(0, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_raises_at_a_second_epoch_of_a_loader_without_set_epoch(workers: int) -> None:
+    run = begun()
+    loader = DataLoader(range(40), batch_sampler=run.sampler, num_workers=workers, persistent_workers=workers > 0)
+    take(run, iter(loader), 17)
+    with pytest.raises(RuntimeError, match=EPOCH_OVER):
+        next(iter(loader))
+    run.set_epoch(1)
+    take(run, iter(loader), 16)
+    assert together([run.log]) == epoch_steps(0, 1)
+
+
+def test_raises_if_an_epoch_is_repeated_from_memory() -> None:
+    run = begun()
+    batches = itertools.cycle(run.sampler)
+    take(run, batches, 17)
+    with pytest.raises(RuntimeError, match=EPOCH_OVER.replace(" before.*", "")):
+        run.take(next(batches))
+
+
+def test_the_error_is_raised_at_the_first_read_and_not_by_iter() -> None:
+    """A loader that iterates in a thread would hang: torch_xla's calls `iter` where nothing closes its queues."""
+    run = begun()
+    take(run, iter(run.sampler), 17)
+    batches = iter(run.sampler)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=EPOCH_OVER):
+            next(batches)
+
+
+def test_raises_if_set_epoch_is_called_on_the_sampler_only() -> None:
+    run = begun()
+    run.sampler.set_epoch(1)
+    with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 1, step 8", "epoch 0, step 0")):
+        take(run, iter(run.sampler), 1)
+    run = begun()
+    take(run, iter(run.sampler), 17)
+    run.sampler.set_epoch(1)
+    with pytest.raises(RuntimeError, match=EPOCH_OVER):
+        run.optimizer.step()
+
+
+def test_raises_if_set_epoch_is_called_on_the_optimizer_only() -> None:
+    run = begun()
+    run.optimizer.set_epoch(1)
+    with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 0, step 0", "epoch 1, step 8")):
+        take(run, iter(run.sampler), 1)
+    run = begun()
+    take(run, iter(run.sampler), 17)
+    run.optimizer.set_epoch(1)
+    with pytest.raises(RuntimeError, match=EPOCH_OVER):
+        take(run, iter(run.sampler), 1)
+
+
+def test_raises_if_only_one_of_the_two_moves_back() -> None:
+    for one in ("sampler", "optimizer"):
+        run = begun(2)
+        take(run, iter(run.sampler), 5)
+        getattr(run, one).set_epoch(0)
+        here, there = ("epoch 0, step 0", "epoch 2, step 18")[:: 1 if one == "sampler" else -1]
+        with pytest.raises(RuntimeError, match=SAME_UPDATE.format(here, there)):
+            take(run, iter(run.sampler), 1)
+
+
+@with_prefetching
+def test_raises_if_an_update_comes_from_two_iterations(ahead: int) -> None:
+    run = begun()
+    take(run, read_ahead(run.sampler, ahead), 4)  # of the second update's two
+    message = r"step 1 had 1 of 2 when the loader was iterated again; call optimizer.discard_step\(\) first"
+    with pytest.raises(RuntimeError, match=message):
+        take(run, read_ahead(run.sampler, ahead), 1)
+    run.discard_step()
+    take(run, read_ahead(run.sampler, ahead), 14)
+    assert together([run.log]) == epoch_steps(0)
+
+
+@with_prefetching
+def test_set_epoch_detects_a_loop_without_step(ahead: int) -> None:
+    run = begun()
+    list(read_ahead(run.sampler, ahead))
+    with pytest.raises(RuntimeError, match=NOT_STEPPED.format(0)):
+        run.sampler.set_epoch(1)
+
+
+@with_prefetching
+def test_the_next_iteration_detects_a_loop_without_step(ahead: int) -> None:
+    run = begun()
+    list(read_ahead(run.sampler, ahead))
+    with pytest.raises(RuntimeError, match=NOT_STEPPED.format(0)):
+        list(read_ahead(run.sampler, ahead))
+
+
+def test_loading_a_state_forgets_what_was_read() -> None:
+    run = begun()
+    list(run.sampler)
+    run.sampler.load_state_dict(run.sampler.state_dict())
+    take(run, iter(run.sampler), 17)
+    assert together([run.log]) == epoch_steps(0)
+
+
+@with_prefetching
+@pytest.mark.parametrize("every", [2, 3, 4])
+@pytest.mark.parametrize("first", [0, 1])
+def test_raises_if_the_loop_accumulates_by_itself(every: int, first: int, ahead: int) -> None:
+    """`if number % every == 0: optimizer.step()`: refused at the second call."""
+    run = begun()
+    calls = 0
+    with pytest.raises(RuntimeError, match=EACH.format(every - 1)):  # noqa: PT012
+        for number, _ in enumerate(read_ahead(run.sampler, ahead)):
+            run.weight.sum().backward()
+            if number % every == (every - 1) * first:
+                calls += 1
+                run.optimizer.step()
+    assert calls == 2
+
+
+@with_prefetching
+@pytest.mark.parametrize("left_out", range(1, 17))
+def test_raises_if_a_microbatch_is_skipped(left_out: int, ahead: int) -> None:
+    """`if loss.isnan(): continue`: refused at the next call, and after an epoch's last microbatch by set_epoch."""
+    run = begun()
+
+    def loop() -> None:
+        for number, batch in enumerate(read_ahead(run.sampler, ahead)):
+            if number != left_out:
+                run.take(batch)
+            assert number <= left_out
+        if not ahead:
+            run.set_epoch(1)
+
+    refusal = refused(loop)
+    if left_out < 16:
+        assert refusal is not None
+        assert refusal.startswith(
+            "step() must follow the backward() of every microbatch, but 1 of those that were read"
+        )
+    elif not ahead:
+        assert refusal is not None
+        assert "17 microbatches, with 16 calls of step()" in refusal
+    run.log = [entry for entry in run.log if entry[1] < run.optimizer.updates]
+    assert together([run.log]) == CASE.steps[: run.optimizer.updates]
+
+
+def test_raises_if_a_loop_fed_by_a_thread_steps_too_rarely() -> None:
+    run = begun()
+    for number, _ in enumerate(InThread(run.sampler, 2)):
+        run.weight.sum().backward()
+        if number % 2:
+            run.optimizer.step()
+    with pytest.raises(RuntimeError, match=NOT_STEPPED.format(8)):
+        run.sampler.set_epoch(1)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_thread_may_have_read_the_epoch_when_the_loop_leaves_it(said: bool) -> None:
+    """Of such a loader nobody knows how far it reads ahead; `discard_step()` says that the epoch is left on purpose."""
+    run = begun()
+    batches = iter(InThread(run.sampler, 0))
+    take(run, batches, 3)
+    while not (run.sampler.iteration and run.sampler.iteration.exhausted):
+        time.sleep(0.001)
+    if said:
+        run.discard_step()
+        run.set_epoch(1)
+        take(run, iter(run.sampler), 16)
+        assert together([run.log]) == CASE.steps[:1] + epoch_steps(1)
+    else:
+        with pytest.raises(RuntimeError, match=NOT_STEPPED.format(3) + r".*to leave .* early, call .*discard_step"):
+            run.set_epoch(1)
+
+
+@with_prefetching
+def test_raises_if_step_is_called_more_often_than_microbatches(ahead: int) -> None:
+    run = begun()
+    with pytest.raises(RuntimeError, match=r"this is number|are committed"):  # noqa: PT012
+        for _ in read_ahead(run.sampler, ahead):
+            for _ in range(2):
+                run.weight.sum().backward()
+                run.optimizer.step()
+    if not ahead:
+        assert run.optimizer.updates == 0  # the first update has three microbatches
+
+
+def test_raises_if_step_is_called_before_the_first_read() -> None:
+    run = begun()
+    with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(0, 1)):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda sampler: CASE.sampler()], ids=["a copy", "an equal one"])
+def test_raises_if_the_loader_has_another_sampler(make: Callable[[vbs.CustomSampler], vbs.CustomSampler]) -> None:
+    run = begun()
+    loader = DataLoader(range(40), batch_sampler=make(run.sampler))
+    with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(0, 1)):
+        take(run, iter(loader), 1)
+    next(iter(run.sampler))  # also when its own was looked at
+    take(run, iter(loader), 1)
+    with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(1, 2)):
+        take(run, iter(loader), 1)
+
+
+def test_raises_if_the_loader_batches_microbatches() -> None:
+    """`DataLoader(data, sampler=sampler, batch_size=4)` yields four of them at a time."""
+    run = begun()
+    loader = DataLoader(TensorDataset(torch.arange(40)), sampler=run.sampler, batch_size=4)
+    with pytest.raises(RuntimeError, match=EACH.format(3) + r".* batch_sampler$"):  # noqa: PT012
+        for _ in loader:
+            run.weight.sum().backward()
+            run.optimizer.step()
+
+
+def test_raises_if_an_iteration_continues_after_its_update_started_over() -> None:
+    def load(run: Run) -> None:
+        run.discard_step()
+        run.optimizer.load_state_dict(saved)
+
+    saved = copy.deepcopy(begun().optimizer.state_dict())
+    again: list[Callable[[Run], None]] = [Run.discard_step, lambda run: run.set_epoch(0), load]
+    for number, go_back in itertools.product((1, 2, 3, 4), again):
+        run = begun()
+        batches = iter(run.sampler)
+        take(run, batches, number)
+        go_back(run)
+        here = run.optimizer.updates
+        with pytest.raises(RuntimeError, match=ANEW.format(here)):
+            take(run, batches, 1)
+        whole = len(run.log)
+        take(run, iter(run.sampler), 100)
+        assert together([run.log[whole:]]) == CASE.steps[here:8]
+
+
+def test_raises_if_two_iterations_alternate() -> None:
+    run = begun()
+    one = iter(run.sampler)
+    take(run, one, 3)
+    other = iter(run.sampler)
+    take(run, other, 2)
+    with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 0, step 0", "epoch 0, step 2")):
+        take(run, one, 1)
+    take(run, other, 100)
+    assert together([run.log]) == epoch_steps(0)
+
+
+def test_an_exhausted_epoch_may_be_read_only_once() -> None:
+    """A run that is restored at an epoch's end, in a loop that forgets set_epoch, would train on nothing for ever."""
+    run = Run(CASE)
+    run.optimizer.load_state_dict(Run(CASE).train(updates=8).optimizer.state_dict())
+    assert list(run.sampler) == []
+    with pytest.raises(RuntimeError, match=EPOCH_OVER):
+        list(run.sampler)
+    run.set_epoch(1)
+    take(run, iter(run.sampler), 16)
+    assert together([run.log]) == epoch_steps(1)

@@ -1,0 +1,107 @@
+"""No sequence of calls, however odd, trains on wrong samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.reference import examples
+from helpers.splitting import rows_of
+from helpers.strategies import Case, Run, read_ahead, refused
+from variable_batch_size.data.shuffle import order
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+class Fuzz:
+    """A user who calls anything at any time, and a rank that may notice."""
+
+    def __init__(self, case: Case, ahead: int) -> None:
+        self.run, self.ahead = Run(case), ahead
+        self.iterations: list[Iterator[list[int]]] = []
+        self.begun: set[int] = set()  # the iterations of which a microbatch came
+        self.state = copy.deepcopy(self.run.optimizer.state_dict())
+
+    def begin(self, _: int) -> None:
+        self.iterations.append(read_ahead(self.run.sampler, self.ahead))
+
+    def look(self, _: int) -> None:
+        next(read_ahead(self.run.sampler, self.ahead), None)
+
+    def train(self, which: int) -> None:
+        if not self.iterations:
+            return
+        number = (len(self.iterations) - 1) * (which > 0)  # the newest or the oldest
+        batch = next(self.iterations[number], None)
+        if batch is not None:
+            due = self.due()
+            self.run.weight.sum().backward()
+            self.run.optimizer.step()
+            assert batch == due
+            self.begun.add(number)
+
+    def due(self) -> list[int]:
+        """Rows of the microbatch that the optimizer says it takes."""
+        case, optimizer = self.run.case, self.run.optimizer
+        microbatch = optimizer.microbatch
+        samples = order(case.dataset_size, case.seed, optimizer.epoch)(np.arange(case.dataset_size))
+        rows = rows_of(microbatch.start, microbatch.samples, case.minibatch_size, case.fixed_shape)
+        return samples[rows].tolist()
+
+    def leave_out(self, which: int) -> None:
+        """Read without training, once training on the iteration has begun: before, it is a loader's reading ahead."""
+        if len(self.iterations) - 1 in self.begun:
+            next(self.iterations[-1], None)
+
+    def sampler_epoch(self, epoch: int) -> None:
+        self.run.sampler.set_epoch(epoch)
+
+    def optimizer_epoch(self, epoch: int) -> None:
+        self.run.optimizer.set_epoch(epoch)
+
+    def both_epochs(self, epoch: int) -> None:
+        self.run.set_epoch(epoch)
+
+    def discard(self, _: int) -> None:
+        self.run.optimizer.discard_step()
+
+    def save(self, _: int) -> None:
+        self.state = copy.deepcopy(self.run.optimizer.state_dict())
+
+    def load(self, which: int) -> None:
+        if which != 1:
+            self.run.optimizer.load_state_dict(self.state)
+        if which != 2:
+            self.run.sampler.load_state_dict({**self.run.sampler.state_dict(), **position(self.state)})
+
+
+def position(state: dict[str, Any]) -> dict[str, int]:
+    return {key: state["vbs"][key] for key in ("epoch", "step")}
+
+
+CALLS = [Fuzz.train] * 6 + [Fuzz.begin, Fuzz.begin, Fuzz.look, Fuzz.leave_out, Fuzz.sampler_epoch, Fuzz.optimizer_epoch]
+CALLS += [Fuzz.both_epochs, Fuzz.discard, Fuzz.save, Fuzz.load]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(9, 20),
+    st.sampled_from([0, 0, 1, 4]),
+    st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 2)), min_size=4, max_size=30),
+)
+@examples(400)
+def test_no_sequence_of_calls_trains_on_wrong_samples(
+    sizes: list[int], dataset_size: int, ahead: int, calls: list[tuple[Callable[[Fuzz, int], None], int]]
+) -> None:
+    trace = vbs.BatchTrace.from_sizes(sizes, on_end="cycle")
+    fuzz = Fuzz(Case(trace, dataset_size, 4, False, True, 0, 3), ahead)
+    fuzz.begin(0)
+    for call, argument in calls:
+        refused(lambda call=call, argument=argument: call(fuzz, argument))

@@ -1,0 +1,161 @@
+"""Checks of numbers: which values pass, as what type, and what the errors state."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size._validation import MAX_INT, as_int, check_int, check_number, type_error, value_error
+
+INTEGER_DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+FLOAT_DTYPES = [np.float16, np.float32, np.float64, np.longdouble]
+
+numpy_integers = st.sampled_from(INTEGER_DTYPES).flatmap(
+    lambda dtype: st.integers(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)).map(dtype)
+)
+any_integer = st.one_of(st.integers(-(2**300), 2**300), numpy_integers)
+not_numbers = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.booleans().map(np.bool_),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(),
+    st.complex_numbers(width=64).map(np.complex64),
+    st.fractions(),
+    st.decimals(),
+    st.lists(st.integers(), max_size=2),
+    st.lists(st.integers(0, 9), max_size=2).map(np.array),
+)
+not_integers = st.one_of(not_numbers, st.floats(), st.floats(width=32).map(np.float32))
+
+
+class Index:
+    """A number of another library: not an int, but usable as an index."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+@given(any_integer)
+def test_as_int_returns_every_integer_as_a_python_int(value: int | np.integer) -> None:
+    for integer in (value, Index(int(value))):
+        number = as_int(integer)
+        assert type(number) is int
+        assert number == value
+
+
+@given(not_integers)
+def test_as_int_returns_none_for_any_other_value(value: object) -> None:
+    assert as_int(value) is None
+
+
+@given(any_integer, any_integer, st.one_of(st.none(), any_integer))
+def test_check_int_returns_a_python_int_in_range_and_rejects_others(
+    value: int | np.integer, minimum: int, maximum: int | None
+) -> None:
+    minimum, maximum = int(minimum), None if maximum is None else int(maximum)
+    if minimum <= int(value) and (maximum is None or int(value) <= maximum):
+        number = check_int(value, "rank", minimum, maximum)
+        assert type(number) is int
+        assert number == value
+        return
+    with pytest.raises(ValueError, match=r"^rank must be an integer >= .*; use another one$") as caught:
+        check_int(value, "rank", minimum, maximum, "use another one")
+    assert f"must be an integer >= {minimum}" in str(caught.value)
+    assert f"got {int(value)};" in str(caught.value)
+
+
+@given(st.integers(-(2**70), 2**70))
+def test_check_int_has_a_minimum_of_zero_and_no_maximum_by_default(value: int) -> None:
+    if value >= 0:
+        assert check_int(value, "step") == value
+    else:
+        with pytest.raises(ValueError, match=rf"^step must be an integer >= 0, got {value}; pass such an int$"):
+            check_int(value, "step")
+
+
+@given(not_integers, st.integers(), st.one_of(st.none(), st.integers()))
+def test_check_int_raises_a_type_error_for_any_other_value(value: object, minimum: int, maximum: int | None) -> None:
+    with pytest.raises(TypeError) as caught:
+        check_int(value, "rank", minimum, maximum, "pass an int")
+    found = f"{value!r:.60} ({type(value).__name__})"
+    assert str(caught.value) == f"rank must be an integer >= {minimum}, got {found}; pass an int"
+
+
+@pytest.mark.parametrize(
+    ("maximum", "text"),
+    [
+        (9, "9"),
+        (1024, "1024"),
+        (2**31 - 1, "2147483647"),
+        (2**32 - 1, "2**32 - 1"),
+        (2**32, "2**32"),
+        (MAX_INT, "2**53"),
+        (MAX_INT + 1, "9007199254740993"),
+        (2**63 - 1, "2**63 - 1"),
+        (2**64 - 1, "2**64 - 1"),
+    ],
+)
+def test_a_message_shows_a_long_power_of_two_as_a_power(maximum: int, text: str) -> None:
+    assert check_int(maximum, "seed", 0, maximum) == maximum
+    with pytest.raises(ValueError, match="seed") as caught:
+        check_int(maximum + 1, "seed", 0, maximum, "take it modulo that")
+    expected = f"seed must be an integer >= 0 and <= {text}, got {maximum + 1}; take it modulo that"
+    assert str(caught.value) == expected
+
+
+def test_float64_represents_max_int_and_every_smaller_integer_only() -> None:
+    assert int(float(MAX_INT)) == MAX_INT
+    assert int(float(MAX_INT - 1)) == MAX_INT - 1
+    assert int(float(MAX_INT + 1)) != MAX_INT + 1
+
+
+@given(
+    st.one_of(
+        st.floats(),
+        any_integer,
+        *(st.floats(width=16).map(dtype) for dtype in FLOAT_DTYPES),
+    )
+)
+def test_check_number_returns_a_finite_float_from_zero_and_rejects_others(value: float | np.number) -> None:
+    if math.isfinite(value) and value >= 0:
+        number = check_number(value, "lr", "pass a number")
+        assert type(number) is float
+        assert number == float(value)
+        return
+    with pytest.raises(ValueError, match="lr") as caught:
+        check_number(value, "lr", "pass a number")
+    assert str(caught.value) == f"lr must be a finite number >= 0, got {value!r}; pass a number"
+
+
+@given(not_numbers)
+def test_check_number_raises_a_type_error_for_any_other_value(value: object) -> None:
+    with pytest.raises(TypeError) as caught:
+        check_number(value, "lr", "pass a number")
+    found = f"{value!r:.60} ({type(value).__name__})"
+    assert str(caught.value) == f"lr must be a finite number >= 0, got {found}; pass a number"
+
+
+@pytest.mark.parametrize("value", [Fraction(1, 2), Decimal("0.5"), 0.5j, "0.5", True])
+def test_numbers_that_are_not_float_or_int_are_rejected(value: object) -> None:
+    with pytest.raises(TypeError, match="lr must be a finite number"):
+        check_number(value, "lr", "convert it to float")
+
+
+def test_an_error_has_three_parts_and_shortens_a_long_value() -> None:
+    assert str(value_error("a must be b", 3, "do c")) == "a must be b, got 3; do c"
+    assert str(type_error("a must be b", None, "do c")) == "a must be b, got None (NoneType); do c"
+    message = str(type_error("a must be b", "x" * 1000, "do c"))
+    assert message == f"a must be b, got '{'x' * 59} (str); do c"
+    assert type(value_error("", 0, "")) is ValueError
+    assert type(type_error("", 0, "")) is TypeError

@@ -1,0 +1,90 @@
+"""Which microbatches a rank computes in consecutive steps: thousands of steps at once, as NumPy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from variable_batch_size._validation import IntArray
+from variable_batch_size.data.microbatching import partial_sizes
+from variable_batch_size.world import World
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """The microbatches of one rank in consecutive steps, dealt round robin.
+
+    Attributes:
+        first_step: number of the first of these steps.
+        ends: number of microbatches that this rank has computed at the end of each step.
+        counts: number of microbatches of each step over all ranks.
+        starts: position of the first sample of each step in the order of the epoch.
+        remainders: samples of each step that do not fill a microbatch.
+    """
+
+    first_step: int
+    ends: IntArray  # (steps,)
+    counts: IntArray  # (steps,)
+    starts: IntArray  # (steps,)
+    remainders: IntArray  # (steps,)
+    world: World
+    minibatch_size: int
+    fixed_shape: bool
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def locate(self, begin: int, end: int) -> tuple[IntArray, IntArray]:
+        """Return the step (as an index into this deal) and the round of microbatches `begin .. end - 1` of the deal.
+
+        Returns:
+            Two arrays, (microbatches,).
+        """
+        number = np.arange(begin, end)  # (microbatches,)
+        index = np.searchsorted(self.ends, number, side="right")  # (microbatches,)
+        return index, number - np.where(index > 0, self.ends[index - 1], 0)
+
+    def microbatches(self, index: IntArray, round_index: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the first position and the number of distinct samples of microbatches; a replay has those it repeats.
+
+        Args:
+            index: step of each microbatch, as an index into this deal, (microbatches,).
+            round_index: round of each microbatch, (microbatches,).
+
+        Returns:
+            Two arrays, (microbatches,).
+        """
+        number = (self.world.rank + round_index * self.world.size) % self.counts[index]  # (microbatches,)
+        remainders, which = np.unique(self.remainders[index], return_inverse=True)  # (splits,), (microbatches,)
+        splits = [partial_sizes(int(remainder), self.minibatch_size, self.fixed_shape) for remainder in remainders]
+        lengths = np.array([len(split) for split in splits], dtype=np.int64)  # (splits,)
+        # All splits one after another, each with an end mark, so that every lookup below stays inside its own split.
+        sizes = np.array([size for split in splits for size in (*split, 0)], dtype=np.int64)  # (entries,)
+        before = np.concatenate(([0], np.cumsum(sizes)[:-1]))  # (entries,)
+        row = (np.cumsum(lengths + 1) - lengths - 1)[which]  # (microbatches,): first entry of the split
+        entry = row + np.minimum(number, lengths[which])  # (microbatches,)
+        full = np.maximum(number - lengths[which], 0)  # (microbatches,): full microbatches before this one
+        size = np.where(number < lengths[which], sizes[entry], self.minibatch_size)  # (microbatches,)
+        start = before[entry] - before[row] + full * self.minibatch_size  # (microbatches,)
+        return self.starts[index] + start, size
+
+    def positions(self, start: IntArray, size: IntArray) -> IntArray:
+        """Return the rows of microbatches as positions in the order of the epoch.
+
+        With a fixed shape each sample of a partial microbatch of d samples is repeated minibatch_size / d times;
+        otherwise the columns from `size` on are padding.
+
+        Args:
+            start: first position of each microbatch, (microbatches,).
+            size: distinct samples of each microbatch, (microbatches,).
+
+        Returns:
+            (microbatches, minibatch_size).
+        """
+        column = np.arange(self.minibatch_size)  # (rows,)
+        if self.fixed_shape:
+            return start[:, None] + column * size[:, None] // self.minibatch_size
+        return start[:, None] + np.minimum(column, size[:, None] - 1)
