@@ -1,4 +1,4 @@
-"""The helper that tells whether a training resumes: of every class of the package, and of trainings that do not."""
+"""`assert_resumes_identically`, on every optimizer of the package and on trainings that do not resume identically."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def builder(kind: type[vbs.CustomOptimizer], **options: Any) -> Any:
     ("kind", "inner", "options"),
     [(kind, inner, {}) for kind, equation in EQUATIONS.items() for inner in equation.inners]
     + [(kind, equation.inners[0], {"noise": "differenced"}) for kind, equation in EQUATIONS.items() if equation.noise],
-    ids=lambda thing: getattr(thing, "__name__", str(thing)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_every_class_resumes(kind: type[vbs.CustomOptimizer], inner: Any, options: dict[str, Any]) -> None:
+def test_every_optimizer_resumes_identically(
+    kind: type[vbs.CustomOptimizer], inner: Any, options: dict[str, Any]
+) -> None:
     assert_resumes_identically(builder(kind, inner=inner, **options), loss, updates=12, seed=1)
 
 
-def test_what_an_update_reads_and_a_state_does_not_hold_is_found() -> None:
+def test_finds_state_that_updates_read_and_state_dict_omits() -> None:
     def build(backend: Backend) -> Any:
         calls: list[int] = []
 
@@ -49,23 +51,23 @@ def test_what_an_update_reads_and_a_state_does_not_hold_is_found() -> None:
         return builder(vbs.CustomOptimizer, rule=rule)(backend)
 
     message = (
-        r"model\['0.weight'\] differs after 12 updates that were made as .*, seed 7; keep all that an update reads"
+        r"model\['0.weight'\] differs after 12 updates in parts of .*, seed 7; save everything that an update reads"
     )
     with pytest.raises(AssertionError, match=message):
         assert_resumes_identically(build, loss, updates=12, seed=7)
 
 
-def unequal(backend: Backend) -> Any:
-    """The learning rate depends on the world."""
+def with_lr_by_world(backend: Backend) -> Any:
+    """Build a training whose learning rate depends on the world."""
     model, sampler, optimizer = builder(vbs.LinearRuleOptimizer)(backend)
     optimizer.param_groups[0]["lr"] *= backend.world.size
     return model, sampler, optimizer
 
 
-def test_a_training_that_depends_on_the_world_is_found_with_another_seed_each_time() -> None:
+def test_finds_a_dependence_on_the_world_with_another_seed_at_each_call() -> None:
     seeds = set()
     for _ in range(3):
         with pytest.raises(AssertionError, match="differs after 6 updates") as error:
-            assert_resumes_identically(unequal, loss, updates=6, worlds=(2,))
+            assert_resumes_identically(with_lr_by_world, loss, updates=6, worlds=(2,))
         seeds.add(str(error.value).rpartition("seed ")[2].split(";")[0])
     assert len(seeds) == 3

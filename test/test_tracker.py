@@ -1,4 +1,4 @@
-"""Scalars of a training in a CSV and in TensorBoard's events, and the progress bar."""
+"""The scalars of a training in the CSV and in TensorBoard events, and the progress bar."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TAGS = ["global_batch_size", "num_microbatches", "world_size", "lr_effective", "
 
 
 def events(folder: Path) -> list[Event]:
-    """What is in TensorBoard's files: records of a length, its checksum, the event and its checksum."""
+    """Read TensorBoard's files: each record is a length, its checksum, the event and its checksum."""
     found = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack("<Q", data[at : at + 8])
-            found.append(Event.FromString(data[at + 12 : at + 12 + length]))
-            at += length + 16
+        data, start = path.read_bytes(), 0
+        while start < len(data):
+            (length,) = struct.unpack("<Q", data[start : start + 8])
+            found.append(Event.FromString(data[start + 12 : start + 12 + length]))
+            start += length + 16
     return found
 
 
@@ -44,7 +44,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three ranks leave, each with a tracker, when every second of 7 updates is written."""
+    """Train 7 updates on three ranks, each with a tracker, and log every second update; return the folder."""
     folder = tmp_path_factory.mktemp("runs")
 
     def train(backend: Backend) -> bool:
@@ -56,13 +56,13 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_log_steps_updates_a_row_tells_about_the_last_one(logged: Path) -> None:
+def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
     table = pd.read_csv(logged / "scalars.csv")
     assert list(table) == ["update", *(f"vbs/{tag}" for tag in TAGS)]
     assert table["update"].tolist() == [2, 4, 6]
     for update, *row in table.itertuples(index=False):
         size = SIZES[update - 1]
-        microbatches = size // 4 + (0, 1, 1, 2)[size % 4]  # 4 is cut into pieces of 2 and 1
+        microbatches = size // 4 + (0, 1, 1, 2)[size % 4]  # a remainder of 3 is split into 2 and 1
         expected = [size, microbatches, 3, SGD["lr"] * size / REF, size / REF, sum(SIZES[:update])]
         assert row == pytest.approx(expected)
 
@@ -73,15 +73,17 @@ def test_tensorboard_has_the_same_values(logged: Path) -> None:
     assert scalars(logged) == expected
 
 
-def test_nothing_is_written_that_nobody_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_logdir_or_before_log_steps_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     training().run(4)
-    training(tracker=vbs.Tracker(tmp_path / "short")).run(9)  # the default writes every tenth
+    training(tracker=vbs.Tracker(tmp_path / "short")).run(9)  # log_steps is 10 by default
     training(tracker=vbs.Tracker(), log_steps=1).run(4)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_log_steps_alone_write_to_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_steps_without_a_tracker_writes_to_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = training(log_steps=3).run(4)
     assert run.optimizer.tracker is not None
@@ -89,14 +91,14 @@ def test_log_steps_alone_write_to_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert pd.read_csv("runs/scalars.csv")["update"].tolist() == [3]
 
 
-def log_and_forget(folder: Path) -> None:
+def log_without_closing(folder: Path) -> None:
     tracker = vbs.Tracker(folder)
     tracker.log(1, {"value": 0.5})
-    globals()["kept"] = tracker  # not closed, and not garbage before the process ends
+    globals()["tracker"] = tracker  # so that it is not collected before the process ends
 
 
-def test_what_nobody_closes_is_written_when_the_process_ends(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=log_and_forget, args=(tmp_path,))
+def test_an_open_tracker_is_flushed_when_the_process_ends(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=log_without_closing, args=(tmp_path,))
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -104,15 +106,15 @@ def test_what_nobody_closes_is_written_when_the_process_ends(tmp_path: Path) -> 
     assert scalars(tmp_path) == [(1, "value", 0.5)]
 
 
-def test_a_tracker_that_is_thrown_away_closes_its_files(tmp_path: Path) -> None:
+def test_a_collected_tracker_closes_its_files(tmp_path: Path) -> None:
     tracker = vbs.Tracker(tmp_path)
     tracker.log(1, {"value": 0.5})
     del tracker
-    gc.collect()  # an open file would be an error here
+    gc.collect()  # an open file would raise a ResourceWarning here
     assert scalars(tmp_path) == [(1, "value", 0.5)]
 
 
-def test_going_on_from_an_earlier_update_replaces_what_came_after(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_update_replaces_later_rows(tmp_path: Path) -> None:
     with vbs.Tracker(tmp_path) as tracker:
         run = training(tracker=tracker, log_steps=1).run(3)
         state = run.optimizer.state_dict()
@@ -125,31 +127,33 @@ def test_going_on_from_an_earlier_update_replaces_what_came_after(tmp_path: Path
     second = (tmp_path / "scalars.csv").read_text().splitlines()
     assert second[:4] == first[:4]
     assert [line.split(",")[0] for line in second] == ["update", "1", "2", "3", "4", "5"]
-    assert second[4] != first[4]  # other microbatches
+    assert second[4] != first[4]  # another number of microbatches
     assert [event.step for event in events(tmp_path) if event.HasField("session_log")] == [4]  # TensorBoard's purge
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_a_folder_with_other_columns_is_refused_and_kept(tmp_path: Path) -> None:
+def test_rejects_a_folder_with_other_columns_and_leaves_it_unchanged(tmp_path: Path) -> None:
     (tmp_path / "scalars.csv").write_text("update,loss\n1,0.5\n")
     tracker = vbs.Tracker(tmp_path)
-    with pytest.raises(ValueError, match=r"scalars\.csv has the columns update,loss instead of update,a; choose"):
+    with pytest.raises(
+        ValueError, match=r"^logdir must .*scalars\.csv has the columns update,loss instead of update,a; choose"
+    ):
         tracker.log(1, {"a": 1.0})
     assert (tmp_path / "scalars.csv").read_text() == "update,loss\n1,0.5\n"
 
 
-def test_going_on_keeps_every_digit_of_earlier_rows(tmp_path: Path) -> None:
+def test_resuming_keeps_every_digit_of_earlier_rows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     values = (rng.random(300) * 10.0 ** rng.integers(-20, 20, 300)).tolist()
-    for some in (range(200), range(200, 300)):
+    for updates in (range(200), range(200, 300)):
         with vbs.Tracker(tmp_path) as tracker:
-            for update in some:
+            for update in updates:
                 tracker.log(update, {"value": values[update]})
     lines = (tmp_path / "scalars.csv").read_text().splitlines()[1:]
     assert [float(line.split(",")[1]) for line in lines] == values
 
 
-def test_going_on_after_a_row_that_was_cut_off_drops_it(tmp_path: Path) -> None:
+def test_resuming_drops_a_truncated_row(tmp_path: Path) -> None:
     (tmp_path / "scalars.csv").write_text("update,a,b\n1,0.5,2\n2,0.")
     with vbs.Tracker(tmp_path) as tracker:
         tracker.log(3, {"a": 1.5, "b": 4})
@@ -157,7 +161,7 @@ def test_going_on_after_a_row_that_was_cut_off_drops_it(tmp_path: Path) -> None:
 
 
 def drawn_on_a_terminal(**options: bool) -> str:
-    """What a training of two epochs writes where standard error is a terminal."""
+    """Return what a training of two epochs writes to standard error, a terminal."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows and columns
     with os.fdopen(reader, "rb", buffering=0) as screen, os.fdopen(writer, "w") as stderr:
@@ -170,16 +174,16 @@ def drawn_on_a_terminal(**options: bool) -> str:
     return drawn.decode()
 
 
-def test_a_bar_in_samples_is_drawn_on_a_terminal() -> None:
+def test_draws_a_bar_in_samples_on_a_terminal() -> None:
     drawn = drawn_on_a_terminal()
     assert re.search(r"epoch 0: 100%.*50.0/50.0 .* samples/s.*epoch 1: .*end$", drawn, re.DOTALL)
 
 
-def test_the_bar_can_be_left_out() -> None:
+def test_draws_no_bar_without_progress() -> None:
     assert drawn_on_a_terminal(progress=False) == "end"
 
 
-def test_the_bar_is_quiet_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_draws_no_bar_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with vbs.Tracker() as tracker:
         training(tracker=tracker).run(6)
     assert capfd.readouterr() == ("", "")

@@ -108,10 +108,10 @@ def check_number(value: object, name: str, remedy: str) -> float:
 def _short(number: int) -> str:
     """Format an integer; Python refuses to format one of more than 4300 digits.
 
-    >>> _short(-12), _short(10**100)
-    ('-12', 'an integer of 333 bits')
+    >>> _short(-12), _short(10**400)
+    ('-12', 'an integer of 1329 bits')
     """
-    return str(number) if number.bit_length() <= 256 else f"an integer of {number.bit_length()} bits"
+    return str(number) if number.bit_length() <= 1024 else f"an integer of {number.bit_length()} bits"
 
 
 def _power(number: int) -> str:

@@ -1,7 +1,8 @@
-"""Means of losses and accuracies over exactly the samples that were trained on, whatever ranks and restarts there were.
+"""Means of losses and accuracies over exactly the samples that were trained on, in any world and after any restart.
 
-An optimizer's microbatches are not alike: some rows repeat, some microbatches are replays, and a step that is broken
-off is computed again. So what is added waits until its step is committed, and weighs as much as it has samples.
+A mean over microbatches would be biased: rows repeat in partial microbatches, replays have no samples, and the
+microbatches of a discarded step are computed again. Values therefore wait until their step is committed, and each is
+weighted by the number of distinct samples in its microbatch.
 """
 
 from __future__ import annotations
@@ -14,138 +15,149 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.optim.consistency import gather
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
-SAMPLES = "samples"  # the name of what is counted and not averaged
+SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean
 
-_WITHOUT_FLOAT64 = ("mps", "xla")  # devices that do not have it, or only imitate it
+_WITHOUT_FLOAT64 = ("mps", "xla")  # device types that lack float64, or emulate it
 
 
 @final
 class _Sum(NamedTuple):
-    """Of samples, and of a value over these: 0-D tensors, whose sum is meant. Nothing changes in place."""
+    """The number of some samples, and the sum of a value over them. Immutable: addition creates new tensors."""
 
     samples: int = 0
-    parts: tuple[Any, ...] = ()
+    parts: tuple[Any, ...] = ()  # 0-D tensors whose sum is meant: one of float64, or two of float32
 
 
 @final
 class Accumulator:
     """Means over all samples of the committed updates, on all ranks, since the last `reset()`.
 
-    mean = sum_j n_j v_j / sum_j n_j over the microbatches j of n_j distinct samples, where v_j is the mean over the
-    microbatch's rows: of the loss, or of a hit, `(output.argmax(1) == target).float().mean()`. Rows that repeat are
-    then right by themselves, and a replay counts 0. Counts and sums over rows are not: pass means.
+    mean = sum_j n_j v_j / sum_j n_j over the microbatches j, where n_j is the number of distinct samples of microbatch
+    j and v_j is the mean of the value over its rows: the loss, or `(output.argmax(1) == target).float().mean()` for
+    the accuracy. Repeated rows do not bias v_j, and a replay has n_j = 0. Pass means: sums and counts over rows would
+    be wrong.
 
-    Call `add` before the `step()` of every microbatch, on every rank and with the same names, for replays too. It
-    never waits for the device. What is added to a step that is dropped, by `discard_step()`, `set_epoch()` or
-    `load_state_dict()` of the optimizer, is dropped with it. Sums are kept in float64, or in two float32 where a device
-    has no float64, so that a million microbatches lose no digits. (After Accumulator of AdaptDL: Qiao et al. 2021,
-    arXiv 2008.12260.)
+    Call `add` before the `step()` of every microbatch, on every rank and with the same names, for replays
+    too. It never waits for the device. Values of a step that is discarded, by `discard_step()`, `set_epoch()` or
+    `load_state_dict()` of the optimizer, are discarded too. Sums are kept in float64, or as pairs of float32 on devices
+    without float64, so that a sum over a million microbatches loses no digits.
+
+    Source: `Accumulator` of AdaptDL, Qiao et al. 2021, arXiv 2008.12260.
 
     Args:
-        optimizer: the `CustomOptimizer` that knows which microbatch is due, and when its step is committed.
+        optimizer: the `CustomOptimizer` of the training loop.
 
     Raises:
-        TypeError: for another optimizer.
+        TypeError: if `optimizer` is not a `CustomOptimizer`.
     """
 
     def __init__(self, optimizer: CustomOptimizer) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise TypeError(
-                f"the optimizer must be the vbs.CustomOptimizer of the loop, got {type(optimizer).__name__}; pass the "
-                f"wrapper, not what it wraps"
+                f"optimizer must be the vbs.CustomOptimizer of the training loop, got {type(optimizer).__name__}; pass "
+                f"the wrapper, not the inner optimizer"
             )
         self._optimizer = optimizer
-        self._before: dict[str, tuple[int, float]] = {}  # samples and sum over all ranks, before a restart
-        self._committed: dict[str, _Sum] = {}  # of this rank, since then
-        self._now: dict[str, _Sum] = {}  # with the step that is being accumulated
-        self._latest: Microbatch | None = None
-        self._had: frozenset[str] = frozenset()  # names that it has had
+        self._restored: dict[str, tuple[int, float]] = {}  # name -> samples and sum over all ranks, from a checkpoint
+        self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
+        self._pending: dict[str, _Sum] = {}  # the same, with the microbatches of the current step
+        self._last_microbatch: Microbatch | None = None
+        self._last_names: frozenset[str] = frozenset()  # that have a value for the last microbatch
         optimizer.watch(self)
 
     def reset(self) -> None:
-        """Begin again with no samples."""
-        self._before, self._committed = {}, {}
+        """Start again with no samples."""
+        self._restored, self._committed = {}, {}
         self.discard()
 
     @torch.no_grad()
     def add(self, **means: Tensor | float) -> None:
-        """Add values of the microbatch that is due, each a mean over its rows: 0-D tensors, or numbers.
+        """Add values of the current microbatch. Several calls may add different names.
+
+        Args:
+            means: name -> mean of a value over the rows of the microbatch, a number or a tensor with one element.
 
         Raises:
-            RuntimeError: after the last `step()` of an epoch, or for a name that this microbatch has had.
-            TypeError, ValueError: for what is no single number, or is called "samples".
+            RuntimeError: if all updates of the epoch are committed, or a name already has a value for this microbatch.
+            TypeError: if a value is neither a number nor a tensor.
+            ValueError: if a tensor has not exactly one element, or a name is "samples".
         """
-        microbatch = self._due()
-        had = self._had if microbatch == self._latest else frozenset()
+        microbatch = self._current_microbatch()
+        known = self._last_names if microbatch == self._last_microbatch else frozenset()
         for name, mean in means.items():
-            self._check(name, mean, had)
-        new = means if had else {SAMPLES: 1.0, **means}
+            self._check(name, mean, known)
+        new = means if known else {SAMPLES: 1.0, **means}
         for name, mean in new.items():
-            self._now[name] = self._plus(self._now.get(name, _Sum()), mean, microbatch.samples)
-        self._latest, self._had = microbatch, had | new.keys()
+            self._pending[name] = self._plus(self._pending.get(name, _Sum()), mean, microbatch.samples)
+        self._last_microbatch, self._last_names = microbatch, known | new.keys()
 
     def read(self) -> dict[str, float]:
-        """The mean of each name, and under "samples" how many samples there were; every rank has to call it.
+        """Return the mean of each name over the committed updates, and under "samples" the number of samples.
 
-        It takes one all-reduce. In the middle of a step it tells about those before.
+        Every rank has to call it: it takes one all-reduce.
         """
-        sums = self._over_ranks()
+        sums = self._sums_over_ranks()
         means = {name: total / samples if samples else math.nan for name, (samples, total) in sums.items()}
         return {**means, SAMPLES: sums.get(SAMPLES, (0, 0.0))[0]}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Samples and sums over all ranks, as plain numbers without a world; every rank has to call it.
+        """Return the samples and sums over all ranks, as numbers that do not depend on the world.
 
-        Save it together with the optimizer's state, of the same update.
+        Every rank has to call it: it takes one all-reduce. Save it with the state of the optimizer of the same update.
         """
-        return {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in self._over_ranks().items()}
+        return {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in self._sums_over_ranks().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what `state_dict()` gave, on any world; every rank loads the same."""
-        before = {name: (int(saved[SAMPLES]), float(saved["sum"])) for name, saved in state_dict.items()}
+        """Replace the sums by a result of `state_dict()`, in any world; every rank loads the same."""
+        restored = {name: (int(saved[SAMPLES]), float(saved["sum"])) for name, saved in state_dict.items()}
         self.reset()
-        self._before = before
+        self._restored = restored
 
     def commit(self) -> None:
-        """Count what was added to the step; the optimizer calls it."""
-        self._committed = dict(self._now)
+        """Count the values of the current step. The optimizer calls it when the step is committed."""
+        self._committed = dict(self._pending)
 
     def discard(self) -> None:
-        """Drop what was added since the last commit; the optimizer calls it."""
-        self._now = dict(self._committed)
-        self._latest, self._had = None, frozenset()
+        """Drop the values since the last commit. The optimizer calls it when a step is discarded."""
+        self._pending = dict(self._committed)
+        self._last_microbatch, self._last_names = None, frozenset()
 
-    def _due(self) -> Microbatch:
+    def _current_microbatch(self) -> Microbatch:
         try:
             return self._optimizer.microbatch
         except RuntimeError:
             raise RuntimeError(
-                "add() needs a microbatch whose step() is to come, but the epoch has had its last one; call it between "
-                "backward() and step()"
+                "add() must be called before the step() of a microbatch, but all updates of the epoch are committed; "
+                "call it between backward() and step()"
             ) from None
 
-    def _check(self, name: str, mean: Tensor | float, had: Set[str]) -> None:
+    def _check(self, name: str, mean: Tensor | float, known: Set[str]) -> None:
         if name == SAMPLES:
-            raise ValueError(f"the name {SAMPLES!r} is that of their number, which is counted by itself; leave it out")
-        if name in had:
+            raise ValueError(
+                f"the name {SAMPLES!r} is reserved for the number of samples, which is counted by itself; choose "
+                f"another name"
+            )
+        if name in known:
             raise RuntimeError(
-                f"a microbatch gives one value a name, but a second {name!r} came in step {self._optimizer.updates}; "
-                f"call add() once between backward() and step()"
+                f"a microbatch takes one value for each name, but {name!r} was added twice in step "
+                f"{self._optimizer.updates}; call add() once between backward() and step()"
             )
         if isinstance(mean, Tensor):
             if mean.numel() != 1:
-                raise ValueError(
-                    f"{name} must be a mean over the microbatch's rows, got a tensor of shape {tuple(mean.shape)}; "
-                    f"pass its .mean()"
+                raise value_error(
+                    f"{name} must be a mean over the rows of the microbatch",
+                    f"a tensor of shape {tuple(mean.shape)}",
+                    "pass its .mean()",
                 )
-        elif not isinstance(mean, (int, float, np.floating, np.integer)):
-            raise TypeError(f"{name} must be a number or a 0-D tensor, got {mean!r:.60}; pass a mean over the rows")
+        elif isinstance(mean, bool) or not isinstance(mean, (int, float, np.floating, np.integer)):
+            raise type_error(f"{name} must be a number or a tensor with one element", mean, "pass a mean over the rows")
 
     def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
+        """Return `old` plus `samples` times `mean`."""
         number = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(mean, dtype=torch.float64)
         if value.device.type not in _WITHOUT_FLOAT64:
@@ -154,40 +166,51 @@ class Accumulator:
         backend = self._optimizer.backend
         high, low = old.parts or backend.scalars([0.0, 0.0], value)
         weight = torch.as_tensor(backend.scalar(samples, value), dtype=torch.float32)
-        share = torch.where(weight > 0, value * weight, 0.0)  # a replay's value may be infinite
-        return _Sum(number, added(high, low, share))
+        weighted = torch.where(weight > 0, value * weight, 0.0)  # the value of a replay may be infinite: 0 * inf is nan
+        return _Sum(number, compensated_add(high, low, weighted))
 
-    def _over_ranks(self) -> dict[str, tuple[int, float]]:
-        """Samples and sum of each name, over all ranks, before a restart and after."""
-        backend, mine = self._optimizer.backend, dict(sorted(self._committed.items()))
-        sums = dict(self._before)
-        if not mine:
+    def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
+        """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
+        backend, committed = self._optimizer.backend, dict(sorted(self._committed.items()))
+        sums = dict(self._restored)
+        if not committed:
             return sums
-        numbers = [number for own in mine.values() for number in (own.samples, self._total(own.parts))]
+        numbers = [number for own in committed.values() for number in (own.samples, self._to_float(own.parts))]
         device = self._optimizer.param_groups[0]["params"][0].device
-        rows = gather(in_singles(numbers), backend, device).double()
-        totals = rows.view(backend.world.size, 3, len(mine), 2).sum(dim=1).sum(dim=0).tolist()
-        for name, (samples, total) in zip(mine, totals, strict=True):
-            earlier, sum_before = sums.get(name, (0, 0.0))
-            sums[name] = earlier + int(samples), sum_before + total
+        rows = backend.all_gather_floats(split_into_float32(numbers), device).double()  # (ranks, 3 * numbers)
+        totals = rows.view(backend.world.size, 3, len(committed), 2).sum(dim=1).sum(dim=0)  # (names, 2)
+        for name, (samples, total) in zip(committed, totals.tolist(), strict=True):
+            restored_samples, restored_sum = sums.get(name, (0, 0.0))
+            sums[name] = restored_samples + int(samples), restored_sum + total
         return sums
 
-    def _total(self, parts: Sequence[Tensor]) -> float:
+    def _to_float(self, parts: Sequence[Tensor]) -> float:
         return sum((self._optimizer.backend.host(part).double().item() for part in parts), 0.0)
 
 
-def added(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """high + low + value to twice the digits that one has (Knuth, TAOCP volume 2, section 4.2.2, theorem B)."""
+def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return high + low + value as such a pair again, with twice the digits of one number.
+
+    Source: Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B.
+    """
     total = high + value
-    share = total - high  # of `value` in it
-    return total, low + ((high - (total - share)) + (value - share))
+    added = total - high  # what `total` has of `value` after rounding
+    return total, low + ((high - (total - added)) + (value - added))
 
 
-def in_singles(numbers: Sequence[float]) -> list[float]:
-    """Three rows of float32 numbers, one after another, whose sums are `numbers`: any device adds up zeros exactly."""
-    rest, rows = torch.tensor(numbers, dtype=torch.float64), []
+def split_into_float32(numbers: Sequence[float]) -> list[float]:
+    """Return three float32 numbers for each float64 number, whose sum is exact in the range of float32.
+
+    Args:
+        numbers: n finite numbers.
+
+    Returns:
+        3 * n numbers: the leading parts of all numbers, then the second parts, then the third parts. A sum of them and
+        zeros is exact on any device.
+    """
+    residual, rows = torch.tensor(numbers, dtype=torch.float64), []  # (n,)
     for _ in range(3):
-        row = rest.float()
-        rest = torch.where(row.isfinite(), rest - row.double(), 0.0)
+        row = residual.float()
+        residual = torch.where(row.isfinite(), residual - row.double(), 0.0)
         rows += row.tolist()
     return rows

@@ -1,4 +1,4 @@
-"""Helpers for testing a training: a world of any size inside one process, several XLA cores on a CPU, and resuming."""
+"""Helpers for tests of a training: a world of any size in one process, XLA cores on a CPU, and a test of resuming."""
 
 from __future__ import annotations
 
@@ -24,71 +24,84 @@ Built = tuple[torch.nn.Module, CustomSampler, CustomOptimizer]
 
 Result = TypeVar("Result")
 
-_PATIENCE = 60.0  # seconds that a rank waits for the others
+_TIMEOUT = 60.0  # seconds that a rank waits for the others
 
 
 @final
 class ThreadBackend(Backend):
-    """One of several ranks that are threads of this process; sums are taken in the order of the ranks.
+    """One of several ranks that are threads of this process. `run_ranks` makes them.
 
-    `collectives` counts the calls of `all_reduce_sum`.
+    Attributes:
+        collectives: number of calls of `all_reduce_sum` so far.
     """
 
-    def __init__(self, world: World, meeting: _Meeting) -> None:
+    def __init__(self, world: World, rendezvous: _Rendezvous) -> None:
         super().__init__(world)
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self.collectives = 0
 
     def store(self) -> dist.Store:
-        """In the memory that all ranks share."""
-        return self._meeting.store
+        """Return a key-value store in the memory that all ranks share."""
+        return self._rendezvous.store
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Waits for all ranks, for a minute."""
+        """Sum the tensors over all ranks, in place and in the order of the ranks; wait at most a minute for them.
+
+        Raises:
+            threading.BrokenBarrierError: if another rank does not call it within the minute, or has failed.
+        """
         self.collectives += 1
-        sums = self._meeting.exchange(self.world.rank, [tensor.detach() for tensor in tensors])
+        sums = self._rendezvous.sums(self.world.rank, [tensor.detach() for tensor in tensors])
         for tensor, total in zip(tensors, sums, strict=True):
             tensor.detach().copy_(total)
 
 
 @final
-class _Meeting:
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=_PATIENCE)
-        self.store = dist.HashStore()
-        self._slots: list[Sequence[Tensor]] = [()] * size
+class _Rendezvous:
+    """What the threads of one world share."""
 
-    def exchange(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        self._slots[rank] = tensors
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT)
+        self.store = dist.HashStore()
+        self._inputs: list[Sequence[Tensor]] = [()] * size  # by rank
+
+    def sums(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return new tensors: the sums over all ranks."""
+        self._inputs[rank] = tensors
         self.barrier.wait()
-        sums = [sum(parts[1:], start=parts[0].clone()) for parts in zip(*self._slots, strict=True)]
-        self.barrier.wait()  # nobody writes its sums over what others still read
+        sums = [sum(summands[1:], start=summands[0].clone()) for summands in zip(*self._inputs, strict=True)]
+        self.barrier.wait()  # no rank overwrites its inputs while others read them
         return sums
 
 
 def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
-    """Run `train(backend)` on `size` ranks, each a thread, and return their results by rank.
+    """Run `train(backend)` on `size` ranks, each a thread of this process, and return the results by rank.
+
+    Args:
+        train: function of the backend of a rank.
+        size: number of ranks.
 
     Raises:
-        Exception: the first one that a rank raised; the other ranks are then released.
+        Exception: the first exception that a rank raised; the other ranks do not wait for it.
+        RuntimeError: if a rank returned, or was more than a minute late, while another was in an all-reduce.
     """
-    meeting = _Meeting(size)
+    rendezvous = _Rendezvous(size)
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = train(ThreadBackend(World(rank, size), meeting))
+            results[rank] = train(ThreadBackend(World(rank, size), rendezvous))
         except threading.BrokenBarrierError:
             errors.append(
                 RuntimeError(
-                    f"all ranks must come to every all-reduce, but rank {rank} waited in vain for another, which has "
-                    f"ended or stayed away for a minute; let all ranks make the same updates"
+                    f"every rank must take part in every all-reduce, but rank {rank} waited for one that has returned "
+                    f"or is more than {_TIMEOUT:g} s late; give all ranks the same number of updates"
                 )
             )
         except BaseException as error:
             errors.insert(0, error)
-            meeting.barrier.abort()
+            rendezvous.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -110,24 +123,24 @@ def assert_resumes_identically(
     seed: int | None = None,
     rtol: float = 1e-9,
 ) -> None:
-    """Stop a training at random updates, go on in other worlds, and compare it with one that never stopped.
+    """Check that a training which stops at random updates and resumes in other worlds ends like one that never stops.
 
-    Each part of the training builds everything anew and loads `model.state_dict()` and `optimizer.state_dict()`, as
-    after a restart. Ranks are threads of this process, so a model that draws from torch's global generator (dropout)
-    is no subject for this. Use float64 for the model and the data, or a larger `rtol`.
+    Each part of the training builds new objects and loads `model.state_dict()` and `optimizer.state_dict()`, as after a
+    restart. Ranks are threads of this process, so a model that draws from torch's global generator (dropout) cannot be
+    tested. Use float64 for the model and the data, or a larger `rtol`.
 
     Args:
-        build: makes the model, the `CustomSampler` for `backend.world` (its size and rank) and the optimizer with
-            `backend=backend`; with the same weights at every call.
-        loss_fn: the loss of a microbatch, given the indices of its samples.
+        build: function that returns the model, the `CustomSampler` for `backend.world` and the optimizer with
+            `backend=backend`; with the same initial weights at every call.
+        loss_fn: function that returns the loss of a microbatch, given the model and the indices of the samples.
         updates: length of the training.
-        stops: how often it is broken off.
-        worlds: numbers of ranks, of which each part takes one.
-        seed: of the stops and worlds; by default another one at each call, which the error names.
-        rtol: of parameters and optimizer state, relative to the largest number of a tensor.
+        stops: number of updates after which the training stops and resumes.
+        worlds: numbers of ranks, from which each part of the training draws one.
+        seed: seed of the stops and worlds. Default: another one at each call; the error reports it.
+        rtol: tolerance for parameters and optimizer state, relative to the largest absolute value of each tensor.
 
     Raises:
-        AssertionError: naming what differs, where the training was broken off, and the seed.
+        AssertionError: if a tensor differs, with its name, the stops, the worlds and the seed.
     """
     seed = random.randrange(2**32) if seed is None else seed
     rng = random.Random(seed)
@@ -137,15 +150,15 @@ def assert_resumes_identically(
     def train(end: int, world: int, state: _State | None) -> _State:
         return run_ranks(lambda backend: _train(build(backend), loss_fn, end, state), world)[0]
 
-    unbroken, broken = train(updates, 1, None), None
+    uninterrupted, resumed = train(updates, 1, None), None
     for end, world in parts:
-        broken = train(end, world, broken)
-    found = dict(_tensors(broken))
-    for name, expected in _tensors(unbroken):
+        resumed = train(end, world, resumed)
+    found = dict(_tensors(resumed))
+    for name, expected in _tensors(uninterrupted):
         if not _close(found[name], expected, rtol):
             raise AssertionError(
-                f"a training that stops must go on as if it had not, but {name} differs after {updates} updates that "
-                f"were made as (up to update, on ranks) {parts}, seed {seed}; keep all that an update reads in "
+                f"a resumed training must equal an uninterrupted one, but {name} differs after {updates} updates in "
+                f"parts of (last update, ranks) {parts}, seed {seed}; save everything that an update reads in "
                 f"state_dict()"
             )
 
@@ -158,7 +171,7 @@ class _State(NamedTuple):
 def _train(
     built: Built, loss_fn: Callable[[torch.nn.Module, list[int]], Tensor], end: int, state: _State | None
 ) -> _State:
-    """Up to update number `end`, over as many epochs as it takes."""
+    """Train until `end` updates are committed, over as many epochs as needed, and return a copy of the state."""
     model, sampler, optimizer = built
     if state is not None:
         model.load_state_dict(copy.deepcopy(state.model))
@@ -177,7 +190,7 @@ def _train(
 
 
 def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Every tensor and float of a state, with its path."""
+    """Return every tensor and float of a nested state, with its path."""
     if isinstance(state, (Tensor, float)):
         return [(name, torch.as_tensor(state))]
     if isinstance(state, _State):
@@ -187,6 +200,7 @@ def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 def _close(found: Tensor, expected: Tensor, rtol: float) -> bool:
+    """Return whether the shapes agree, and the values up to `rtol` times the largest expected one."""
     if found.shape != expected.shape or not found.numel():
         return found.shape == expected.shape
     largest = expected.abs().nan_to_num().max().item()

@@ -1,4 +1,4 @@
-"""Scalars of a training, to TensorBoard and to a CSV, and a progress bar in samples."""
+"""Write the scalars of a training to TensorBoard and to a CSV file, and draw a progress bar in samples."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
-_BEFORE_QUEUES = 100  # multiprocessing closes its queues, through which tensorboardX sends events, at priority 10
+# At exit, multiprocessing calls finalizers in descending priority. tensorboardX sends its events through a queue of
+# multiprocessing, which is closed at priority 10.
+_BEFORE_QUEUES = 100
 
 
 @final
 class Tracker:
-    """Writes scalars to `logdir`, as TensorBoard events and in `scalars.csv`, and draws a progress bar.
+    """A writer of scalars, to TensorBoard events and `scalars.csv` in one folder, with a progress bar.
 
-    Nothing is opened before the first value comes, and only rank 0 of a training sends any. A training that goes on
-    in the same folder from an earlier update replaces the rows from there on.
+    Files are opened at the first `log`, which an optimizer calls on rank 0 only. A training that resumes from an
+    earlier update in the same folder replaces the rows after that update.
 
     Args:
-        logdir: folder of the files; None writes none.
-        progress: whether to draw, where standard error is a terminal, a bar in samples for each epoch.
+        logdir: folder of the files. Default: no files are written.
+        progress: whether to draw a progress bar for each epoch, in samples, if standard error is a terminal.
     """
 
     def __init__(self, logdir: str | os.PathLike[str] | None = None, *, progress: bool = True) -> None:
@@ -40,22 +42,36 @@ class Tracker:
         self._epoch = -1
 
     def log(self, update: int, scalars: Mapping[str, float]) -> None:
-        """Write a row of scalars, by tag, against the number of an update."""
+        """Write one row of scalars.
+
+        Args:
+            update: number of the update, the x axis.
+            scalars: tag -> value, with the same tags at every call. TensorBoard gets the finite ones only.
+
+        Raises:
+            ValueError: at the first call, if `scalars.csv` exists with other columns.
+        """
         if self.logdir is None:
             return
         if self._files is None:
             self._files = self._open(self.logdir, update, ["update", *scalars])
-            # Also when nobody calls close(): in a process that multiprocessing started, atexit is not heeded.
+            # If the user does not call close(): a process started by multiprocessing does not run atexit handlers.
             self._close_files = Finalize(self, _close, self._files, exitpriority=_BEFORE_QUEUES)
         writer, table = self._files
         for tag, value in scalars.items():
-            if math.isfinite(value):  # of others tensorboardX prints that they came
+            if math.isfinite(value):  # for others tensorboardX prints a warning
                 writer.add_scalar(tag, value, update)
         csv.writer(table, lineterminator="\n").writerow([update, *scalars.values()])
         table.flush()
 
     def show(self, epoch: int, samples: int, total: int) -> None:
-        """Draw how many samples of an epoch's total were used."""
+        """Draw the progress bar of an epoch.
+
+        Args:
+            epoch: number of the epoch.
+            samples: samples of the epoch that were trained on so far.
+            total: samples of the epoch.
+        """
         if not self._progress:
             return
         if self._bar is None or epoch != self._epoch:
@@ -65,7 +81,7 @@ class Tracker:
         self._bar.update(samples - self._bar.n)
 
     def close(self) -> None:
-        """Write out what is buffered and close the files."""
+        """Flush and close the files, and remove the progress bar."""
         self._close_bar()
         if self._close_files is not None:
             self._close_files()
@@ -86,6 +102,7 @@ class Tracker:
 
     @staticmethod
     def _open(logdir: Path, update: int, columns: Sequence[str]) -> tuple[SummaryWriter, TextIO]:
+        """Open the files for rows from `update` on; earlier rows of `scalars.csv` are kept as they are."""
         from tensorboardX import SummaryWriter  # sets an environment variable when it is imported
 
         logdir.mkdir(parents=True, exist_ok=True)
@@ -93,14 +110,14 @@ class Tracker:
         lines = path.read_text().splitlines() if path.exists() else []
         if lines and lines[0] != header:
             raise ValueError(
-                f"a log folder holds one kind of training, but {path} has the columns {lines[0]} instead of {header}; "
-                f"choose another logdir"
+                f"logdir must be new or hold the same scalars, but {path} has the columns {lines[0]} instead of "
+                f"{header}; choose another logdir"
             )
-        whole = [line for line in lines[1:] if line.count(",") == header.count(",")]  # the last may have been cut off
-        earlier = [line for line in whole if int(line.partition(",")[0]) < update]
-        unfinished = path.with_suffix(f".{os.getpid()}.part")
-        unfinished.write_text("".join(f"{line}\n" for line in (header, *earlier)))
-        unfinished.replace(path)
+        complete = [line for line in lines[1:] if line.count(",") == header.count(",")]  # the last may be truncated
+        earlier = [line for line in complete if int(line.partition(",")[0]) < update]
+        temporary = path.with_suffix(f".{os.getpid()}.part")
+        temporary.write_text("".join(f"{line}\n" for line in (header, *earlier)))
+        temporary.replace(path)
         writer = SummaryWriter(str(logdir), purge_step=update if lines else None)
         return writer, path.open("a", newline="")
 

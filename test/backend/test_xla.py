@@ -1,4 +1,4 @@
-"""Real replicas on XLA:CPU; one launch carries as many tests as it can."""
+"""Real replicas on XLA:CPU. One launch for each world serves as many tests as possible, because a launch is slow."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from variable_batch_size.backend.xla import XlaBackend, launch
 
 torch_xla = pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
-Facts = list[dict[str, Any]]  # one a rank
+Reports = list[dict[str, Any]]  # by rank
 UPDATES = 60
-READY = 120.0  # seconds; to import torch_xla twice on a busy machine
-SOON = 8.0  # seconds; XLA:CPU gives up a collective only after 15
+STARTUP = 120.0  # seconds, to import torch_xla twice on a busy machine
+SHUTDOWN = 8.0  # seconds; an incomplete collective would only end XLA:CPU after 15
 IMPORTS = """
 import signal, sys
 from helpers import xla_jobs
@@ -44,8 +44,8 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def worlds(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Facts]:
-    """What every rank of a world of 1, 2 and 4 reports."""
+def worlds(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Reports]:
+    """Return the reports of the ranks of worlds of 1, 2 and 4."""
     reports = {}
     for cores in (1, 2, 4):
         folder = tmp_path_factory.mktemp(f"world{cores}")
@@ -55,11 +55,11 @@ def worlds(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 
 
 @pytest.fixture(params=[1, 2, 4])
-def ranks(request: pytest.FixtureRequest, worlds: dict[int, Facts]) -> Facts:
+def ranks(request: pytest.FixtureRequest, worlds: dict[int, Reports]) -> Reports:
     return worlds[request.param]
 
 
-def test_sums_are_right_in_every_dtype_and_identical_on_all_ranks(ranks: Facts) -> None:
+def test_sums_are_exact_in_every_dtype_on_all_ranks(ranks: Reports) -> None:
     size = len(ranks)
     assert [rank["size"] for rank in ranks] == [size] * size
     for rank in ranks:
@@ -68,35 +68,35 @@ def test_sums_are_right_in_every_dtype_and_identical_on_all_ranks(ranks: Facts) 
             assert torch.equal(total, torch.full_like(total, size * i + size * (size - 1) // 2))
 
 
-def test_a_list_of_tensors_is_one_collective_a_dtype(ranks: Facts) -> None:
+def test_a_list_of_tensors_takes_one_collective_per_dtype(ranks: Reports) -> None:
     expected = ["f32", "s32", "s64"] if len(ranks) > 1 else []  # bfloat16 travels with float32 on XLA:CPU
     assert all(sorted(rank["collectives"]) == expected for rank in ranks)
 
 
-def test_ranks_wait_for_a_slow_one_on_the_host_where_no_time_limit_ends_them(ranks: Facts) -> None:
+def test_ranks_wait_on_the_host_for_a_slow_rank(ranks: Reports) -> None:
     assert all(rank["waited"] for rank in ranks)
 
 
-def test_a_copy_to_the_host_while_others_stand_in_a_collective(ranks: Facts) -> None:
+def test_a_rank_copies_to_the_host_while_others_wait_in_a_collective(ranks: Reports) -> None:
     assert torch.equal(ranks[0]["hosted"], torch.tensor([2.0, 4.0, 6.0]))
     assert all(torch.equal(rank["hosted"], torch.tensor([1.0, 2.0, 3.0])) for rank in ranks[1:])
 
 
-def test_a_scalar_keeps_half_precision_and_is_itself_not_rounded_to_it(ranks: Facts) -> None:
+def test_a_scalar_keeps_the_dtype_of_a_half_precision_tensor_but_is_not_rounded_to_it(ranks: Reports) -> None:
     assert all(torch.equal(rank["5/3"], torch.full((2,), 5 / 3, dtype=torch.bfloat16)) for rank in ranks)
 
 
 @pytest.mark.parametrize("cause", ["scalar", "lr", "train"])
-def test_no_scalar_no_rate_of_sgd_and_no_update_after_the_third_compiles(ranks: Facts, cause: str) -> None:
+def test_scalars_learning_rates_and_updates_after_the_third_do_not_compile(ranks: Reports, cause: str) -> None:
     assert [rank[f"{cause} compiles"] for rank in ranks] == [0] * len(ranks)
 
 
-def test_a_training_ends_with_the_same_parameters_on_all_ranks(ranks: Facts) -> None:
+def test_a_training_ends_with_identical_parameters_on_all_ranks(ranks: Reports) -> None:
     for rank in ranks:
         assert all(map(torch.equal, rank["parameters"], ranks[0]["parameters"]))
 
 
-def test_a_training_does_not_depend_on_the_world(worlds: dict[int, Facts]) -> None:
+def test_a_training_does_not_depend_on_the_world(worlds: dict[int, Reports]) -> None:
     alone = worlds[1][0]["parameters"]
     assert all(bool(parameter.isfinite().all()) for parameter in alone)
     assert not any(map(torch.equal, alone, xla_jobs.Net().parameters()))
@@ -105,19 +105,19 @@ def test_a_training_does_not_depend_on_the_world(worlds: dict[int, Facts]) -> No
 
 
 @pytest.mark.parametrize("job", [xla_jobs.fail_in_one_rank, xla_jobs.fail_in_one_loader])
-def test_an_exception_ends_all_ranks_at_once_with_its_traceback(
+def test_an_exception_ends_all_ranks_immediately_with_its_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], job: Callable[[Path], None]
 ) -> None:
     with pytest.raises(RuntimeError, match="an exception ended one"):
         launch(job, (tmp_path,), cores=2)
     pid, when = (tmp_path / "failed").read_text().split()
-    assert time.time() - float(when) < SOON
+    assert time.time() - float(when) < SHUTDOWN
     assert not alive(int(pid))
     assert re.search("Traceback.*in fail\n.*LookupError: nothing on shelf 17", capfd.readouterr().err, re.DOTALL)
-    assert "CPU_NUM_DEVICES" not in os.environ  # the settings were the child's
+    assert "CPU_NUM_DEVICES" not in os.environ  # only the child had the variables
 
 
-def test_a_systemexit_in_one_rank_ends_a_script_that_used_xla_before_with_its_code(tmp_path: Path) -> None:
+def test_systemexit_in_one_rank_ends_a_script_that_has_used_xla_with_the_same_code(tmp_path: Path) -> None:
     script = """
 def work(code):
     if XlaBackend().world.rank == 1:
@@ -129,7 +129,7 @@ if __name__ == "__main__":
     torch_xla.device()
     launch(work, (21,), cores=2)
 """
-    assert start(script, tmp_path).wait(READY) == 21
+    assert start(script, tmp_path).wait(STARTUP) == 21
 
 
 @pytest.mark.parametrize(
@@ -140,24 +140,24 @@ if __name__ == "__main__":
         (HANDLE + TRAIN, signal.SIGINT, -signal.SIGINT),  # reaches the child as SIGTERM
         (TRAIN, signal.SIGKILL, -signal.SIGKILL),
     ],
-    ids=["SIGTERM", "SIGTERM that the child handles", "Ctrl-C", "SIGKILL"],
+    ids=["SIGTERM", "SIGTERM with a handler in the child", "Ctrl-C", "SIGKILL"],
 )
 def test_a_signal_to_the_parent_leaves_no_child_training(
     tmp_path: Path, script: str, by: signal.Signals, code: int
 ) -> None:
     parent = start(script, tmp_path)
     try:
-        assert eventually(lambda: child_of(tmp_path), READY)
+        assert eventually(lambda: child_of(tmp_path), STARTUP)
         parent.send_signal(by)
-        assert parent.wait(SOON) == code
-        assert eventually(lambda: not alive(child_of(tmp_path)), SOON)
+        assert parent.wait(SHUTDOWN) == code
+        assert eventually(lambda: not alive(child_of(tmp_path)), SHUTDOWN)
     finally:
         for pid in filter(alive, (parent.pid, child_of(tmp_path))):
             os.kill(pid, signal.SIGKILL)
         parent.wait()
 
 
-def test_replicas_that_were_started_without_the_recipe_are_refused() -> None:
+def test_several_replicas_that_launch_did_not_start_raise() -> None:
     code = """
 import torch_xla, torch_xla.core.xla_model as xm
 from variable_batch_size.backend.xla import XlaBackend
@@ -169,23 +169,23 @@ XlaBackend()
     assert b"must be started by variable_batch_size.backend.xla.launch" in run.stderr
 
 
-def test_a_meeting_ends_when_all_are_here_or_one_has_left() -> None:
-    meeting, ends = Rendezvous(3), []
+def test_a_rendezvous_raises_on_the_other_ranks_when_one_has_left() -> None:
+    rendezvous, messages = Rendezvous(3), []
 
-    def rank(rounds: int) -> None:
+    def rank(barriers: int) -> None:
         try:
-            for _ in range(rounds):
-                meeting.wait()
-            meeting.leave()
+            for _ in range(barriers):
+                rendezvous.wait()
+            rendezvous.leave()
         except RuntimeError as error:
-            ends.append(str(error))
+            messages.append(str(error))
 
-    run_threads([partial(rank, rounds) for rounds in (1000, 1001, 1001)])
-    assert len(ends) == 2
-    assert all("give all ranks the same number of updates" in end for end in ends)
+    run_threads([partial(rank, barriers) for barriers in (1000, 1001, 1001)])
+    assert len(messages) == 2
+    assert all("give all ranks the same number of updates" in message for message in messages)
 
 
-def test_without_launch_no_learning_rate_compiles_either(tmp_path: Path) -> None:
+def test_learning_rates_do_not_compile_without_launch_either(tmp_path: Path) -> None:
     script = """
 if __name__ == "__main__":
     import torch, torch_xla
@@ -195,7 +195,7 @@ if __name__ == "__main__":
     for lr in (0.5, 1.0, 0.0, 0.25):
         x = torch.ones(5).to(torch_xla.device())
         torch_xla.sync()
-        xla_jobs.sgd_step(x, XlaBackend().number(lr))
+        xla_jobs.sgd_step(x, XlaBackend().hyperparameter(lr))
         torch_xla.sync()
         counts.append(compiled_graphs())
     sys.exit(40 + counts[-1] - counts[0])
@@ -203,28 +203,28 @@ if __name__ == "__main__":
     assert start(script, tmp_path).wait(60) == 40
 
 
-def test_a_number_of_cores_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="cores >= 1, got 0"):
+def test_rejects_a_number_of_cores_below_one() -> None:
+    with pytest.raises(ValueError, match=r"^cores must be an integer >= 1, got 0; pass cores=1 or more, or omit it"):
         launch(xla_jobs.report, cores=0)
 
 
-def test_a_function_that_cannot_travel_is_refused() -> None:
+def test_rejects_a_function_that_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match="define the function at the top of a module"):
         launch(lambda: None, cores=1)
 
 
-def test_without_torch_xla_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_torch_xla_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     for use in (XlaBackend, lambda: launch(print)):
         with pytest.raises(ModuleNotFoundError, match=r"pip install variable_batch_size\[xla\]"):
             use()
 
 
-def test_on_a_tpu_the_launch_is_torch_xlas_and_takes_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_on_a_tpu_calls_torch_xla_and_rejects_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def torch_xla_launch(fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-        fn(3, *args)  # it passes the ordinal first
+        fn(3, *args)  # torch_xla passes the ordinal first
 
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr(torch_xla, "launch", torch_xla_launch)
@@ -244,14 +244,14 @@ def environment() -> dict[str, str]:
 
 
 def start(script: str, folder: Path) -> subprocess.Popen[bytes]:
-    """A program that uses the launcher, in a process of its own."""
+    """Start a script that uses `launch`, in a process of its own."""
     path = folder / "program.py"
     path.write_text(IMPORTS + script)
     return subprocess.Popen([sys.executable, str(path), str(folder)], env=environment())
 
 
 def child_of(folder: Path) -> int:
-    """The process in which `train_until_stopped` runs, 0 before it does."""
+    """Return the pid of the process that runs `train_until_stopped`, or 0 before it does."""
     return next((int(path.name) for path in folder.iterdir() if path.name.isdigit()), 0)
 
 
@@ -262,8 +262,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def eventually(true: Callable[[], object], seconds: float) -> bool:
+def eventually(condition: Callable[[], object], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while not (met := true()) and time.monotonic() < deadline:
+    while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return bool(met)

@@ -115,7 +115,7 @@ def test_rng_states_are_restored_in_a_world_of_the_same_size_only(tmp_path: Path
     def restore_in_another_world(backend: Backend) -> None:
         with checkpoint(tmp_path, training(backend=backend)) as saves:
             seed(2)
-            backend.exchange(b"")
+            backend.all_gather_bytes(b"")
             assert saves.restore()
 
     run_ranks(restore_in_another_world, 2)

@@ -185,14 +185,14 @@ def train(backend):
         saves.save()
         run.run(1)
         for limit in (1, 200, 5000, 10500, 100_000, 360_000):
-            backend.exchange(b"")
+            backend.all_gather_bytes(b"")
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             try:
                 saves.save()
             except RuntimeError as error:
                 errors.append(str(error))
             assert names(folder) == ["update-00000001"], names(folder)
-        backend.exchange(b"")
+        backend.all_gather_bytes(b"")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         saves.save()
     return errors
@@ -210,7 +210,7 @@ print(names(folder), [len(rank) for rank in errors], *{text for rank in errors f
 def test_a_failed_background_save_raises_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
     script = """
 def limit(backend, size):
-    backend.exchange(b"")
+    backend.all_gather_bytes(b"")
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -219,7 +219,7 @@ def train(backend):
 
     class Communicating:  # a part whose state_dict() waits for all ranks, so no rank may raise before it
         def state_dict(self):
-            return {"ranks": len(backend.exchange(b""))}
+            return {"ranks": len(backend.all_gather_bytes(b""))}
 
         def load_state_dict(self, state):
             pass

@@ -1,4 +1,4 @@
-"""Odd models: parameters of every kind, and parameters that only some samples use."""
+"""Unusual models: parameters of every dtype and layout, and parameters that only some samples use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.reference import network
 
 
 class Everything(nn.Module):
-    """Parameters and buffers of all kinds, with values that depend on the rank."""
+    """Parameters and buffers of every dtype and layout, with values that depend on the rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -33,10 +33,12 @@ class Everything(nn.Module):
 
 
 def everything(module: nn.Module) -> dict[str, Tensor]:
+    """Return all real parameters and buffers as float32, to be compared by name."""
     return {name: tensor.detach().float() for name, tensor in module.state_dict().items() if not tensor.is_complex()}
 
 
 def shifted(rank: int) -> nn.Module:
+    """Return a network of which one weight differs between ranks by a rounding error."""
     model = network()
     with torch.no_grad():
         next(model.parameters())[0, 0] += rank * 1e-15
@@ -44,7 +46,7 @@ def shifted(rank: int) -> nn.Module:
 
 
 class Experts(nn.Module):
-    """The few samples with x[0] > 1 have a layer of their own, and one layer has no samples."""
+    """The few samples with x[0] > 1 use an additional layer, and no sample uses a third one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Experts(nn.Module):
 
 
 class Words(nn.Module):
-    """A number of a sample chooses a vector."""
+    """An embedding, whose index is computed from the first number of a sample."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -69,14 +71,14 @@ class Words(nn.Module):
 
 
 def half_frozen() -> Any:
-    """A network whose first layer has no gradient."""
+    """Return a network whose first layer requires no gradient."""
     model: Any = network()
     model[0].requires_grad_(False)
     return model
 
 
 class Mixed(nn.Module):
-    """A layer of each type."""
+    """One layer of each dtype, whose outputs are summed."""
 
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()

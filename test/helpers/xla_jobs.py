@@ -1,4 +1,4 @@
-"""What the replicas of test_backend_xla.py run; here, because a child process has to import it."""
+"""The functions that the replicas of test_xla.py run, in a module that a child process can import."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from variable_batch_size.backend.xla import XlaBackend, compiled_graphs
 
 MICROBATCH = 32
 STOP = threading.Event()  # set by a handler in the main thread
-_rank_0_came = threading.Event()
-_decision = {"stop": False}  # by rank 0 for all, between two barriers
+_rank_0_arrived = threading.Event()
+_decision = {"stop": False}  # rank 0 writes it between two barriers
 MIXED = (torch.float32, torch.bfloat16, torch.int32, torch.float32, torch.bfloat16, torch.int64)
 NUMBERS = (0.3, 1.0, 0.0, -1.0, 2.0, 0.5, 1.0, 0.0)
 
 
 def report(folder: Path, updates: int) -> None:
-    """Every fact that a test asks for, in one launch; rank r leaves them in `rank<r>.pt`."""
+    """Compute all results that the tests read; rank r writes them to `rank<r>.pt`."""
     backend = XlaBackend()
-    facts: dict[str, Any] = {"size": backend.world.size}
-    facts["sums"], facts["collectives"] = mixed_sums(backend)
-    facts["waited"] = wait_for_a_slow_rank(backend)
-    facts["hosted"] = host_while_others_are_in_a_collective(backend)
-    facts["5/3"] = five_thirds(backend)
-    facts["scalar compiles"] = compiles(backend, lambda x, number: two_scalars(backend, x, number))
-    facts["lr compiles"] = compiles(backend, sgd_step)
-    facts["parameters"], facts["train compiles"] = train(backend, updates)
-    torch.save(facts, folder / f"rank{backend.world.rank}.pt")
+    results: dict[str, Any] = {"size": backend.world.size}
+    results["sums"], results["collectives"] = mixed_sums(backend)
+    results["waited"] = wait_for_a_slow_rank(backend)
+    results["hosted"] = host_while_others_are_in_a_collective(backend)
+    results["5/3"] = five_thirds(backend)
+    results["scalar compiles"] = compiles(backend, lambda x, number: two_scalars(backend, x, number))
+    results["lr compiles"] = compiles(backend, sgd_step)
+    results["parameters"], results["train compiles"] = train(backend, updates)
+    torch.save(results, folder / f"rank{backend.world.rank}.pt")
 
 
 def device() -> torch.device:
@@ -44,7 +44,7 @@ def device() -> torch.device:
 
 
 def quiet_count(backend: XlaBackend) -> int:
-    """The compilations so far, read while no replica compiles."""
+    """Return the number of compilations so far, read while no replica compiles."""
     backend.barrier()
     count = compiled_graphs()
     backend.barrier()
@@ -52,7 +52,7 @@ def quiet_count(backend: XlaBackend) -> int:
 
 
 def mixed_sums(backend: XlaBackend) -> tuple[list[Tensor], list[str]]:
-    """rank + i, summed, for tensor i of the dtypes in MIXED; and the dtypes of the collectives in the graph."""
+    """Return the sums of rank + i, for tensor i of the dtypes in MIXED, and the dtypes of the graph's collectives."""
     import torch_xla
 
     shapes: list[tuple[int, ...]] = [(3,), (4, 2), (2,), (), (5,), (1,)]
@@ -68,19 +68,19 @@ def mixed_sums(backend: XlaBackend) -> tuple[list[Tensor], list[str]]:
 
 
 def wait_for_a_slow_rank(backend: XlaBackend) -> bool:
-    """Rank 0 comes late to an all-reduce; returns whether this rank waited for it on the host, before its device."""
+    """Let rank 0 be late at an all-reduce; return whether this rank waited on the host, before its device."""
     total = torch.ones(2).to(device())
     if backend.world.rank == 0:
         time.sleep(0.5)
-        _rank_0_came.set()
+        _rank_0_arrived.set()
     backend.all_reduce_sum([total])
-    waited = _rank_0_came.is_set()
+    waited = _rank_0_arrived.is_set()
     backend.mark_step()
     return waited
 
 
 def host_while_others_are_in_a_collective(backend: XlaBackend) -> Tensor:
-    """Rank 0 copies to the host while the others wait for it on the device, in an all-reduce that a user wrote."""
+    """Copy to the host on rank 0 while the others wait for it on the device, in an all-reduce of the user's."""
     import torch_xla.core.xla_model as xm
 
     local, shared = (torch.arange(3.0).to(device()) + 1, torch.ones(2).to(device()))
@@ -100,7 +100,7 @@ def five_thirds(backend: XlaBackend) -> Tensor:
 
 
 def compiles(backend: XlaBackend, apply: Callable[[Tensor, float], object]) -> int:
-    """How many graphs compile for NUMBERS after the first."""
+    """Return how many graphs compile for NUMBERS after the first number."""
     counts = []
     for number in NUMBERS:
         x = torch.ones(5).to(device())
@@ -112,7 +112,7 @@ def compiles(backend: XlaBackend, apply: Callable[[Tensor, float], object]) -> i
 
 
 def two_scalars(backend: XlaBackend, x: Tensor, number: float) -> None:
-    """The second is sometimes equal to the first: two Python numbers would then share one input of the graph."""
+    """Use two scalars that are sometimes equal: two Python numbers would then share one input of the graph."""
     x.mul_(backend.scalar(number, x)).add_(backend.scalar(0.5, x))
 
 
@@ -126,7 +126,7 @@ def sgd_step(x: Tensor, lr: float) -> None:
 
 
 class Net(nn.Sequential):
-    """Two convolutions and two layers, initialised by a generator of its own: the global one is shared by threads."""
+    """Two convolutional and two linear layers, with an explicit generator: threads share the global one."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -140,21 +140,24 @@ class Net(nn.Sequential):
 
 
 def plan(updates: int) -> list[list[int]]:
-    """The samples in each microbatch of each update; in the first two somebody accumulates."""
+    """Return the samples of each microbatch of each update; some rank accumulates in the first two updates."""
     rng = np.random.default_rng(0)
     counts = [6, 6, *rng.integers(1, 7, size=updates)][:updates]
     return [sorted(int(size) for size in rng.choice([1, 8, 32], size=count)) for count in counts]
 
 
 def microbatch(update: int, index: int) -> tuple[Tensor, Tensor]:
-    """32 rows; the same on every rank that asks."""
+    """Return a microbatch of 32 rows, the same on every rank."""
     generator = torch.Generator().manual_seed(1000 * update + index)
     data = torch.randn(MICROBATCH, 1, 28, 28, generator=generator)
     return data, torch.randint(10, (MICROBATCH,), generator=generator)
 
 
 def train(backend: XlaBackend, updates: int) -> tuple[list[Tensor], int]:
-    """Unequal weights, uneven counts; returns the parameters and how many graphs compiled after the third update."""
+    """Train with unequal weights and uneven numbers of microbatches.
+
+    Return the parameters, and the number of graphs that compiled after the third update.
+    """
     model = Net().to(device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for parameter in model.parameters():
@@ -172,8 +175,8 @@ def train(backend: XlaBackend, updates: int) -> tuple[list[Tensor], int]:
 def one_update(
     backend: XlaBackend, model: nn.Module, optimizer: torch.optim.Optimizer, update: int, sizes: list[int]
 ) -> None:
-    """Microbatch i is rank i mod W's; a rank without one replays the first, with weight 0."""
-    own = list(enumerate(sizes))[backend.world.rank :: backend.world.size]
+    """Compute microbatch i on rank i mod W; a rank without one replays the first microbatch with weight 0."""
+    own = list(enumerate(sizes))[backend.world.rank :: backend.world.size]  # (index, samples) of this rank
     weight = float(own[0][1]) if own else 0.0
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     for index, size in own or [(0, 1)]:
@@ -203,7 +206,7 @@ def fail(folder: Path) -> None:
 
 
 def fail_in_one_rank(folder: Path) -> None:
-    """Rank 1 raises while the others are in an all-reduce."""
+    """Raise on rank 1 while the others wait in an all-reduce."""
     backend = XlaBackend()
     shared = torch.ones(2).to(device())
     backend.barrier()
@@ -214,7 +217,7 @@ def fail_in_one_rank(folder: Path) -> None:
 
 
 def fail_in_one_loader(folder: Path) -> None:
-    """The thread that reads rank 1's data raises; without help, rank 1 would see the end of its data."""
+    """Raise in the thread that reads the data of rank 1, where it would otherwise look like the end of the data."""
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
     backend = XlaBackend()
@@ -231,7 +234,7 @@ def fail_in_one_loader(folder: Path) -> None:
 
 
 def train_until_stopped(folder: Path) -> None:
-    """Train until a signal handler sets STOP; a file named by the process's id says that all ranks are at it."""
+    """Train until a signal handler sets STOP. A file named after the pid shows that all ranks are training."""
     backend = XlaBackend()
     shared = torch.ones(2).to(device())
     while not _decision["stop"]:

@@ -1,4 +1,4 @@
-"""What the replicas of test_xla_training.py run; here, because a child process has to import it."""
+"""The functions that the replicas of test_xla_training.py run, in a module that a child process can import."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Replica:
         inner: Any = kind(self.model.parameters(), **HYPERPARAMETERS[kind])
         self.optimizer = wrap(case.kind, inner, self.sampler, **options)
         self.x, self.target = (tensor.to(case.dtype) for tensor in data(SAMPLES))
-        self.spoil: Callable[[], bool] = lambda: False  # whether the gradient that is due has to be infinite
-        self.look: Callable[[Tensor, Tensor], None] = lambda loss, x: None  # before the step
+        self.overflows: Callable[[], bool] = lambda: False  # whether to make the next gradient infinite
+        self.before_step: Callable[[Tensor, Tensor], None] = lambda loss, x: None
 
     def steps(self) -> Iterator[bool]:
-        """Train for ever; yields what `step()` returned."""
+        """Train without end; yield the result of each `step()`."""
         while True:
             for indices in self.sampler:
                 x, target = self.x[indices].to(self.device), self.target[indices].to(self.device)
                 loss = (self.model(x) - target).square().sum(dim=1).mean()
-                (loss * torch.inf if self.spoil() else loss).backward()
-                self.look(loss, x)
+                (loss * torch.inf if self.overflows() else loss).backward()
+                self.before_step(loss, x)
                 yield self.optimizer.step()
             self.sampler.set_epoch(self.sampler.epoch + 1)
             self.optimizer.set_epoch(self.optimizer.epoch + 1)
@@ -64,8 +64,8 @@ class Replica:
 
 
 def train(folder: Path, cases: Sequence[Case]) -> None:
-    """Each case to its end; rank r leaves the weights in `rank<r>.pt`."""
-    found = []
+    """Train each case to its end; rank r writes the final weights to `rank<r>.pt`."""
+    weights = []
     for case in cases:
         replica = Replica(case)
         updates = 0
@@ -73,47 +73,51 @@ def train(folder: Path, cases: Sequence[Case]) -> None:
             updates += updated
             if updates == len(case.sizes):
                 break
-        found.append(replica.weights())
-    torch.save(found, folder / f"rank{vbs.XlaBackend().world.rank}.pt")
+        weights.append(replica.weights())
+    torch.save(weights, folder / f"rank{vbs.XlaBackend().world.rank}.pt")
 
 
 def gains(folder: Path, case: Case, noise: str) -> None:
-    """Rank r leaves the gain after each update, and the noise and progress at the end, in `gains<r>.pt`."""
+    """Train AdaScale to the end.
+
+    Rank r writes the gain of each update, and the final noise, progress and learning rate to `gains<r>.pt`.
+    """
     replica, found = Replica(case, noise=noise), []
     for updated in replica.steps():
         if updated:
-            found.append(replica.optimizer.gain())
+            found.append(replica.optimizer.lr_factor())
             if len(found) == len(case.sizes):
                 break
     optimizer = replica.optimizer
-    rest = optimizer.noise(), optimizer.progress, optimizer.current_lr()
-    torch.save([found, *rest], folder / f"gains{replica.backend.world.rank}.pt")
+    final = optimizer.noise(), optimizer.progress, optimizer.current_lr()
+    torch.save([found, *final], folder / f"gains{replica.backend.world.rank}.pt")
 
 
-def spoil(folder: Path, case: Case, spoiled: int) -> None:
-    """The weights, noise and progress around an update that has an infinite gradient on the last rank.
+def overflow(folder: Path, case: Case, step: int) -> None:
+    """Train with an infinite gradient on the last rank in one step.
 
-    And what a hook of the inner step sees; all in `spoiled<r>.pt`.
+    Rank r writes to `overflow<r>.pt`, before that step, after it and after the next one: the weights, the noise, the
+    progress, and the weights that a post hook of the inner step has seen last.
     """
     replica, updates, found, seen = Replica(case), 0, [], []
     optimizer, world = replica.optimizer, replica.backend.world
     optimizer.register_step_post_hook(lambda *_: seen.append(replica.weights()))
-    replica.spoil = lambda: optimizer.microbatch.step == spoiled and world.rank == world.size - 1
+    replica.overflows = lambda: optimizer.microbatch.step == step and world.rank == world.size - 1
     for updated in replica.steps():
         updates += updated
-        if updated and updates in (spoiled, spoiled + 1, spoiled + 2):
+        if updated and updates in (step, step + 1, step + 2):
             noise = optimizer.noise()
             found.append((replica.weights(), (noise.sigma2, noise.mu2, noise.updates), optimizer.progress, seen[-1]))
-        if updates == spoiled + 2:
+        if updates == step + 2:
             break
-    torch.save(found, folder / f"spoiled{world.rank}.pt")
+    torch.save(found, folder / f"overflow{world.rank}.pt")
 
 
-def refuse(folder: Path) -> None:
-    """What AdaScale says to optimizers and parameters that it cannot serve on a device."""
+def unsupported_optimizers(folder: Path) -> None:
+    """Write the errors of AdaScale for inner optimizers and parameters that it does not support on XLA."""
     import torch_xla
 
-    said = []
+    messages = []
     sampler = vbs.CustomSampler(8, 4, 1, 0, 2)
     kinds = (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor, torch.optim.SGD)
     for kind in kinds:
@@ -122,20 +126,21 @@ def refuse(folder: Path) -> None:
         try:
             vbs.AdaScaleOptimizer(kind([weight]), sampler, 2)  # type: ignore[abstract, call-arg]
         except TypeError as error:
-            said.append(str(error))
+            messages.append(str(error))
     weight = torch.zeros(2).to(torch_xla.device()).requires_grad_()
     rule = vbs.ConstantTimescale(vbs.AdaScaleRule())
     try:
         vbs.CustomOptimizer(torch.optim.AdamW([weight]), sampler, 2, rule=rule)
     except TypeError as error:
-        said.append(str(error))
-    torch.save(said, folder / "said.pt")
+        messages.append(str(error))
+    torch.save(messages, folder / "messages.pt")
 
 
 def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> None:
-    """What torch_xla's metrics say of the updates after `warm` ones, while lr changes at each, also to 1 and to 0.
+    """Count compilations, transfers and collectives in the updates after the first `warm` ones.
 
-    By progress, whenever the training has passed another reference update.
+    The learning rate changes at every update, also to 1 and to 0; `by_progress`, whenever the progress has passed
+    another update at the reference. Rank 0 writes the counts to `delta.pt`.
     """
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
@@ -146,10 +151,10 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> Non
     if by_progress:
         schedule = vbs.ProgressScheduler(schedule, replica.optimizer)
     barrier = replica.backend.barrier
-    collectives, reduce = [], xm.all_reduce
+    collectives, original = [], xm.all_reduce
     barrier()
     if replica.backend.world.rank == 0:
-        xm.all_reduce = lambda *args, **kwargs: (collectives.append(1), reduce(*args, **kwargs))[1]
+        xm.all_reduce = lambda *args, **kwargs: (collectives.append(1), original(*args, **kwargs))[1]
     barrier()
     before: dict[str, int] = {}
     updates = 0
@@ -172,20 +177,20 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> Non
 
 
 def measure(folder: Path, case: Case, warm: int) -> None:
-    """Means over the first `warm` updates, and then over the others, in `means<r>.pt`.
+    """Read the means over the first `warm` updates, and then those over the others.
 
-    And what torch_xla's metrics say of the others, until their mean is read.
+    Rank r writes them to `means<r>.pt`, with the compilations and transfers of the others up to the second read.
     """
     import torch_xla.debug.metrics as met
 
     replica, updates, before, found = Replica(case), 0, {}, []
     metrics, barrier = vbs.Accumulator(replica.optimizer), replica.backend.barrier
 
-    def look(loss: Tensor, x: Tensor) -> None:
-        steep = 2.0**30 if replica.optimizer.microbatch.step in (0, warm) else 0.5
-        metrics.add(loss=loss, x=x[:, 0].mean(), number=2.0, steep=torch.tensor(steep).to(replica.device))
+    def add(loss: Tensor, x: Tensor) -> None:
+        uneven = 2.0**30 if replica.optimizer.microbatch.step in (0, warm) else 0.5
+        metrics.add(loss=loss, x=x[:, 0].mean(), number=2.0, uneven=torch.tensor(uneven).to(replica.device))
 
-    replica.look = look
+    replica.before_step = add
     for updated in replica.steps():
         updates += updated
         if updated and updates == warm:
@@ -207,7 +212,7 @@ def measure(folder: Path, case: Case, warm: int) -> None:
 
 
 def counters(met: Any) -> dict[str, int]:
-    """Compilations, transfers to the host, and operations that ran there, of all replicas together."""
+    """Return the compilations, the transfers to the host, and the operations that ran there, of all replicas."""
     transfers = met.metric_data("TransferFromDeviceTime")
     host = {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
     return {"compiled": met.counter_value("UncachedCompile") or 0, "to host": transfers[0] if transfers else 0, **host}

@@ -1,4 +1,4 @@
-"""What ranks must have in common: found out, named, and made so. The ranks here are threads."""
+"""Compare what ranks must have in common, and broadcast parameters. The ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import variable_batch_size as vbs
 from helpers.models import Everything, everything, shifted
 from helpers.reference import REF, examples, training
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.consistency import checksum, compare, union
+from variable_batch_size.optim.consistency import check_same_on_all_ranks, checksum
 from variable_batch_size.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_broadcasting_gives_every_rank_what_rank_0_has(world: int) -> None:
+def test_broadcast_parameters_copies_rank_0_in_place(world: int) -> None:
     def broadcast(backend: Backend) -> nn.Module:
         model = Everything(backend.world.rank)
-        kept = [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()]
+        before = [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()]
         vbs.broadcast_parameters(model, backend)
-        assert [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()] == kept
+        assert [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()] == before
         return model
 
     expected = Everything(0)
@@ -37,7 +37,7 @@ def test_broadcasting_gives_every_rank_what_rank_0_has(world: int) -> None:
         assert torch.equal(model.complex, expected.complex)
 
 
-def test_a_model_without_parameters_has_nothing_to_broadcast() -> None:
+def test_broadcast_parameters_accepts_a_model_without_parameters() -> None:
     run_ranks(lambda backend: vbs.broadcast_parameters(nn.Tanh(), backend), 2)
 
 
@@ -46,20 +46,20 @@ def test_a_model_without_parameters_has_nothing_to_broadcast() -> None:
     facts=st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=2), min_size=1, max_size=5),
     default=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_numbers_are_compared_to_the_last_bit(facts: list[list[int]], default: torch.dtype) -> None:
+def test_facts_are_compared_to_the_last_bit(facts: list[list[int]], default: torch.dtype) -> None:
     names = ("apples", "pears")
     differ = next(((rank, i) for rank in range(len(facts)) for i in range(2) if facts[rank][i] != facts[0][i]), None)
 
-    def outcome(backend: Backend) -> str:
+    def message(backend: Backend) -> str:
         try:
-            compare(dict(zip(names, facts[backend.world.rank], strict=True)), backend, CPU)
+            check_same_on_all_ranks(dict(zip(names, facts[backend.world.rank], strict=True)), backend, CPU)
         except RuntimeError as error:
             return str(error)
         return ""
 
     torch.set_default_dtype(default)
     try:
-        found = run_ranks(outcome, len(facts))
+        found = run_ranks(message, len(facts))
     finally:
         torch.set_default_dtype(torch.float32)
     expected = ""
@@ -74,13 +74,13 @@ def test_numbers_are_compared_to_the_last_bit(facts: list[list[int]], default: t
 
 @examples(20)
 @given(masks=st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n)))
-def test_the_union_is_what_is_true_anywhere(masks: list[list[bool]]) -> None:
-    found = run_ranks(lambda backend: union(masks[backend.world.rank], backend, CPU), len(masks))
+def test_any_rank_is_true_where_one_rank_is(masks: list[list[bool]]) -> None:
+    found = run_ranks(lambda backend: backend.any_rank(masks[backend.world.rank], CPU), len(masks))
     assert found == [[any(column) for column in zip(*masks, strict=True)]] * len(masks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_a_checksum_sees_every_number_and_no_layout(dtype: torch.dtype) -> None:
+def test_a_checksum_depends_on_every_number_but_not_on_the_layout(dtype: torch.dtype) -> None:
     matrices = [torch.arange(6.0).view(2, 3).to(dtype), torch.ones(2, 3, dtype=dtype)]
     expected = checksum(matrices, vbs.LocalBackend())
     assert checksum([matrix.T.contiguous().T for matrix in matrices], vbs.LocalBackend()) == expected
@@ -93,12 +93,12 @@ def test_a_checksum_sees_every_number_and_no_layout(dtype: torch.dtype) -> None:
     assert checksum(matrices, vbs.LocalBackend()) == expected
 
 
-# ---------------------------------------------------------------------------------------- at the first update of all
+# ---------------------------------------------------------------------------------------------- at the first update
 
 
 @dataclass(frozen=True)
 class Halve:
-    """A rule with a number of its own."""
+    """A rule with a parameter, which its repr shows."""
 
     factor: float
 
@@ -106,18 +106,18 @@ class Halve:
         return vbs.Scaling(lr=self.factor)
 
 
-class Plain:
-    """A rule without a repr of its own."""
+class WithoutRepr:
+    """A rule whose repr is that of `object`, with a memory address."""
 
     def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
         return vbs.Scaling()
 
 
-def begin(backend: Backend, of_rank: Callable[[int], dict[str, Any]], epoch: int = 0) -> str:
-    """Train for an update with options that depend on the rank; what was refused."""
-    run = training(**({"kind": vbs.CustomOptimizer, "backend": backend} | of_rank(backend.world.rank)))
-    for place in (run.sampler, run.optimizer):
-        place.set_epoch(epoch)
+def first_update(backend: Backend, options_of: Callable[[int], dict[str, Any]], epoch: int = 0) -> str:
+    """Train for one update with options that depend on the rank; return the error message, if any."""
+    run = training(**({"kind": vbs.CustomOptimizer, "backend": backend} | options_of(backend.world.rank)))
+    for part in (run.sampler, run.optimizer):
+        part.set_epoch(epoch)
     try:
         run.run(1)
     except RuntimeError as error:
@@ -126,7 +126,7 @@ def begin(backend: Backend, of_rank: Callable[[int], dict[str, Any]], epoch: int
 
 
 @pytest.mark.parametrize(
-    ("of_rank", "name", "remedy"),
+    ("options_of", "name", "remedy"),
     [
         (lambda rank: {"model": shifted(rank)}, "parameters", r"call vbs\.broadcast_parameters\(model\) before"),
         (lambda rank: {"sampling": {"seed": rank}}, "seed", "pass the same value"),
@@ -152,30 +152,30 @@ def begin(backend: Backend, of_rank: Callable[[int], dict[str, Any]], epoch: int
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_ranks_that_differ_are_refused_and_named(of_rank: Any, name: str, remedy: str) -> None:
-    found = run_ranks(lambda backend: begin(backend, of_rank), 3)
+def test_the_first_update_raises_on_all_ranks_if_they_differ(options_of: Any, name: str, remedy: str) -> None:
+    found = run_ranks(lambda backend: first_update(backend, options_of), 3)
     assert found == [found[0]] * 3
     with pytest.raises(RuntimeError, match=f"must train with the same {name}.* on rank 0 and .* on rank 1; {remedy}"):
         raise RuntimeError(found[0])
 
 
-def test_ranks_that_stand_at_different_epochs_are_refused() -> None:
-    found = run_ranks(lambda backend: begin(backend, lambda rank: {}, epoch=backend.world.rank), 2)
+def test_the_first_update_raises_if_the_epochs_differ() -> None:
+    found = run_ranks(lambda backend: first_update(backend, lambda rank: {}, epoch=backend.world.rank), 2)
     text = "same epoch, but it is 0 on rank 0 and 1 on rank 1; call set_epoch with the same epoch on every rank"
-    assert [text in refusal for refusal in found] == [True, True]
+    assert [text in message for message in found] == [True, True]
 
 
 @pytest.mark.parametrize(
     "rule",
-    [lambda: Plain(), lambda: lambda update: vbs.Scaling(), lambda: vbs.LinearRule().__call__],
+    [lambda: WithoutRepr(), lambda: lambda update: vbs.Scaling(), lambda: vbs.LinearRule().__call__],
     ids=["object", "lambda", "method"],
 )
-def test_a_rule_that_shows_its_address_is_the_same_on_all_ranks(rule: Callable[[], Any]) -> None:
-    assert run_ranks(lambda backend: begin(backend, lambda rank: {"rule": rule()}), 2) == ["", ""]
+def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(rule: Callable[[], Any]) -> None:
+    assert run_ranks(lambda backend: first_update(backend, lambda rank: {"rule": rule()}), 2) == ["", ""]
 
 
-def test_a_rank_that_fails_or_ends_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("variable_batch_size.testing._PATIENCE", 0.3)
+def test_a_rank_that_fails_or_returns_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("variable_batch_size.testing._TIMEOUT", 0.3)
 
     def fail(backend: Backend) -> None:
         if backend.world.rank == 1:
@@ -188,11 +188,13 @@ def test_a_rank_that_fails_or_ends_does_not_hold_up_the_others(monkeypatch: pyte
 
     with pytest.raises(LookupError, match="rank 1"):
         run_ranks(fail, 3)
-    with pytest.raises(RuntimeError, match=r"all ranks must come to every all-reduce, but rank \d waited in vain"):
+    with pytest.raises(
+        RuntimeError, match=r"every rank must take part in every all-reduce, but rank \d waited for one that"
+    ):
         run_ranks(end, 3)
 
 
-def test_ranks_that_were_made_equal_train_together() -> None:
+def test_ranks_train_identically_after_broadcast_parameters() -> None:
     def train(backend: Backend) -> list[Tensor]:
         model = shifted(backend.world.rank)
         vbs.broadcast_parameters(model, backend)
@@ -202,11 +204,12 @@ def test_ranks_that_were_made_equal_train_together() -> None:
     assert all(torch.equal(one, other) for rank in ranks for one, other in zip(rank, ranks[0], strict=True))
 
 
-def test_one_rank_alone_compares_nothing() -> None:
-    assert run_ranks(lambda backend: begin(backend, lambda rank: {}), 1) == [""]
+def test_a_world_of_one_compares_nothing() -> None:
+    assert run_ranks(lambda backend: first_update(backend, lambda rank: {}), 1) == [""]
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_ranks_hear_what_each_has_to_say(world: int) -> None:
-    said = [b"", b"\x00\xff", b"12345"][:world]
-    assert run_ranks(lambda backend: backend.exchange(said[backend.world.rank]), world) == world * [said]
+def test_all_gather_bytes_returns_the_messages_of_all_ranks(world: int) -> None:
+    messages = [b"", b"\x00\xff", b"12345"][:world]
+    found = run_ranks(lambda backend: backend.all_gather_bytes(messages[backend.world.rank]), world)
+    assert found == world * [messages]

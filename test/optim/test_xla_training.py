@@ -1,4 +1,4 @@
-"""Laws 1 and 6 on PyTorch/XLA, for real: several cores of this CPU, started by `launch`."""
+"""Exact batches and one graph (laws 1 and 6) on PyTorch/XLA: real replicas on several cores of this CPU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
 import variable_batch_size as vbs  # noqa: E402
-from helpers.xla_training import SAMPLES, Case, gains, measure, refuse, spoil, train, watch  # noqa: E402
+from helpers.xla_training import (  # noqa: E402
+    SAMPLES,
+    Case,
+    gains,
+    measure,
+    overflow,
+    train,
+    unsupported_optimizers,
+    watch,
+)
 from variable_batch_size.backend.xla import launch  # noqa: E402
 
+WARM = 6  # updates after which nothing may compile
 CASES = [Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)] + [
     Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)
 ]
@@ -31,14 +41,14 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)]
 
 
-def test_updates_are_those_of_one_big_batch(ranks: list[list[list[torch.Tensor]]]) -> None:
+def test_updates_equal_those_of_one_big_batch_on_xla(ranks: list[list[list[torch.Tensor]]]) -> None:
     for case, weights in zip(CASES, ranks[0], strict=True):
         tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
         expected = twin(case.kind, case.sizes, SAMPLES, dtype=case.dtype, minibatch_size=case.minibatch_size)
         assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
 
 
-def test_all_cores_have_the_same_weights(ranks: list[list[list[torch.Tensor]]]) -> None:
+def test_all_cores_have_identical_weights(ranks: list[list[list[torch.Tensor]]]) -> None:
     for rank in ranks[1:]:
         for weights, first in zip(rank, ranks[0], strict=True):
             assert all(map(torch.equal, weights, first))
@@ -46,16 +56,20 @@ def test_all_cores_have_the_same_weights(ranks: list[list[list[torch.Tensor]]]) 
 
 @pytest.mark.parametrize(
     ("kind", "cores"),
-    [(vbs.ConstantOptimizer, 1), (vbs.ConstantOptimizer, 3), (vbs.SqrtSDERuleOptimizer, 3)],  # the last one moves betas
+    [
+        (vbs.ConstantOptimizer, 1),
+        (vbs.ConstantOptimizer, 3),
+        (vbs.SqrtSDERuleOptimizer, 3),
+    ],  # the last one scales betas
 )
-def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(
+def test_nothing_compiles_and_the_host_reads_nothing_while_batch_size_and_lr_change(
     kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
 ) -> None:
     sizes = tuple(random.Random(0).sample(range(1, SAMPLES + 1), 40))
     assert len(set(sizes)) == len(sizes)
-    launch(watch, (tmp_path, Case(kind, sizes, 8), 6), cores=cores)
+    launch(watch, (tmp_path, Case(kind, sizes, minibatch_size=8), WARM), cores=cores)
     delta = torch.load(tmp_path / "delta.pt")
-    assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)  # one an update on each rank
+    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)  # one per update and rank
     assert delta == dict.fromkeys(delta, 0)
     rows = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
     assert len(rows) == 1 + len(sizes) // 5
@@ -64,26 +78,27 @@ def test_nothing_compiles_and_nothing_is_read_while_batch_size_and_lr_change(
 @pytest.mark.parametrize(
     ("kind", "cores"), [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2)]
 )
-def test_nothing_is_read_but_the_progress_of_earlier_updates(
+def test_the_host_reads_only_the_progress_of_earlier_updates(
     kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
 ) -> None:
     sizes = tuple(random.Random(1).sample(range(1, SAMPLES + 1), 40))
-    launch(watch, (tmp_path, Case(kind, sizes, 8), 6, True), cores=cores)
+    by_progress = True
+    launch(watch, (tmp_path, Case(kind, sizes, minibatch_size=8), WARM, by_progress), cores=cores)
     delta = torch.load(tmp_path / "delta.pt")
-    assert delta.pop("all_reduce") == ((len(sizes) - 6) * cores if cores > 1 else 0)
-    assert delta.pop("to host") == (len(sizes) - 6) * cores
+    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
+    assert delta.pop("to host") == (len(sizes) - WARM) * cores
     assert delta == dict.fromkeys(delta, 0)
 
 
 @pytest.mark.parametrize(
     ("cores", "noise"), [(1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches")]
 )
-def test_gains_are_those_of_one_process_on_the_cpu(cores: int, noise: str, tmp_path: Path) -> None:
+def test_gains_equal_those_of_one_process_on_the_cpu(cores: int, noise: str, tmp_path: Path) -> None:
     sizes = (20, 7, 1, 33, 12, 50, 3)
     run, expected = training(vbs.AdaScaleOptimizer, sizes, noise=noise), []
     for _ in sizes:
-        expected.append(run.run(1).optimizer.gain())
-    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 4), noise), cores=cores)
+        expected.append(run.run(1).optimizer.lr_factor())
+    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, minibatch_size=4), noise), cores=cores)
     for rank in range(cores):
         found, measured, progress, lr = torch.load(tmp_path / f"gains{rank}.pt", weights_only=False)
         assert found == pytest.approx(expected, rel=1e-12)
@@ -92,40 +107,42 @@ def test_gains_are_those_of_one_process_on_the_cpu(cores: int, noise: str, tmp_p
         assert lr == pytest.approx(run.optimizer.current_lr(), rel=1e-12)
 
 
-def test_an_update_that_is_not_finite_leaves_weights_noise_and_progress(tmp_path: Path) -> None:
-    launch(spoil, (tmp_path, Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3), cores=2)
+def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(tmp_path: Path) -> None:
+    case = Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), minibatch_size=4)
+    step = 3
+    launch(overflow, (tmp_path, case, step), cores=2)
     for rank in range(2):
-        before, spoiled, after = torch.load(tmp_path / f"spoiled{rank}.pt")
-        assert all(map(torch.equal, before[0], spoiled[0]))
-        assert before[1:3] == spoiled[1:3]
-        assert not all(map(torch.equal, spoiled[0], after[0]))
+        before, skipped, after = torch.load(tmp_path / f"overflow{rank}.pt")
+        assert all(map(torch.equal, before[0], skipped[0]))
+        assert before[1:3] == skipped[1:3]
+        assert not all(map(torch.equal, skipped[0], after[0]))
         assert after[1][2] == before[1][2] + 1
-        for weights, *_, seen_by_hook in (before, spoiled, after):
+        for weights, *_, seen_by_hook in (before, skipped, after):
             assert all(map(torch.equal, weights, seen_by_hook))
 
 
 @pytest.mark.parametrize(("cores", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)])
-def test_means_are_those_of_one_process_and_adding_compiles_and_reads_nothing(
+def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(
     cores: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    sizes, warm = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 30)), 6
+    sizes = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 30))
     used, x = list(batches(sizes, SAMPLES)), data(SAMPLES)[0][:, 0]
-    launch(measure, (tmp_path, Case(vbs.ConstantOptimizer, sizes, 8, dtype), warm), cores=cores)
+    launch(measure, (tmp_path, Case(vbs.ConstantOptimizer, sizes, minibatch_size=8, dtype=dtype), WARM), cores=cores)
     for rank in range(cores):
         found, delta = torch.load(tmp_path / f"means{rank}.pt")
         assert delta == dict.fromkeys(delta, 0)
-        for means, updates in zip(found, (used[:warm], used[warm:]), strict=True):
+        for means, updates in zip(found, (used[:WARM], used[WARM:]), strict=True):
             samples = np.concatenate(updates)
             assert 0 < means.pop("loss") < 10
-            steep = (len(updates[0]) * 2**30 + 0.5 * (len(samples) - len(updates[0]))) / len(samples)
-            assert means.pop("steep") == pytest.approx(steep, rel=1e-12)  # float32 alone is 1e-8 too small
+            uneven = (len(updates[0]) * 2**30 + 0.5 * (len(samples) - len(updates[0]))) / len(samples)
+            assert means.pop("uneven") == pytest.approx(uneven, rel=1e-12)  # a float32 sum would be 1e-8 too small
             expected = {"x": float(x[samples].mean()), "number": 2, "samples": len(samples)}
             assert means == pytest.approx(expected, rel=1e-12 if dtype is torch.float64 else 1e-6)
 
 
-def test_what_cannot_be_scaled_on_a_device_is_refused(tmp_path: Path) -> None:
-    launch(refuse, (tmp_path,), cores=1)
-    *kinds, half, timescale = torch.load(tmp_path / "said.pt")
+def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla(tmp_path: Path) -> None:
+    launch(unsupported_optimizers, (tmp_path,), cores=1)
+    *kinds, half, timescale = torch.load(tmp_path / "messages.pt")
     for name, text in zip(("Rprop", "ASGD", "Adafactor"), kinds, strict=True):
         assert text.startswith("on xla a learning rate that depends on the noise needs an optimizer whose change is")
         assert f"that of {name} is not; use another" in text

@@ -1,4 +1,4 @@
-"""How ranks communicate: one process, `torch.distributed` or PyTorch/XLA; the only rooms that do."""
+"""How ranks communicate: one process, `torch.distributed`, or PyTorch/XLA. No other package calls their collectives."""
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.detection import current_world, detect

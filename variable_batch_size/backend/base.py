@@ -1,4 +1,4 @@
-"""What the devices owe to the rest of the package: one sum over the world, and a way to the host."""
+"""The interface of a backend: one sum over all ranks, and copies to the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from variable_batch_size.world import World
 
 
 class Backend(ABC):
-    """The little that differs between one process, `torch.distributed` and PyTorch/XLA.
+    """What differs between one process, `torch.distributed` and PyTorch/XLA.
 
-    `static_graph` says that every update has to issue the same operations, whatever its numbers are: then
-    numbers travel as tensors (`scalar`), and gradients stay allocated.
+    A subclass implements `all_reduce_sum`, on which the other collectives are built. It overrides these if its
+    device needs or has a better way.
+
+    Args:
+        world: this rank, and the number of ranks.
+
+    Attributes:
+        world: this rank, and the number of ranks.
+        static_graph: whether every update must issue the same operations, whatever its numbers are. If so, numbers
+            are passed to the device as tensors (see `scalars`), and gradients stay allocated.
     """
 
     static_graph: ClassVar[bool] = False
@@ -26,32 +34,47 @@ class Backend(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
 
+    # Collectives: every rank has to call them, in the same order. -------------------------------------------------
+
     @abstractmethod
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks, in place, with one collective a dtype."""
+        """Replace each tensor by its sum over all ranks, in place, with one collective per dtype.
 
-    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Any]:
-        """`values` as factors for `like`: as they are where that is free, else 0-D tensors that are no constants."""
-        return values
+        Args:
+            tensors: of the same shapes and dtypes on every rank.
+        """
 
     @final
-    def scalar(self, value: float, like: Tensor) -> Any:
-        """A single one of them."""
-        return self.scalars([value], like)[0]
+    def all_gather_floats(self, row: Sequence[float], device: torch.device) -> Tensor:
+        """Return the rows of all ranks.
 
-    def number(self, value: Any) -> Any:
-        """A hyperparameter as the inner optimizer gets it: where Python numbers can become constants, never one."""
-        return value
+        Args:
+            row: numbers that float32 represents exactly, or that may be rounded to it; of the same length on every
+                rank.
+            device: device on which ranks communicate.
 
-    def mark_step(self) -> None:  # noqa: B027 (only lazy devices have something to do)
-        """End the present graph, on devices that have graphs."""
+        Returns:
+            float32 tensor of shape (world size, len(row)) in host memory.
+        """
+        # A sum of rows that are 0 except on one rank: the only collective that every backend has.
+        rows = torch.zeros(self.world.size, len(row), dtype=torch.float32)
+        rows[self.world.rank] = torch.tensor(row, dtype=torch.float32)
+        rows = rows.to(device)
+        self.all_reduce_sum([rows])
+        return self.host(rows)
 
-    def host(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` in host memory; waits for the device."""
-        return tensor.detach().cpu()
+    @final
+    def any_rank(self, mask: Sequence[bool], device: torch.device) -> list[bool]:
+        """Return, for each entry of `mask`, whether it is true on any rank.
 
-    def exchange(self, message: bytes) -> list[bytes]:
-        """What each rank has to say, by rank; waits on the host until all have come."""
+        Args:
+            mask: of the same length on every rank.
+            device: device on which ranks communicate.
+        """
+        return self.all_gather_floats([int(entry) for entry in mask], device).any(dim=0).tolist()
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank. Messages may differ in length."""
         world = self.world
         if world.size == 1:
             return [message]
@@ -64,14 +87,44 @@ class Backend(ABC):
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
     def store(self) -> dist.Store:
-        """Where ranks leave notes for one another without waiting, the same for all; every rank has to call it."""
+        """Return a key-value store that all ranks share, through which they communicate without a collective."""
         if self.world.size == 1:
             return dist.HashStore()
-        hosts = self.exchange(socket.gethostname().encode())
+        hosts = self.all_gather_bytes(socket.gethostname().encode())
         host = hosts[0].decode() if len(set(hosts)) > 1 else "localhost"
         server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.world.rank == 0 else None
-        port = int(self.exchange(b"%d" % (server.port if server else 0))[0])
+        port = int(self.all_gather_bytes(b"%d" % (server.port if server else 0))[0])
         return server or dist.TCPStore(host, port, is_master=False)
+
+    # The device. --------------------------------------------------------------------------------------------------
+
+    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Any]:
+        """Return factors for `like` that do not become constants of a graph.
+
+        Args:
+            values: Python numbers.
+            like: tensor whose device and dtype the factors must fit.
+
+        Returns:
+            `values` themselves if the device compiles no graphs, otherwise 0-D tensors.
+        """
+        return values
+
+    @final
+    def scalar(self, value: float, like: Tensor) -> Any:
+        """Return one factor for `like`, as `scalars` does."""
+        return self.scalars([value], like)[0]
+
+    def hyperparameter(self, value: Any) -> Any:
+        """Return the value to give to the inner optimizer, so that it does not become a constant of a graph."""
+        return value
+
+    def mark_step(self) -> None:  # noqa: B027 (a no-op on devices that execute eagerly)
+        """End the current graph and run it. A no-op on devices that execute eagerly."""
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in host memory, detached; waits for the device. On the CPU it shares memory with `tensor`."""
+        return tensor.detach().cpu()
 
     def print0(self, *values: object) -> None:
         """Print on rank 0 only."""

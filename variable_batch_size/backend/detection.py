@@ -1,4 +1,4 @@
-"""Which backend fits where parameters are, and which world this thread of execution is a rank of."""
+"""Choose the backend for a set of parameters, and find the world of the current thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from variable_batch_size.world import World
 
 
 def detect(parameters: Iterable[Tensor]) -> Backend:
-    """The backend that fits where the parameters are: XLA, else an initialised process group, else one process."""
+    """Return the backend that fits the parameters and the process.
+
+    Args:
+        parameters: parameters of the model.
+
+    Returns:
+        `XlaBackend` if any parameter is on an XLA device; otherwise `DistributedBackend` if a default process group is
+        initialized; otherwise `LocalBackend`.
+    """
     if any(parameter.device.type == "xla" for parameter in parameters):
         return XlaBackend()
     if dist.is_available() and dist.is_initialized():
@@ -25,7 +33,10 @@ def detect(parameters: Iterable[Tensor]) -> Backend:
 
 
 def current_world() -> World:
-    """The world that this thread of execution is a rank of, as `torch.distributed` or PyTorch/XLA tell it."""
+    """Return the world of the current thread: from `torch.distributed` if initialized, otherwise from PyTorch/XLA.
+
+    PyTorch/XLA is asked only if torch_xla has been imported. Without either, it is a world of one rank.
+    """
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     if "torch_xla" in sys.modules:

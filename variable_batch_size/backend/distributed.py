@@ -1,4 +1,4 @@
-"""Processes joined by `torch.distributed`, whatever carries their messages: gloo, NCCL, XCCL, TorchTPU."""
+"""The backend of processes that `torch.distributed` connects: gloo, NCCL, XCCL or TorchTPU."""
 
 from __future__ import annotations
 
@@ -16,50 +16,59 @@ from variable_batch_size.world import World
 
 @final
 class DistributedBackend(Backend):
-    """The ranks of `group` (default: of the default process group)."""
+    """The ranks of a process group.
+
+    Args:
+        group: process group to which this process belongs. Default: the default process group.
+
+    Raises:
+        ValueError: if no process group is initialized, or this process does not belong to `group`.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
         self._group = group
-        self._flat: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}  # kept: new memory costs as much as a sum
+        # The flat messages, by device, dtype and length. They are reused: allocation takes as long as the sum.
+        self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """One flat message a dtype and device."""
+        """Sum the tensors over all ranks, in place, as one flat message per dtype and device."""
         if self.world.size == 1:
             return
 
-        def kind(tensor: Tensor) -> str:
+        def key(tensor: Tensor) -> str:
             return f"{tensor.device} {tensor.dtype}"
 
-        for _, alike in groupby(sorted(tensors, key=kind), key=kind):
-            parts = list(alike)
-            flat = self._buffer(parts[0], sum(part.numel() for part in parts))
+        for _, same_key in groupby(sorted(tensors, key=key), key=key):
+            parts = list(same_key)
+            flat = self._buffer(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
             torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
             dist.all_reduce(flat, group=self._group)
-            torch._foreach_copy_(parts, _like(flat, parts))
+            torch._foreach_copy_(parts, _views(flat, parts))
 
-    def exchange(self, message: bytes) -> list[bytes]:
-        """By the group's own way to send objects, on whatever device it needs."""
-        said: list[Any] = [message] * self.world.size
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank, on the device that the group needs for objects."""
+        messages: list[Any] = [message] * self.world.size
         if self.world.size > 1:
-            dist.all_gather_object(said, message, group=self._group)
-        return said
+            dist.all_gather_object(messages, message, group=self._group)
+        return messages
 
     def store(self) -> dist.Store:
-        """The group's own, by which its ranks have met."""
+        """Return the store through which the ranks of the group found one another."""
         group = self._group or dist.group.WORLD
-        assert group is not None
+        assert group is not None  # for mypy: the constructor has raised otherwise
         return group.get_group_store()
 
-    def _buffer(self, like: Tensor, size: int) -> Tensor:
-        key = (like.device, like.dtype, size)
-        if key not in self._flat:
-            self._flat = {known: flat for known, flat in self._flat.items() if known[:2] != key[:2]}
-            self._flat[key] = torch.empty(size, dtype=like.dtype, device=like.device)
-        return self._flat[key]
+    def _buffer(self, like: Tensor, length: int) -> Tensor:
+        """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""
+        key = (like.device, like.dtype, length)
+        if key not in self._buffers:
+            self._buffers = {known: buffer for known, buffer in self._buffers.items() if known[:2] != key[:2]}
+            self._buffers[key] = torch.empty(length, dtype=like.dtype, device=like.device)
+        return self._buffers[key]
 
 
-def _like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor in the shapes of `parts`."""
-    pieces = torch.split(flat, [part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+def _views(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor that have the shapes of `parts`."""
+    views = torch.split(flat, [part.numel() for part in parts])
+    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]

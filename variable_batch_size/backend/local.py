@@ -1,4 +1,4 @@
-"""One process alone: it communicates nothing."""
+"""The backend of a single process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from variable_batch_size.world import World
 
 @final
 class LocalBackend(Backend):
-    """A world of one: every sum over it is the summand."""
+    """A world of one rank, which communicates with no other.
+
+    >>> LocalBackend().world
+    World(rank=0, size=1)
+    """
 
     def __init__(self) -> None:
         super().__init__(World())
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing to add."""
+        """Return without a change: a sum over one rank is its only summand."""

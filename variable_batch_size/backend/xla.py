@@ -1,8 +1,8 @@
-"""PyTorch/XLA: lazy tensors whose graphs compile once, on TPU cores or on several cores of a CPU.
+"""The backend of PyTorch/XLA: lazy tensors whose graphs compile once, on TPU cores or on several cores of a CPU.
 
-The only module that imports torch_xla, and it does so when it is first used. A replica is a process or, within
-one, a thread with its own device; `launch` starts them, and on XLA:CPU makes it safe to have more than one: without
-the settings of `_CPU_SETTINGS` and the step marker of `_take_turns`, replicas miss each other at the first collective.
+This is the only module that imports torch_xla, and it does so on first use. A replica is a process, or a thread with a
+device of its own. `launch` starts the replicas. On XLA:CPU it also makes several replicas safe: without the variables
+of `_CPU_ENVIRONMENT` and the step marker of `_serialize_step_markers`, they deadlock in the first collective.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from variable_batch_size.backend.base import Backend
 from variable_batch_size.preemption import EXIT_CODE, signal_notice
 from variable_batch_size.world import World
 
-# Python numbers that are 0, 1 or -1 travel as data too, as all others do: no graph compiles anew because a learning
-# rate becomes 1.
-_SETTINGS = {"XLA_NO_SPECIAL_SCALARS": "1"}
-# Without aliasing nothing is donated: freeing a donated buffer that an execution still reads blocks, under the lock
-# of the step marker or with the GIL held, and the other replicas never reach their collective.
-_CPU_SETTINGS = _SETTINGS | {"PJRT_DEVICE": "CPU", "XLA_ENABLE_PARAM_ALIASING": "0"}
+# By default, the Python numbers 0, 1 and -1 are constants of a graph and all others are data. This makes all of them
+# data, so that no graph is recompiled when a learning rate becomes 1.
+_ENVIRONMENT = {"XLA_NO_SPECIAL_SCALARS": "1"}
+# Without parameter aliasing no buffer is donated. Freeing a donated buffer that an execution still reads blocks, while
+# the thread holds the lock of the step marker or the GIL, and the other replicas never reach their collective.
+_CPU_ENVIRONMENT = _ENVIRONMENT | {"PJRT_DEVICE": "CPU", "XLA_ENABLE_PARAM_ALIASING": "0"}
 
-_SMALLEST, _LAST_BIT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).eps
+_FLOAT32 = torch.finfo(torch.float32)
+# What replaces the numbers that would be constants of a graph: for 0 the smallest normal float32, for 1 and -1 the next
+# float32 away from 0.
+_REPLACEMENTS = {0: _FLOAT32.tiny, 1: 1 + _FLOAT32.eps, -1: -1 - _FLOAT32.eps}
 
-# Of the replicas in this process, once `launch` has made it safe.
-_meeting: Rendezvous | None = None
+# Shared by the replicas of this process; set if `launch` started them on XLA:CPU.
+_rendezvous: Rendezvous | None = None
 _store: dist.Store | None = None
 
 
 @final
 class XlaBackend(Backend):
-    """The replicas that PyTorch/XLA knows; the rank is this thread's.
+    """The replicas of PyTorch/XLA. The rank is that of the current thread.
 
     Raises:
-        ModuleNotFoundError: when torch_xla is not installed.
-        RuntimeError: when several replicas run on XLA:CPU that `launch` did not start; they would hang.
+        ModuleNotFoundError: if torch_xla is not installed.
+        RuntimeError: if several replicas run on XLA:CPU and `launch` did not start them; they would deadlock.
     """
 
     static_graph = True
@@ -54,18 +57,24 @@ class XlaBackend(Backend):
         runtime = _torch_xla("torch_xla.runtime")
         super().__init__(World(runtime.global_ordinal(), runtime.world_size()))
         self._on_cpu = runtime.device_type() == "CPU"
-        if self._on_cpu and self.world.size > 1 and _meeting is None:
+        if self._on_cpu and self.world.size > 1 and _rendezvous is None:
             raise RuntimeError(
-                f"several replicas on XLA:CPU must be started by variable_batch_size.backend.xla.launch, "
-                f"but these {self.world.size} were started otherwise and would hang at the first all-reduce"
+                f"several replicas on XLA:CPU must be started by variable_batch_size.backend.xla.launch, but these "
+                f"{self.world.size} were not and would deadlock in the first all-reduce; call "
+                f"launch(fn, args, cores={self.world.size})"
             )
 
+    # Collectives. -------------------------------------------------------------------------------------------------
+
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """One call, which PyTorch/XLA lowers to one collective a dtype; XLA:CPU sums no bfloat16, so float32 there."""
+        """Sum the tensors over all ranks, in place, with one call that PyTorch/XLA lowers to one collective per dtype.
+
+        XLA:CPU cannot sum bfloat16: such tensors are summed in float32 there.
+        """
         if self.world.size == 1 or not tensors:
             return
-        if _meeting is not None:
-            _meeting.wait()  # XLA:CPU ends the process when a rank stands alone in a collective for 15 s
+        if _rendezvous is not None:
+            _rendezvous.wait()  # XLA:CPU aborts the process if a rank waits alone in a collective for 15 s
         xm = _torch_xla("torch_xla.core.xla_model")
         sums = [t.float() if self._on_cpu and t.dtype == torch.bfloat16 else t for t in tensors]
         xm.all_reduce(xm.REDUCE_SUM, sums)
@@ -73,102 +82,112 @@ class XlaBackend(Backend):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Tensor]:
-        """0-D tensors, float64 for a float64 `like` and float32 for any other: always data, whatever the values.
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank; without a graph if the replicas are threads of one process."""
+        if _rendezvous is not None:
+            return _rendezvous.all_gather_bytes(self.world.rank, message)
+        if self.world.size == 1:
+            return [message]
+        messages: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
+        return messages
 
-        A half-precision tensor times it is computed in float32 and rounded once, as with a Python number.
+    def barrier(self) -> None:
+        """Wait on the host for all ranks; without a graph if the replicas are threads of one process."""
+        if _rendezvous is not None:
+            _rendezvous.wait()
+        elif self.world.size > 1:
+            _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size")
+
+    def store(self) -> dist.Store:
+        """Return a key-value store that all ranks share; in memory if the replicas are threads of one process."""
+        return super().store() if _store is None else _store
+
+    # The device. --------------------------------------------------------------------------------------------------
+
+    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Tensor]:
+        """Return 0-D tensors: float64 for a float64 `like`, otherwise float32. All values are data of the graph.
+
+        The product with a half-precision tensor is computed in float32 and rounded once, as with a Python number.
         """
         xm = _torch_xla("torch_xla.core.xla_model")
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
         sent: list[Tensor] = xm.send_cpu_data_to_device(
             [torch.tensor(value, dtype=dtype) for value in values], like.device
         )
         return sent
 
-    def number(self, value: Any) -> Any:
-        """A Python number that is no constant of the graph: 0, 1 and -1 move by a float32's last bit.
+    def hyperparameter(self, value: Any) -> Any:
+        """Return a Python number that is not a constant of the graph: 0, 1 and -1 change by the last bit of a float32.
 
-        Not after `launch`, whose settings make every number data.
+        After `launch` nothing changes, because its environment makes every number data.
         """
         if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
             return value
-        return {0: _SMALLEST, 1: 1 + _LAST_BIT, -1: -1 - _LAST_BIT}.get(value, value)
+        return _REPLACEMENTS.get(value, value)
 
     def mark_step(self) -> None:
-        """Run what this replica has recorded since its last mark."""
+        """Execute the operations that this replica has recorded since its last step marker."""
         _torch_xla().sync()
 
     def host(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory; ends the present graph, so where a collective is in it every rank must come here."""
+        """Return `tensor` in host memory, detached. Ends the current graph.
+
+        If that graph contains a collective, every rank has to call this.
+        """
         if tensor.device.type != "xla":
             return super().host(tensor)
-        alias = tensor.detach()  # before the mark: what is recorded after it would run outside a step marker
+        alias = tensor.detach()  # before the step marker: recorded after it, it would execute outside of one
         self.mark_step()
         return alias.cpu()
-
-    def barrier(self) -> None:
-        """Wait on the host until every rank is here; without a graph where the replicas are threads of one process."""
-        if _meeting is not None:
-            _meeting.wait()
-        elif self.world.size > 1:
-            _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size")
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """Without a graph where the replicas are threads of one process."""
-        if _meeting is not None:
-            return _meeting.all_gather_bytes(self.world.rank, message)
-        if self.world.size == 1:
-            return [message]
-        said: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
-        return said
-
-    def store(self) -> dist.Store:
-        """In the memory that replicas share where they are threads of one process."""
-        return super().store() if _store is None else _store
 
 
 def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | None = None) -> None:
     """Call `fn(*args)` once on every core, and return when all calls have returned.
 
-    On a TPU this is `torch_xla.launch`. On XLA:CPU, one fresh process runs `cores` threads, each a replica with its
-    own device. An exception in any of its threads ends all of them at once, after its traceback; `SystemExit(code)`
-    ends them and this program with that code (0 only ends its own call). SIGTERM, Ctrl-C and the death of this process
-    reach the replicas as one SIGTERM to their process, which may handle it in a handler that `fn`'s module installs.
+    On a TPU this is `torch_xla.launch`. On XLA:CPU one new process runs `cores` threads, each of which is a replica
+    with a device of its own. An exception in any of its threads ends all of them immediately, after its traceback is
+    printed. `SystemExit(code)` ends them and this program with that code; with code 0 it ends only its own call.
+    SIGTERM, Ctrl-C and the death of this process all reach the process of the replicas as one SIGTERM, which a handler
+    that the module of `fn` installs may handle.
 
     Args:
-        fn: a function at the top level of a module or script; its rank is `XlaBackend().world.rank`.
-        args: what it is called with; pickled.
-        cores: how many replicas on XLA:CPU, by default what `CPU_NUM_DEVICES` says, or 1. A TPU uses all its cores.
+        fn: function at the top level of a module or script. In it, `XlaBackend().world.rank` is the rank.
+        args: picklable positional arguments of `fn`.
+        cores: number of replicas on XLA:CPU. Default: the environment variable `CPU_NUM_DEVICES`, or 1. On a TPU it
+            must be omitted: all cores are used.
 
     Raises:
-        ValueError: for a number of cores that is not >= 1, or any on a TPU.
-        TypeError: when `fn` or `args` cannot be pickled.
-        ModuleNotFoundError: when torch_xla is not installed.
-        RuntimeError: when a call raised, or a signal ended the process of the replicas.
-        SystemExit: when a call raised it, or SIGTERM ended the process of the replicas.
+        ValueError: if `cores` is < 1, or is given on a TPU.
+        TypeError: if `cores` is not an integer, or `fn` or `args` cannot be pickled.
+        ModuleNotFoundError: if torch_xla is not installed.
+        RuntimeError: if a call raised an exception, or a signal ended the process of the replicas.
+        SystemExit: if a call raised it, or SIGTERM ended the process of the replicas.
     """
     _require_torch_xla()
     kind = _device_kind()
     if kind == "CPU":
-        chosen = int(os.getenv("CPU_NUM_DEVICES", "1")) if cores is None else cores
-        cores = check_int(chosen, "cores", 1, remedy="leave cores out for CPU_NUM_DEVICES, or 1")
-        run_child(_on_every_core, (fn, tuple(args)), _cpu_settings(cores))
+        number = int(os.getenv("CPU_NUM_DEVICES", "1")) if cores is None else cores
+        cores = check_int(number, "cores", 1, remedy="pass cores=1 or more, or omit it to use CPU_NUM_DEVICES")
+        run_child(_run_replicas, (fn, tuple(args)), _cpu_environment(cores))
         return
     if cores is not None:
-        raise ValueError(
-            f"launch uses all cores of a {kind}, got cores={cores}; leave cores out, or set PJRT_DEVICE=CPU"
-        )
-    with environment_with(_SETTINGS):
+        raise ValueError(f"launch uses all cores of a {kind}, got cores={cores}; omit cores, or set PJRT_DEVICE=CPU")
+    with environment_with(_ENVIRONMENT):
         run_by(_torch_xla().launch, functools.partial(_without_ordinal, fn), args)
 
 
 def compiled_graphs() -> int:
-    """How many graphs this process has compiled, all replicas together; ask while none is at work (`barrier`)."""
+    """Return the number of graphs that this process has compiled, for all replicas together.
+
+    Call it while no replica is working, between two calls of `barrier`: reading torch_xla's counters while threads
+    register new ones can crash the process.
+    """
     return _torch_xla("torch_xla.debug.metrics").counter_value("UncachedCompile") or 0
 
 
 def _torch_xla(module: str = "torch_xla") -> Any:
-    """A module of torch_xla, imported when it is needed."""
+    """Import a module of torch_xla on first use, and return it."""
     _require_torch_xla()
     return importlib.import_module(module)
 
@@ -182,15 +201,18 @@ def _require_torch_xla() -> None:
 
 
 def _device_kind() -> str:
-    """CPU, TPU, ...: as the environment says, else as torch_xla finds when it is imported."""
+    """Return CPU, TPU or another kind: from PJRT_DEVICE, which torch_xla sets on import if it is unset."""
     if "PJRT_DEVICE" not in os.environ:
         _torch_xla()
     return os.environ.get("PJRT_DEVICE", "CPU").split("_")[0]
 
 
-def _cpu_settings(cores: int) -> dict[str, str]:
-    """The environment of a process with so many replicas: threads for all to stand in a collective at once."""
-    return _CPU_SETTINGS | {
+def _cpu_environment(cores: int) -> dict[str, str]:
+    """Return the environment variables of a process with `cores` replicas.
+
+    The thread pools are large enough for all replicas to wait in a collective at the same time.
+    """
+    return _CPU_ENVIRONMENT | {
         "CPU_NUM_DEVICES": str(cores),
         "NPROC": str(max(16, 2 * cores)),
         "XLA_THREAD_POOL_SIZE": str(max(32, 4 * cores)),
@@ -198,53 +220,57 @@ def _cpu_settings(cores: int) -> dict[str, str]:
 
 
 def _without_ordinal(fn: Callable[..., object], ordinal: int, *args: Any) -> None:
-    fn(*args)
+    fn(*args)  # torch_xla.launch passes the ordinal first
 
 
-def _on_every_core(fn: Callable[..., object], args: Sequence[Any]) -> int:
-    """In the child: make this process a host of replicas, and run `fn` on each; returns the exit code."""
-    global _meeting, _store
+def _run_replicas(fn: Callable[..., object], args: Sequence[Any]) -> int:
+    """Make this child process a host of replicas, run `fn` on each, and return the exit code."""
+    global _rendezvous, _store
     code = 0
     torch_xla, xm = _torch_xla(), _torch_xla("torch_xla.core.xla_model")
     devices = torch_xla.devices()
     xm.set_replication(devices[0], devices)
-    _take_turns(torch_xla._XLAC)
-    _meeting = meeting = Rendezvous(len(devices))
+    _serialize_step_markers(torch_xla._XLAC)
+    _rendezvous = rendezvous = Rendezvous(len(devices))
     _store = dist.HashStore()
 
     def replica(index: int) -> None:
         nonlocal code
-        torch_xla.device(index)  # makes it this thread's default
+        torch_xla.device(index)  # makes it the default device of this thread
         try:
             fn(*args)
-        except SystemExit as end:
-            if end.code == EXIT_CODE and signal_notice():  # all come here, after the same update
+        except SystemExit as exit_request:
+            # After a signal every replica exits with this code, after the same update: none has to end the others.
+            if exit_request.code == EXIT_CODE and signal_notice():
                 code = EXIT_CODE
-            elif end.code:
+            elif exit_request.code:
                 raise
-        meeting.leave()
+        rendezvous.leave()
 
     run_threads([functools.partial(replica, index) for index in range(len(devices))])
     return code
 
 
-def _take_turns(xlac: Any) -> None:
-    """Let the replicas of this process mark their steps one after the other.
+def _serialize_step_markers(xlac: Any) -> None:
+    """Replace the step marker of torch_xla by one that the replicas of this process execute one at a time.
 
-    XLA:CPU's ranks meet in a collective by the number of the compiled module. Replicas that compile one graph at the
-    same time get two modules and wait for each other for ever; one after the other, the second finds the first's.
-    Nobody may wait for a device inside, and the original does when an earlier execution is pending: that may be in
-    a collective which needs the replica that stands outside.
+    The rendezvous of a collective on XLA:CPU is keyed by the id of the compiled module. Replicas that compile the same
+    graph concurrently get two modules and wait for each other forever. One at a time, the second replica finds the
+    module of the first in the cache.
+
+    No replica may wait for a device while it holds the lock: a pending execution may be in a collective that needs a
+    replica which waits for the lock. The original marker waits if an earlier execution of its device is pending, so
+    each replica waits for its own device before it takes the lock, and after it has released it.
     """
-    mark, turn = xlac._xla_step_marker, threading.Lock()
+    mark_step, lock = xlac._xla_step_marker, threading.Lock()
 
-    def mark_in_turn(
+    def serialized_mark_step(
         device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
     ) -> None:
         own = xlac._xla_real_devices([device or xlac._xla_get_default_device()])
-        xlac._xla_wait_device_ops(devices=own)
-        with turn:
-            mark(device, list(devices), wait=False, reset_scope=reset_scope)
+        xlac._xla_wait_device_ops(devices=own)  # without `devices` it would wait for all of them: a deadlock
+        with lock:
+            mark_step(device, list(devices), wait=False, reset_scope=reset_scope)
         xlac._xla_wait_device_ops(devices=own)
 
-    xlac._xla_step_marker = mark_in_turn
+    xlac._xla_step_marker = serialized_mark_step

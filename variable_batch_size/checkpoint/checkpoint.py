@@ -348,7 +348,7 @@ class Checkpoint:
             message = b"+" + work()
         except Exception as error:
             failure, message = error, b"-" + str(error).encode()
-        messages = self._backend.exchange(message)
+        messages = self._backend.all_gather_bytes(message)
         for message in messages:
             if not message.startswith(b"+"):
                 raise RuntimeError(message[1:].decode()) from failure

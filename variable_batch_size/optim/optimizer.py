@@ -21,7 +21,7 @@ from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim import consistency as agreement
+from variable_batch_size.optim import consistency
 from variable_batch_size.optim.loop import Loop, Watcher
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.update import Estimator, Reduction, Updater
@@ -215,7 +215,7 @@ class CustomOptimizer(OptimizerWrapper):
             raise RuntimeError("step() takes no closure; call loss.backward() before it")
         gradients, loop = self._updater.gradients, self._loop
         if not (gradients.membership_fixed or loop.inside_step):  # before ranks with unequal counts diverge
-            agreement.refuse_distributed_data_parallel(gradients.parameters)
+            consistency.check_not_distributed_data_parallel(gradients.parameters)
         self._lr_check.check(self.param_groups, inside_step=loop.inside_step)
         microbatch = loop.receive()
         gradients.check(replay=microbatch.samples == 0)
@@ -345,8 +345,8 @@ class CustomOptimizer(OptimizerWrapper):
         mask = gradients.mask()
         if self._backend.world.size > 1:
             device = gradients.parameters[0].device
-            agreement.compare(self._facts(), self._backend, device)
-            mask = agreement.union(mask, self._backend, device)
+            consistency.check_same_on_all_ranks(self._facts(), self._backend, device)
+            mask = self._backend.any_rank(mask, device)
         gradients.fix_membership(mask)
 
     def _facts(self) -> dict[str, int]:
@@ -364,7 +364,7 @@ class CustomOptimizer(OptimizerWrapper):
             # Without memory addresses, which differ between ranks.
             "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
             "number of parameters": len(parameters),
-            "parameters": agreement.checksum(parameters, self._backend),
+            "parameters": consistency.checksum(parameters, self._backend),
         }
 
     def _check_between_steps(self, what: str) -> None:

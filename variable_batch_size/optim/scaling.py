@@ -142,7 +142,7 @@ def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
     """Return the scaled hyperparameters of a group, by name."""
     changes: Group = {}
     if "lr" in group:
-        changes["lr"] = backend.number(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
+        changes["lr"] = backend.hyperparameter(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
             changes[name] = group[name] * factor
