@@ -1,4 +1,4 @@
-"""What a type checker sees of the lazy index; mypy checks this file, nobody runs it."""
+"""What a type checker sees of the lazy index: mypy checks this file, and it is never run."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ def test_each_row_equals_the_slow_twin(case: Case, size: int, steps_per_deal: in
             samples = order(case.dataset_size, case.seed, epoch)(np.arange(case.dataset_size))
             expected = []
             for update in updates:
-                pieces = split_sizes(update.batch_size, m, case.fixed_shape)
-                mine = range(world.rank, len(pieces), size) or [world.rank % len(pieces)]
-                rows = [rows_of(update.start + sum(pieces[:i]), pieces[i], m, case.fixed_shape) for i in mine]
+                sizes = split_sizes(update.batch_size, m, case.fixed_shape)
+                mine = range(world.rank, len(sizes), size) or [world.rank % len(sizes)]
+                rows = [rows_of(update.start + sum(sizes[:i]), sizes[i], m, case.fixed_shape) for i in mine]
                 expected += [samples[positions].tolist() for positions in rows]
             sampler.set_epoch(epoch)
             assert len(sampler) == len(expected)
@@ -116,7 +116,7 @@ def test_the_first_microbatch_of_a_billion_samples_needs_little_memory() -> None
 @given(cases(largest_dataset=60), st.integers(0, 40), st.data())
 @examples(60)
 def test_prefetched_microbatches_do_not_count(case: Case, ahead: int, data: st.DataObject) -> None:
-    """Break off behind any update, leave the iterator alive, and go on in the epoch or in the next one."""
+    """Break after any update, keep the iterator alive, and continue in the epoch or in the next one."""
     run, alive, expected = Run(case), [], []
     for number, updates in enumerate(case.updates):
         run.set_epoch(number)

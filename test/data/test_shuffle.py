@@ -190,9 +190,9 @@ def test_memory_does_not_grow_with_the_dataset() -> None:
 )
 def test_rejects_numbers_out_of_range(n: int, seed: int, epoch: int, error: type[Exception], message: str) -> None:
     for make in (Permutation, partial(order, shuffle=False)):
-        with pytest.raises(error) as refusal:
+        with pytest.raises(error) as raised:
             make(n, seed, epoch)
-        assert str(refusal.value).startswith(message)
+        assert str(raised.value).startswith(message)
 
 
 def test_identity_rejects_zero_samples() -> None:
@@ -205,8 +205,8 @@ def test_identity_rejects_zero_samples() -> None:
 def test_rejects_positions_out_of_range(n: int, shuffled: bool) -> None:
     samples_at = order(n, 1, 2, shuffle=shuffled)
     for wrong in (-1, n, 2**63 - 1, -(2**63)):
-        with pytest.raises(IndexError) as refusal:
+        with pytest.raises(IndexError) as raised:
             samples_at(np.array([[0, wrong]]))
-        assert str(refusal.value) == f"positions must be in [0, {n}), got {wrong}; there are {n} samples"
+        assert str(raised.value) == f"positions must be in [0, {n}), got {wrong}; there are {n} samples"
     with pytest.raises(TypeError, match="positions must be integers, got an array of float64"):
         samples_at(np.array([0.5]))

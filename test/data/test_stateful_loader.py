@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.reference import examples
-from helpers.strategies import Case, Run, Steps, cases, read_ahead, refused, together
+from helpers.strategies import Case, Run, Steps, cases, error_of, read_ahead, together
 from variable_batch_size.backend import Backend
 from variable_batch_size.world import World
 
@@ -146,7 +146,7 @@ def test_a_loader_without_workers_resumes_with_another_minibatch_size(case: Case
 
 
 class Resumed:
-    """A loader that goes on from an iterator's snapshot, reads forward, and reads ahead; from then on a plain one."""
+    """A loader that resumes from an iterator's snapshot, reads forward and prefetches; later a plain loader."""
 
     def __init__(self, run: Run, snapshot: dict[str, int], forward: int, ahead: int) -> None:
         self.sampler, self.snapshot, self.forward, self.ahead = run.sampler, snapshot, forward, ahead
@@ -242,11 +242,11 @@ def test_states_of_different_times_never_train_on_wrong_samples(case: Case, data
     assume(not (at_end and of_optimizer.optimizer["vbs"]["epoch"] == case.epochs - 1))
     run = Run(case)
     run.optimizer.load_state_dict(of_optimizer.optimizer)
-    refusal = refused(lambda: list(microbatches(run, Resumed(run, of_loader.iterator, 0, 0))))
-    if refusal is None:
+    error = error_of(lambda: list(microbatches(run, Resumed(run, of_loader.iterator, 0, 0))))
+    if error is None:
         assert together([run.log]) == case.steps[of_optimizer.updates :]
     else:
-        assert re.search(REFUSED, refusal)
+        assert re.search(REFUSED, error)
         assert run.log == []
         assert not of_loader.ends_update or of_loader.updates != of_optimizer.updates
 

@@ -224,7 +224,7 @@ def read_ahead(sampler: vbs.CustomSampler, number: int, snapshot: dict[str, int]
         yield from source
 
 
-def refused(attempt: Callable[[], object]) -> str | None:
+def error_of(attempt: Callable[[], object]) -> str | None:
     """The message of the error that `attempt` raises, or None."""
     try:
         attempt()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
-from helpers.strategies import Run, read_ahead, refused, together
+from helpers.strategies import Run, error_of, read_ahead, together
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -142,7 +142,7 @@ def test_loading_a_state_forgets_what_was_read() -> None:
 @pytest.mark.parametrize("every", [2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1])
 def test_raises_if_the_loop_accumulates_by_itself(every: int, first: int, ahead: int) -> None:
-    """`if number % every == 0: optimizer.step()`: refused at the second call."""
+    """`if number % every == 0: optimizer.step()`: raises at the second call."""
     run = begun()
     calls = 0
     with pytest.raises(RuntimeError, match=EACH.format(every - 1)):  # noqa: PT012
@@ -157,7 +157,7 @@ def test_raises_if_the_loop_accumulates_by_itself(every: int, first: int, ahead:
 @with_prefetching
 @pytest.mark.parametrize("left_out", range(1, 17))
 def test_raises_if_a_microbatch_is_skipped(left_out: int, ahead: int) -> None:
-    """`if loss.isnan(): continue`: refused at the next call, and after an epoch's last microbatch by set_epoch."""
+    """`if loss.isnan(): continue`: raises at the next call, and after the last microbatch of an epoch in set_epoch."""
     run = begun()
 
     def loop() -> None:
@@ -168,15 +168,13 @@ def test_raises_if_a_microbatch_is_skipped(left_out: int, ahead: int) -> None:
         if not ahead:
             run.set_epoch(1)
 
-    refusal = refused(loop)
+    error = error_of(loop)
     if left_out < 16:
-        assert refusal is not None
-        assert refusal.startswith(
-            "step() must follow the backward() of every microbatch, but 1 of those that were read"
-        )
+        assert error is not None
+        assert error.startswith("step() must follow the backward() of every microbatch, but 1 of those that were read")
     elif not ahead:
-        assert refusal is not None
-        assert "17 microbatches, with 16 calls of step()" in refusal
+        assert error is not None
+        assert "17 microbatches, with 16 calls of step()" in error
     run.log = [entry for entry in run.log if entry[1] < run.optimizer.updates]
     assert together([run.log]) == CASE.steps[: run.optimizer.updates]
 
@@ -193,7 +191,7 @@ def test_raises_if_a_loop_fed_by_a_thread_steps_too_rarely() -> None:
 
 @pytest.mark.parametrize("said", [False, True])
 def test_a_thread_may_have_read_the_epoch_when_the_loop_leaves_it(said: bool) -> None:
-    """Of such a loader nobody knows how far it reads ahead; `discard_step()` says that the epoch is left on purpose."""
+    """How far such a loader reads ahead is unknown; `discard_step()` states that the loop leaves on purpose."""
     run = begun()
     batches = iter(InThread(run.sampler, 0))
     take(run, batches, 3)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.reference import examples
 from helpers.splitting import rows_of
-from helpers.strategies import Case, Run, read_ahead, refused
+from helpers.strategies import Case, Run, error_of, read_ahead
 from variable_batch_size.data.shuffle import order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -26,7 +26,7 @@ class Fuzz:
     def __init__(self, case: Case, ahead: int) -> None:
         self.run, self.ahead = Run(case), ahead
         self.iterations: list[Iterator[list[int]]] = []
-        self.begun: set[int] = set()  # the iterations of which a microbatch came
+        self.begun: set[int] = set()  # the iterations that yielded a microbatch
         self.state = copy.deepcopy(self.run.optimizer.state_dict())
 
     def begin(self, _: int) -> None:
@@ -104,4 +104,4 @@ def test_no_sequence_of_calls_trains_on_wrong_samples(
     fuzz = Fuzz(Case(trace, dataset_size, 4, False, True, 0, 3), ahead)
     fuzz.begin(0)
     for call, argument in calls:
-        refused(lambda call=call, argument=argument: call(fuzz, argument))
+        error_of(lambda call=call, argument=argument: call(fuzz, argument))
