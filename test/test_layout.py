@@ -179,6 +179,8 @@ def test_the_index_is_sorted_and_complete() -> None:
     assert {rule.__name__ for rule in vbs.RULES.values()} < set(vbs.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
         vbs.Nonsense  # noqa: B018
+    script = "import variable_batch_size as vbs; vbs.backend.xla.launch, vbs.testing.run_ranks, vbs.data.sampler"
+    assert run_python(script) == (0, "", "")
     names: dict[str, object] = {}
     exec("from variable_batch_size import *", names)
     assert set(vbs.__all__) <= set(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ def lazy_index(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     The index is what that file imports under `if TYPE_CHECKING:`, where type checkers read it: `from module import
     name as name` is imported when `name` is first used, `from module import *` at once, for the names in its `__all__`.
+    Submodules are imported when they are first used, too: `package.backend.xla` needs no import of its own.
 
     Example::
 
@@ -32,9 +34,12 @@ def lazy_index(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     public = sorted(homes)
 
     def getattr_(name: str) -> Any:
-        if name not in homes:
+        if name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
+            return importlib.import_module(f"{package}.{name}")  # which sets the attribute
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)  # found without this function from now on
         return value
 
