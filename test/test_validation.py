@@ -81,7 +81,9 @@ def test_check_int_has_a_minimum_of_zero_and_no_maximum_by_default(value: int) -
     if value >= 0:
         assert check_int(value, "step") == value
     else:
-        with pytest.raises(ValueError, match=rf"^step must be an integer >= 0, got {value}; pass such an int$"):
+        with pytest.raises(
+            ValueError, match=rf"^step must be an integer >= 0, got {value}; pass an int in this range$"
+        ):
             check_int(value, "step")
 
 

@@ -226,7 +226,7 @@ def test_a_snapshot_is_read_forward_only_with_its_own_split(case: Case, ahead: i
 
 
 REFUSED = (
-    "must be at the same update|are committed|each step.. counts one microbatch of|"
+    "must be at the same update|are committed|step.. must be called once per microbatch of|"
     "saved within a step can resume only with the same split|must reach optimizer.step"
 )
 

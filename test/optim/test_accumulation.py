@@ -61,7 +61,7 @@ def test_rejects_a_parameter_that_is_unfrozen_later(scaler: bool) -> None:
     model[0].requires_grad_(True)
     driver = torch.amp.GradScaler("cpu", enabled=scaler)
     driver.scale(run.loss(next(iter(run.sampler)))).backward()
-    with pytest.raises(RuntimeError, match=r"a parameter that had no gradient has got one; set requires_grad before"):
+    with pytest.raises(RuntimeError, match=r"a parameter that had no gradient now has one; set requires_grad before"):
         driver.step(run.optimizer)
 
 

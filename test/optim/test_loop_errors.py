@@ -23,7 +23,7 @@ EPOCH_OVER = r"all updates of epoch 0 are committed; call set_epoch\(1\) on the 
 EACH = r"^step\(\) must follow the backward\(\) of every microbatch, but {} of those that were read .*; call it once"
 NOT_STEPPED = r"was read from epoch 0, step 0 to the end, 17 microbatches, with {} calls of step\(\); call it once"
 NOT_ITS_OWN = r"that sampler has yielded {} and this is number {}; pass the same CustomSampler to"
-ANEW = r"but this one was begun before the optimizer moved to epoch 0, step {}; iterate the loader again after"
+ANEW = r"but this iteration was begun before the optimizer moved to epoch 0, step {}; start a new loop over the loader"
 
 
 @with_prefetching

@@ -117,7 +117,7 @@ def test_on_end_error_rejects_positions_beyond_the_last_step(sizes, beyond):
 @pytest.mark.parametrize("query", ["batch_size", "offset", "step_at", "batch_sizes"])
 def test_queries_reject_a_position_that_is_not_an_integer_or_is_negative(query, step, error):
     argument = np.array([step]) if query == "batch_sizes" else step
-    with pytest.raises(error, match=r"must be an integer >= 0, got .*; pass such an int"):
+    with pytest.raises(error, match=r"must be an integer >= 0, got .*; pass an int in this range"):
         getattr(BatchTrace.from_sizes([1, 2], on_end="hold"), query)(argument)
 
 
@@ -218,7 +218,7 @@ def test_of_rejects_any_other_type(source):
     ],
 )
 def test_rejects_a_wrong_size_with_its_position(size, error):
-    match = r"batch_size must be an integer >= 1.*, got .*; pass such an int$"
+    match = r"batch_size must be an integer >= 1.*, got .*; pass an int in this range$"
     with pytest.raises(error, match=r"^trace step 2 \(sizes\[2\]\): " + match):
         BatchTrace.from_sizes([1, 2, size, 0])
     with pytest.raises(error, match="^" + match):

@@ -114,7 +114,7 @@ def test_ignores_other_columns_at_any_position(tmp_path, quote):
 def test_renumber_ignores_the_step_column(tmp_path, column):
     path = write(tmp_path, "step,batchsize\n" + column)
     assert BatchTrace.from_csv(path, renumber=True) == BatchTrace.from_sizes([5, 6, 8])
-    with pytest.raises(ValueError, match="steps count 0, 1, 2"):
+    with pytest.raises(ValueError, match="steps are numbered 0, 1, 2"):
         BatchTrace.from_csv(path)
 
 

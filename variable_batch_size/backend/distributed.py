@@ -47,7 +47,7 @@ class DistributedBackend(Backend):
             torch._foreach_copy_(parts, _views(flat, parts))
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank, on the device that the group needs for objects."""
+        """Gather every rank's message, by rank; torch chooses the device."""
         messages: list[Any] = [message] * self.world.size
         if self.world.size > 1:
             dist.all_gather_object(messages, message, group=self._group)

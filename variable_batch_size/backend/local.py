@@ -23,4 +23,4 @@ class LocalBackend(Backend):
         super().__init__(World())
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Return without a change: a sum over one rank is its only summand."""
+        """Do nothing: there is only one rank."""

@@ -360,7 +360,7 @@ def _check_every(every: int | timedelta | None) -> int | timedelta | None:
         return every
     if isinstance(every, timedelta):
         raise value_error("every must be a positive timedelta", repr(every), "pass a positive one, or omit it")
-    return check_int(every, "every", 1, remedy="pass such an int, or a datetime.timedelta")
+    return check_int(every, "every", 1, remedy="pass a positive int, or a datetime.timedelta")
 
 
 def _damage_report(folder: Path, damaged: list[str], restored: StoredState | None) -> str:

@@ -3,7 +3,7 @@
 Ranks can be any number of updates apart, because devices execute work that the host has queued. Each rank therefore
 reserves, in a store that all ranks share, the updates that it makes before it next checks for a request. A rank that
 wants to stop writes the request first and then reads the reservations: all ranks stop after the last reserved update.
-A rank whose reservation is too late to be read finds the request when it checks next.
+A rank that reserves too late sees the request at its next check.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class Deal:
         return index, number - np.where(index > 0, self.ends[index - 1], 0)
 
     def microbatches(self, index: IntArray, round_index: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the first position and the number of distinct samples of microbatches; a replay has those it repeats.
+        """Return the first position and the number of distinct samples of microbatches.
+
+        A replay has those of the microbatch that it repeats.
 
         Args:
             index: step of each microbatch, as an index into this deal, (microbatches,).

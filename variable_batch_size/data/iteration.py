@@ -26,16 +26,15 @@ class Source(Protocol):
         """Return the map from positions in an epoch's order to indices in the dataset."""
 
     def check_readable(self) -> None:
-        """Raise RuntimeError if the loop made a mistake, so that reading on would be wrong."""
+        """Raise RuntimeError if continuing to iterate would be wrong."""
 
 
 @final
 class Iteration:
     """One pass over the rest of an epoch, as an iterator over lists of indices.
 
-    It counts the microbatches that it `yielded`; the optimizer counts in `stepped` those that reached `step()`. Thereby
-    a loop that feeds the optimizer can be told from one that does not. Neither moves a clock: prefetched microbatches
-    do not count.
+    It counts the microbatches that it `yielded`; the optimizer counts in `stepped` those that reached `step()`. This
+    detects loops that do not feed the optimizer. Neither moves a clock: prefetched microbatches do not count.
 
     Errors are raised at the first read and not by `iter()`: loaders call `iter()` more often than they read, and the
     device loader of torch_xla, which does so in a thread, would hang.

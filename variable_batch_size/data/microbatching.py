@@ -60,7 +60,7 @@ def partial_sizes(remainder: int, minibatch_size: int, fixed_shape: bool = True)
     return tuple(reversed(sizes))
 
 
-@lru_cache(maxsize=4)  # of one batch size, for several worlds
+@lru_cache(maxsize=4)  # `fit` may try several world sizes for one batch size
 def microbatch_counts(batch_size: int, max_minibatch_size: int) -> IntArray:
     """Return the number of microbatches of a step for minibatch_size = 1, 2, ..., `max_minibatch_size`, fixed shape.
 

@@ -126,7 +126,7 @@ class Gradients:
         self._seen = []
 
     def finalize(self, factor: float) -> list[Tensor]:
-        """Put `factor` times this rank's share of the step's gradient in `.grad`, and return it, a tensor a member.
+        """Put `factor` times this rank's share of the step's gradient in `.grad`; return one tensor per member.
 
         Raises:
             RuntimeError: if the parameters that have gradients are not the members.
@@ -140,7 +140,7 @@ class Gradients:
         return gradients
 
     def multiply(self, gradients: list[Tensor], factor: Any) -> None:
-        """Multiply gradients in place by a float or a 0-D tensor; a static graph has no shortcuts for 0 and 1."""
+        """Multiply gradients in place by a float or a 0-D tensor; a static graph has no special cases 0 and 1."""
         if isinstance(factor, Tensor):
             torch._foreach_mul_(gradients, factor)
             return
@@ -193,13 +193,13 @@ class Gradients:
                 )
 
     def _fill_missing(self) -> list[Tensor]:
-        """Return the gradients of all members; one that no sample of this rank touched becomes 0."""
+        """Return the gradients of all members; missing gradients are filled with zeros."""
         members = self._members if self._members is not None else self.parameters
         unfrozen = any(parameter.grad is not None for parameter in self._non_members)
         if unfrozen or not all(parameter.requires_grad for parameter in members):
             raise RuntimeError(
                 f"the first update fixes which parameters have gradients, but since then a parameter "
-                f"{'that had no gradient has got one' if unfrozen else 'that had a gradient was frozen'}; set "
+                f"{'that had no gradient now has one' if unfrozen else 'that had a gradient was frozen'}; set "
                 f"requires_grad before the training, add parameters with optimizer.add_param_group(), or wrap the "
                 f"inner optimizer again and load the state"
             )

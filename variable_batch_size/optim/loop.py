@@ -1,6 +1,8 @@
-"""Which microbatch comes next, and whether the user's loop brings the one that its sampler dealt.
+"""Which microbatch comes next, and whether the user's loop passes the one that its sampler dealt.
 
-The errors that a user's loop can cause are raised here and in `variable_batch_size.data.iteration`.
+Errors of a user's loop are raised here (`Loop.receive`), when the sampler is read again
+(`CustomSampler.check_readable`), and when a `backward()` is missing (`Gradients.check` in `optim/accumulation.py`).
+`Iteration.count_step` tells skipped microbatches from prefetched ones.
 """
 
 from __future__ import annotations
@@ -86,9 +88,9 @@ class Loop:
             self._iteration = iteration
         if iteration is None or self._received >= iteration.yielded:
             raise RuntimeError(
-                f"each step() counts one microbatch of the optimizer's own sampler, but that sampler has yielded "
-                f"{0 if iteration is None else iteration.yielded} and this is number {self._received + 1}; pass the "
-                f"same CustomSampler to the optimizer and, as batch_sampler, to the loader, and call step() once per "
+                f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "
+                f"yielded {0 if iteration is None else iteration.yielded} and this is number {self._received + 1}; pass "
+                f"the same CustomSampler to the optimizer and, as batch_sampler, to the loader, and call step() once per "
                 f"microbatch"
             )
         if skipped := iteration.count_step(self._received):
@@ -126,8 +128,8 @@ class Loop:
         here, start = self.clock.position, iteration.start
         if iteration.stale:
             raise RuntimeError(
-                f"a step that starts over needs a new iteration, but this one was begun before the optimizer moved to "
-                f"{here}; iterate the loader again after set_epoch(), discard_step() or load_state_dict()"
+                f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), but this "
+                f"iteration was begun before the optimizer moved to {here}; start a new loop over the loader"
             )
         iteration.stale = True  # if an error follows, its microbatch is lost
         if self.inside_step:
@@ -158,9 +160,9 @@ def _check_sampler(sampler: CustomSampler, backend: Backend) -> CustomSampler:
     world = backend.world
     if sampler.world != world:
         raise ValueError(
-            f"the sampler must deal for the rank of the optimizer, but it deals for rank {sampler.world.rank} of "
-            f"{sampler.world.size} and the optimizer's {type(backend).__name__} is rank {world.rank} of {world.size}; "
-            f"pass num_replicas and rank of this process, and initialize torch.distributed (or move the model to its "
-            f"XLA device) before the optimizer is created"
+            f"sampler and optimizer must have the same rank and world size, but the sampler deals for rank "
+            f"{sampler.world.rank} of {sampler.world.size} and the optimizer's {type(backend).__name__} is rank "
+            f"{world.rank} of {world.size}; pass num_replicas and rank of this process, and initialize "
+            f"torch.distributed (or move the model to its XLA device) before the optimizer is created"
         )
     return sampler

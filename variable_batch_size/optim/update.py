@@ -27,7 +27,7 @@ Reduction = Literal["mean", "sum"]
 Estimator = Literal["microbatches", "differenced"]
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
-_NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose change of the parameters is not
+_NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not
 
 
 @final

@@ -20,7 +20,7 @@ class ConstantTimescale:
     Source: Wang and Aitchison 2024, arXiv 2405.13698.
 
     Args:
-        rule: gives all other factors.
+        rule: the rule to wrap; its other factors are unchanged.
 
     Raises:
         TypeError: if that is not a rule.

@@ -135,7 +135,7 @@ def _read_exactly(
 def _check_step(cell: str, expected: int) -> None:
     step = _parsed(cell)
     if step != expected:
-        requirement = f"step must be {expected}, because the steps count 0, 1, 2, ..."
+        requirement = f"step must be {expected}, because steps are numbered 0, 1, 2, ..."
         raise value_error(requirement, f"{step!r:.60}", "fix the column, or ignore it with renumber=True")
 
 
