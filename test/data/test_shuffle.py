@@ -210,3 +210,8 @@ def test_rejects_positions_out_of_range(n: int, shuffled: bool) -> None:
         assert str(raised.value) == f"positions must be in [0, {n}), got {wrong}; there are {n} samples"
     with pytest.raises(TypeError, match="positions must be integers, got an array of float64"):
         samples_at(np.array([0.5]))
+
+
+def test_accepts_numpy_integers() -> None:
+    assert Permutation(np.int64(10), np.uint8(3), np.int32(0)) == Permutation(10, 3, 0)
+    assert type(Permutation(np.int64(10), np.uint8(3), np.int32(0)).seed) is int

@@ -89,9 +89,9 @@ class Loop:
         if iteration is None or self._received >= iteration.yielded:
             raise RuntimeError(
                 f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "
-                f"yielded {0 if iteration is None else iteration.yielded} and this is number {self._received + 1}; pass "
-                f"the same CustomSampler to the optimizer and, as batch_sampler, to the loader, and call step() once per "
-                f"microbatch"
+                f"yielded {0 if iteration is None else iteration.yielded} and this is number {self._received + 1}; "
+                f"pass the same CustomSampler to the optimizer and, as batch_sampler, to the loader, and call step() "
+                f"once per microbatch"
             )
         if skipped := iteration.count_step(self._received):
             raise RuntimeError(
