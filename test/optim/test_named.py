@@ -176,3 +176,28 @@ def test_bias_correction_works_with_constant_timescale(inner: Any) -> None:
         inner=inner,
     )
     assert_equal(run.run(len(sizes)).weights(), expected)
+
+
+def test_a_check_sees_only_the_groups_of_its_rule() -> None:
+    first, *rest = network().parameters()
+    inner = Adam([{"params": [first]}, {"params": rest, "betas": (0.5, 0.6)}])
+    sampler = vbs.CustomSampler(1000, 256, 1, 0)
+    optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=("sqrt-sde", "constant"))
+    assert optimizer.rules == (vbs.SqrtSDERule(), vbs.ConstantRule())
+    with pytest.raises(ValueError, match=r"takes 0\.5 of betas to"):
+        vbs.CustomOptimizer(inner, sampler, REF, rule=("constant", "sqrt-sde"))
+
+
+def test_a_failed_check_leaves_the_sampler_free() -> None:
+    sampler = vbs.CustomSampler(40, 20, 1, 0, minibatch_size=4)
+    with pytest.raises(TypeError, match=r"must be a .*Adam"):
+        vbs.SqrtSDERuleOptimizer(SGD(network().parameters(), lr=0.1), sampler, REF)
+    assert len(list(sampler)) == len(sampler)
+    sampler.set_epoch(1)  # raises if an optimizer counts the microbatches
+
+
+def test_a_rule_passed_as_an_object_is_used_as_it_is() -> None:
+    options: dict[str, Any] = {"inner": NAdam, "hyperparameters": {"lr": 0.02}}
+    run = training(vbs.CustomOptimizer, sizes=(32, 16), rule=vbs.SqrtSDERule(), **options)
+    assert run.run(2).optimizer.updates == 2
+    assert training(vbs.CustomOptimizer, rule=None, max_grad_norm=float("inf")).run(1).optimizer.lr_factor() == 1

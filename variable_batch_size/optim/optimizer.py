@@ -81,7 +81,7 @@ class CustomOptimizer(OptimizerWrapper):
         sampler: CustomSampler,
         ref_batchsize: int | None = None,
         *,
-        rule: Rule | str | Sequence[Rule | str] = "constant",
+        rule: Rule | str | Sequence[Rule | str] | None = "constant",
         noise: Estimator | None = None,
         reduction: Reduction = "mean",
         max_grad_norm: float | None = None,
@@ -95,14 +95,19 @@ class CustomOptimizer(OptimizerWrapper):
         for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one, or omit it")
+        rule = "constant" if rule is None else rule
         rules = rules_for_groups(rule, len(inner.param_groups))
         references = [check_reference(one, ref_batchsize) for one in rules]
         reference = references[0]
+        self._rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
+        if isinstance(sampler, CustomSampler):  # otherwise Loop raises
+            names: Any = rule if self._rule_per_group else [rule] * len(rules)
+            _check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters)
         self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
+        self._updater.rule_per_group = self._rule_per_group
         self._loop = Loop(sampler, self._backend)
-        _check_rules(rules, inner, reference, sampler)
         self._lr_check = LearningRateCheck()
         self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
@@ -136,8 +141,7 @@ class CustomOptimizer(OptimizerWrapper):
         """
         if self._initialized:
             self._check_between_steps("add_param_group()")
-            one_for_all = len(set(map(id, self.rules))) == 1
-            rules = rules_for_groups(self.rules[0] if one_for_all else self.rules, len(self.param_groups) + 1)
+            rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
             super().add_param_group(param_group)
             self._updater.rules = rules
             self._updater.refresh_parameters()
@@ -375,17 +379,18 @@ class CustomOptimizer(OptimizerWrapper):
             )
 
 
-def _check_rules(rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: CustomSampler) -> None:
-    """Call the `check` of each rule that has one."""
-    context = RuleContext(
-        optimizer=tuple(base.__name__ for base in type(inner).__mro__),
-        groups=tuple(
-            {name: value for name, value in group.items() if name != "params"} for group in inner.param_groups
-        ),
-        ref_batchsize=reference,
-        max_batch_size=sampler.plan.trace.max_batch_size,
-    )
-    for rule in rules:
+def _check_named_rules(
+    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, max_batch_size: int
+) -> None:
+    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales."""
+    for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
         check: Any = getattr(rule, "check", None)
-        if check is not None:
+        if callable(check):
+            groups = [group for group, own in zip(inner.param_groups, rules, strict=True) if own is rule]
+            context = RuleContext(
+                optimizer=tuple(base.__name__ for base in type(inner).__mro__),
+                groups=tuple({name: value for name, value in group.items() if name != "params"} for group in groups),
+                ref_batchsize=reference,
+                max_batch_size=max_batch_size,
+            )
             check(context)

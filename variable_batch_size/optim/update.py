@@ -60,6 +60,7 @@ class Updater:
         if noise is not None and noise not in get_args(Estimator):
             raise value_error('noise must be "microbatches" or "differenced"', f"{noise!r:.60}", "pass one, or omit it")
         self.rules, self.ref_batchsize = rules, ref_batchsize
+        self.rule_per_group = False  # whether the user passed a sequence of rules
         self.reduction, self.max_grad_norm = reduction, _check_max_grad_norm(max_grad_norm)
         self.noise_estimator = noise
         self.progress = Progress()
@@ -128,7 +129,7 @@ class Updater:
         scalings = [] if noise else self._scalings(update)
         # A factor on the gradient that all groups share, that is known by now and that no clipping precedes is
         # multiplied together with the weight, which saves a pass over the gradients.
-        with_weight = not (noise or self.max_grad_norm or len(set(map(id, self.rules))) > 1)
+        with_weight = not (noise or self.max_grad_norm or self.rule_per_group)
         gradients = self.gradients.finalize(self._weight * (scalings[0].gradient if with_weight else 1))
         squares = [noise.local_squares(gradients)] if noise else []  # (1,)
         found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
@@ -253,6 +254,8 @@ class Updater:
 def _check_max_grad_norm(max_grad_norm: float | None) -> float | None:
     if max_grad_norm is None:
         return None
+    if isinstance(max_grad_norm, float) and max_grad_norm == math.inf:  # the common idiom for no clipping
+        return max_grad_norm
     remedy = "omit it for no clipping"
     number = check_number(max_grad_norm, "max_grad_norm", remedy)
     if number == 0:

@@ -117,7 +117,7 @@ class RuleContext:
 
     Attributes:
         optimizer: names of the inner optimizer's class and its base classes, the class first.
-        groups: the hyperparameters of each parameter group.
+        groups: the hyperparameters of each parameter group that the rule scales.
         ref_batchsize: batch size, in samples, at which they were tuned; None if the user gave none.
         max_batch_size: largest batch size of the trace, in samples.
     """
@@ -135,7 +135,8 @@ class Rule(Protocol):
 
     - `needs_noise: ClassVar[bool] = True`, if it uses `RuleInput.noise` (default: False);
     - `needs_reference: ClassVar[bool] = False`, if it works without a `ref_batchsize` (default: True);
-    - `check(context: RuleContext) -> None`, which raises if the rule cannot be used in that training.
+    - `check(context: RuleContext) -> None`, which raises if the rule cannot be used in that training. It is called when
+      the rule is chosen by its name, also by a named optimizer; a rule that is passed as an object is used as it is.
     """
 
     def __call__(self, update: RuleInput) -> Scaling:
