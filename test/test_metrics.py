@@ -33,7 +33,7 @@ class Measured:
     """A training with an accumulator."""
 
     def __init__(self, sizes: Sequence[int] = SIZES, dataset_size: int = 50, **options: Any) -> None:
-        self.training = training(vbs.ConstantOptimizer, sizes, dataset_size, **options)
+        self.training = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size, **options)
         self.optimizer = self.training.optimizer
         self.metrics = vbs.Accumulator(self.optimizer)
 

@@ -46,7 +46,9 @@ def test_gains_equal_those_of_one_process_and_take_one_collective(folder: Path, 
 def test_updates_equal_those_of_one_big_batch(ranks: list[dict[str, Any]]) -> None:
     for i, case in enumerate(CASES):
         split: dict[str, Any] = {"minibatch_size": case.minibatch_size, "fixed_shape": case.fixed_shape}
-        expected = twin(case.kind, case.sizes, case.dataset_size, dtype=case.dtype, seed=case.seed, **split)
+        expected = twin(
+            case.kind, case.sizes, dataset_size=case.dataset_size, dtype=case.dtype, seed=case.seed, **split
+        )
         for rank in ranks:
             assert_equal(rank["exact_batches"][i], expected, 1e-5 if case.dtype == torch.float32 else 1e-12)
             assert_equal(rank["exact_batches"][i], ranks[0]["exact_batches"][i], 0)

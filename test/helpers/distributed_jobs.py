@@ -66,7 +66,7 @@ def exact_batches(folder: Path) -> list[Any]:
         training(
             case.kind,
             case.sizes,
-            case.dataset_size,
+            dataset_size=case.dataset_size,
             minibatch_size=case.minibatch_size,
             reduction=case.reduction,
             dtype=case.dtype,

@@ -42,7 +42,7 @@ class Run:
         run = training(
             getattr(vbs, self.kind),
             self.sizes,
-            self.dataset_size,
+            dataset_size=self.dataset_size,
             minibatch_size=minibatch_size,
             model=network().to(device),
             inner=getattr(torch.optim, self.inner),

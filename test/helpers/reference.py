@@ -215,8 +215,8 @@ def wrap(
 def training(
     kind: type[vbs.CustomOptimizer] = vbs.LinearRuleOptimizer,
     sizes: Sequence[int] = SIZES,
-    dataset_size: int = 50,
     *,
+    dataset_size: int = 50,
     minibatch_size: int = 4,
     backend: vbs.Backend | None = None,
     dtype: torch.dtype = torch.float64,
@@ -251,8 +251,8 @@ def training(
 def twin(
     kind: type[vbs.CustomOptimizer],
     sizes: Sequence[int],
-    dataset_size: int = 50,
     *,
+    dataset_size: int = 50,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     max_grad_norm: float | None = None,
@@ -289,10 +289,12 @@ def twin(
     return TWINS[inner](start, updates, **(HYPERPARAMETERS[inner] | hyperparameters))
 
 
-def factors_along(kind: type[vbs.CustomOptimizer], sizes: Sequence[int], dataset_size: int = 50) -> list[vbs.Scaling]:
+def factors_along(
+    kind: type[vbs.CustomOptimizer], sizes: Sequence[int], *, dataset_size: int = 50
+) -> list[vbs.Scaling]:
     """The factors of each update of `training(kind, sizes, dataset_size)`."""
     taken: list[vbs.Scaling] = []
-    twin(kind, sizes, dataset_size, taken=taken)
+    twin(kind, sizes, dataset_size=dataset_size, taken=taken)
     return taken
 
 

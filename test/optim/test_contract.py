@@ -85,10 +85,12 @@ def test_an_update_equals_that_of_one_big_batch(
     def train(backend: Backend) -> Training:
         sampling = {"seed": seed, "fixed_shape": fixed_shape}
         options: dict[str, Any] = {"minibatch_size": minibatch_size, "reduction": reduction, "dtype": dtype}
-        return training(kind, sizes, dataset_size, sampling=sampling, backend=backend, **options).run(len(sizes))
+        return training(kind, sizes, dataset_size=dataset_size, sampling=sampling, backend=backend, **options).run(
+            len(sizes)
+        )
 
     cut: dict[str, Any] = {"minibatch_size": minibatch_size, "fixed_shape": fixed_shape}
-    expected = twin(kind, sizes, dataset_size, dtype=dtype, seed=seed, **cut)
+    expected = twin(kind, sizes, dataset_size=dataset_size, dtype=dtype, seed=seed, **cut)
     ranks = run_ranks(train, world)
     for rank in ranks:
         assert_equal(rank.weights(), expected, tolerance)
@@ -108,7 +110,7 @@ def test_clips_the_gradient_of_the_whole_update(kind: Kind, max_grad_norm: float
 @every_class
 def test_an_update_makes_one_collective_call(kind: Kind) -> None:
     def calls(backend: Backend) -> list[int]:
-        run = training(kind, SIZES, sum(SIZES), backend=backend)
+        run = training(kind, SIZES, dataset_size=sum(SIZES), backend=backend)
         counts = [backend.collectives for updated in run.steps() if updated]  # type: ignore[attr-defined]
         return [after - before for before, after in pairwise(counts)]
 
@@ -202,10 +204,10 @@ def test_hyperparameters_are_scaled_only_inside_an_update(kind: Kind, fails: boo
 
 @every_class
 def test_lr_factor_and_current_lr_describe_the_last_update(kind: Kind) -> None:
-    run = training(kind, SIZES, sum(SIZES))
+    run = training(kind, SIZES, dataset_size=sum(SIZES))
     lr = run.optimizer.param_groups[0]["lr"]
     assert (run.optimizer.lr_factor(), run.optimizer.current_lr()) == (1, lr)
-    for by in factors_along(kind, SIZES, sum(SIZES)):
+    for by in factors_along(kind, SIZES, dataset_size=sum(SIZES)):
         run.run(1)
         factor = by.lr * by.gradient
         assert run.optimizer.lr_factor() == pytest.approx(factor)
@@ -214,15 +216,15 @@ def test_lr_factor_and_current_lr_describe_the_last_update(kind: Kind) -> None:
 
 @every_class
 def test_progress_counts_reference_updates(kind: Kind) -> None:
-    run = training(kind, SIZES, sum(SIZES)).run(len(SIZES))
-    expected = sum(by.progress for by in factors_along(kind, SIZES, sum(SIZES)))
+    run = training(kind, SIZES, dataset_size=sum(SIZES)).run(len(SIZES))
+    expected = sum(by.progress for by in factors_along(kind, SIZES, dataset_size=sum(SIZES)))
     assert run.optimizer.progress == pytest.approx(expected)
 
 
 @every_class
 def test_a_scheduler_changes_the_reference_lr(kind: Kind) -> None:
     inner = EQUATIONS[kind].inners[0]
-    run, plain = training(kind, SIZES, sum(SIZES)), inner(network().parameters(), **HYPERPARAMETERS[inner])
+    run, plain = training(kind, SIZES, dataset_size=sum(SIZES)), inner(network().parameters(), **HYPERPARAMETERS[inner])
     ours, theirs = (LambdaLR(optimizer, lambda step: 1 / (step + 1)) for optimizer in (run.optimizer, plain))
     for _ in SIZES:
         run.run(1)

@@ -39,24 +39,24 @@ def grad_scaler(growth_interval: int = 2) -> torch.amp.GradScaler:
 @pytest.mark.parametrize("kind", [vbs.RootRuleOptimizer, vbs.LinearRuleMomentumOptimizer], ids=label)
 def test_the_update_is_exact_if_the_loss_scale_changes_within_a_step(kind: Any, unscale: dict[str, bool]) -> None:
     def train(backend: Backend) -> Training:
-        run = training(kind, SIZES[:4], 61, backend=backend, max_grad_norm=0.5)
+        run = training(kind, SIZES[:4], dataset_size=61, backend=backend, max_grad_norm=0.5)
         scaler = grad_scaler()
         assert sum(scaled_steps(run, scaler, **unscale)) == 4
         assert scaler.get_scale() > 2.0**8
         return run
 
     for run in run_ranks(train, 3):
-        assert_equal(run.weights(), twin(kind, SIZES[:4], 61, max_grad_norm=0.5))
+        assert_equal(run.weights(), twin(kind, SIZES[:4], dataset_size=61, max_grad_norm=0.5))
         assert run.optimizer.progress == pytest.approx(61 / REF)
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
     def train(backend: Backend) -> tuple[Training, list[bool]]:
-        run = training(vbs.RootRuleOptimizer, SIZES[:4], 61, backend=backend)
+        run = training(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, backend=backend)
         return run, list(scaled_steps(run, grad_scaler(), spoil=0 if backend.world.rank == 1 else -1))
 
     for run, returned in run_ranks(train, 3):
-        assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES[:4], 61, skipped={0}))
+        assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, skipped={0}))
         assert sum(returned) == 3
         assert run.optimizer.progress == pytest.approx((61 - SIZES[0]) / REF)
         assert (run.optimizer.updates, run.optimizer.samples) == (4, 61)
@@ -69,7 +69,7 @@ def test_an_overflow_in_a_replay_is_ignored() -> None:
         return run
 
     for run in run_ranks(train, 3):
-        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61))
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -83,10 +83,10 @@ def test_trains_with_grad_scaler_and_autocast(dtype: torch.dtype) -> None:
 
     run.loss = loss  # type: ignore[method-assign]
     assert sum(scaled_steps(run, grad_scaler(growth_interval=8))) == 4
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61), 1e-2)
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61), 1e-2)
 
 
 def test_a_disabled_grad_scaler_changes_nothing() -> None:
     run = training(sizes=SIZES[:4], dataset_size=61)
     assert sum(scaled_steps(run, torch.amp.GradScaler("cpu", enabled=False))) == 4
-    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61))
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))

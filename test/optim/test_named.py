@@ -75,7 +75,7 @@ def test_the_smallest_beta_of_all_groups_is_checked() -> None:
 @examples(20)
 @given(epochs=st.floats(0, 9), dataset_size=st.integers(50, 400))
 def test_legw_warms_up_for_as_many_updates_as_at_the_reference(epochs: float, dataset_size: int) -> None:
-    run = training(vbs.LEGWRuleOptimizer, SIZES, dataset_size, warmup_epochs=epochs).run(len(SIZES))
+    run = training(vbs.LEGWRuleOptimizer, SIZES, dataset_size=dataset_size, warmup_epochs=epochs).run(len(SIZES))
     assert run.optimizer.rules[0] == vbs.LEGWRule(epochs * dataset_size / REF)
     rates = []
     for step, size in enumerate(SIZES):
@@ -136,7 +136,7 @@ def decays(rule: vbs.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[f
     """1 - w_new / w_old of each update, with lr 0.02 and lambda 0.1: a factor times 0.002."""
     hyperparameters = {"lr": 0.02, "weight_decay": 0.1}
     options: dict[str, Any] = {"rule": rule, "ref_batchsize": REF, "hyperparameters": hyperparameters}
-    run = training(vbs.CustomOptimizer, sizes, sum(sizes), model=Still(), inner=inner, **options)
+    run = training(vbs.CustomOptimizer, sizes, dataset_size=sum(sizes), model=Still(), inner=inner, **options)
     found, before = [], 1.0
     for _ in sizes:
         after = float(run.run(1).weights()[0][0])
@@ -167,11 +167,11 @@ def test_the_decay_of_a_large_batch_equals_that_of_many_small_ones() -> None:
 def test_bias_correction_works_with_constant_timescale(inner: Any) -> None:
     sizes = (20, 300, 7, 128)
     rule = vbs.ConstantTimescale(vbs.SqrtSDERule())
-    run = training(vbs.CustomOptimizer, sizes, 300, rule=rule, ref_batchsize=REF, inner=inner)
+    run = training(vbs.CustomOptimizer, sizes, dataset_size=300, rule=rule, ref_batchsize=REF, inner=inner)
     expected = twin(
         vbs.SqrtSDERuleOptimizer,
         sizes,
-        300,
+        dataset_size=300,
         factors=lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, weight_decay=at.k**0.5),
         inner=inner,
     )

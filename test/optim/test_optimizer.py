@@ -122,7 +122,7 @@ def test_a_replay_may_skip_backward() -> None:
         return run
 
     for run in run_ranks(train, 4):
-        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], 61))
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
 
 
 def test_several_losses_of_one_microbatch_add_up() -> None:

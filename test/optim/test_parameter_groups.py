@@ -50,7 +50,7 @@ def by_layer(
     rules: Sequence[vbs.Rule], sizes: Sequence[int], dataset_size: int, max_grad_norm: float | None
 ) -> list[Array]:
     """SGD with rules[0] for the two weights of the first layer and rules[1] for the second, one big batch an update."""
-    run = training(vbs.ConstantOptimizer, sizes, dataset_size)
+    run = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size)
     x, target, weights = run.x.numpy(), run.target.numpy(), run.weights()
     lr, momentum, decay = SGD["lr"], SGD["momentum"], SGD["weight_decay"]
     velocity = [np.zeros_like(w) for w in weights]

@@ -44,7 +44,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_updates_equal_those_of_one_big_batch_on_xla(ranks: list[list[list[torch.Tensor]]]) -> None:
     for case, weights in zip(CASES, ranks[0], strict=True):
         tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
-        expected = twin(case.kind, case.sizes, SAMPLES, dtype=case.dtype, minibatch_size=case.minibatch_size)
+        expected = twin(
+            case.kind, case.sizes, dataset_size=SAMPLES, dtype=case.dtype, minibatch_size=case.minibatch_size
+        )
         assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
 
 

@@ -118,6 +118,6 @@ def test_a_rule_gets_the_true_batch_size_and_the_position() -> None:
         seen.append(update)
         return vbs.Scaling()
 
-    training(vbs.CustomOptimizer, (20, 7), 50, rule=rule).run(9)
+    training(vbs.CustomOptimizer, (20, 7), dataset_size=50, rule=rule).run(9)
     sizes = [20, 7, 7, 7, 7, 2, 7, 7, 7]
     assert seen == [vbs.RuleInput(size, 64, step, sum(sizes[:step]), None) for step, size in enumerate(sizes)]
