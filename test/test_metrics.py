@@ -49,7 +49,7 @@ class Measured:
         run = self.training
         while updates:
             if len(run.sampler) == 0:
-                epoch = run.optimizer.epoch + 1
+                epoch = run.optimizer.epoch
                 run.sampler.set_epoch(epoch)
                 run.optimizer.set_epoch(epoch)
             for indices in run.sampler:

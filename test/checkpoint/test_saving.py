@@ -54,8 +54,8 @@ def test_saves_at_an_interval_of_updates(world: int, tmp_path: Path) -> None:
                     if saves.step():
                         at.append(run.optimizer.updates)
                     assert not saves.step()
-                run.sampler.set_epoch(run.sampler.epoch + 1)
-                run.optimizer.set_epoch(run.optimizer.epoch + 1)
+                run.sampler.set_epoch(run.sampler.epoch)
+                run.optimizer.set_epoch(run.optimizer.epoch)
         return at
 
     for at in run_ranks(train, world):

@@ -172,7 +172,7 @@ class Training:
         """Train for a number of updates, over any number of epochs."""
         while updates:
             if len(self.sampler) == 0:
-                epoch = self.optimizer.epoch + 1
+                epoch = self.optimizer.epoch
                 self.sampler.set_epoch(epoch)
                 self.optimizer.set_epoch(epoch)
             for updated in self.steps():

@@ -56,8 +56,8 @@ class Replica:
                 (loss * torch.inf if self.overflows() else loss).backward()
                 self.before_step(loss, x)
                 yield self.optimizer.step()
-            self.sampler.set_epoch(self.sampler.epoch + 1)
-            self.optimizer.set_epoch(self.optimizer.epoch + 1)
+            self.sampler.set_epoch(self.sampler.epoch)
+            self.optimizer.set_epoch(self.optimizer.epoch)
 
     def weights(self) -> list[Tensor]:
         return [self.backend.host(parameter) for parameter in self.model.parameters()]

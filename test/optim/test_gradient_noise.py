@@ -13,12 +13,9 @@ import torch
 import variable_batch_size as vbs
 from helpers.reference import Array, NoiseTwin
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.optim.gradient_noise import (
-    GradientNoise,
-    estimate_from_groups,
-    estimate_from_pair,
-    squared_norm,
-)
+from variable_batch_size.optim.gradient_noise import GradientNoise
+from variable_batch_size.optim.noise_estimate import estimate_from_groups, estimate_from_pair
+from variable_batch_size.optim.squared_norm import squared_norm
 
 Groups = Sequence[tuple[int, Array]]  # samples and mean gradient of each microbatch
 

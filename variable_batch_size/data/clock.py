@@ -20,28 +20,45 @@ class Position(NamedTuple):
 
 
 @final
-class Clock:
-    """A position that advances by one update, or moves to the beginning of an epoch.
+class Skipped(NamedTuple):
+    """What a clock left out when it moved forward without training."""
 
-    The sampler has a clock, at which its iterations begin, and the optimizer has one, which counts committed updates.
-    A commit advances both.
+    updates: int
+    samples: int
+
+
+@final
+class Clock:
+    """A position in the training, which only a commit moves on and only `load_state_dict` moves back.
+
+    There are two kinds: the sampler's clock tells where its next iteration begins, and each optimizer's clock counts its
+    own committed updates. They are separate because several optimizers may share a sampler, as the two of a GAN do: one
+    of them commits a step before the other. A commit of any of them advances the sampler's clock.
+
+    Attributes:
+        plan: the plan.
+        epoch: the epoch under way; or the one that has just ended.
+        step: the next update in the trace.
+        samples: number of samples of the committed updates, over all ranks.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.epoch = plan.epoch(0)
         self.step = self.epoch.first_step
-        self._just_set = True  # no update was committed since the clock was set
+        self.samples = 0
+        self._committed = self.epoch, self.step  # from which on `set_epoch` may choose
+        self._just_loaded = True  # no update was committed since the clock was made or loaded
 
     @property
     def position(self) -> Position:
-        """The next update."""
+        """The next update; after the last one of an epoch, the end of that epoch."""
         return Position(self.epoch.number, self.step)
 
     @property
-    def samples(self) -> int:
-        """The samples of all updates before this position."""
-        return self.plan.samples_before(self.epoch, self.step)
+    def due_epoch(self) -> int:
+        """The epoch of the next update: the following one if all updates of an epoch are committed."""
+        return self.epoch.number + self.finished
 
     @property
     def finished(self) -> bool:
@@ -51,34 +68,50 @@ class Clock:
     @property
     def finished_now(self) -> bool:
         """Whether the last update of the epoch was committed in this run, so that reading on would be a mistake."""
-        return self.finished and not self._just_set
+        return self.finished and not self._just_loaded
 
-    def set_epoch(self, number: int) -> None:
-        """Move to the first step of an epoch; stay if the clock was just set to a step of that epoch.
+    def set_epoch(self, number: int) -> Skipped:
+        """Move to the first step of a later epoch; in the epoch under way, to the update after the last committed one.
+
+        Returns:
+            What lies between the last committed update and the new position.
 
         Raises:
             TypeError: if the number is not an integer.
             ValueError: if it is negative, or the trace ends before the epoch does.
+            RuntimeError: if all updates of that epoch are committed.
         """
-        number = check_int(number, "epoch", remedy="count epochs from 0")
-        if self._just_set and number == self.epoch.number:
-            return
-        self.epoch = self.plan.epoch(number)
-        self.step = self.epoch.first_step
-        self._just_set = True
+        number = check_int(number, "epoch", 0, remedy="count epochs from 0")
+        epoch, step = self._committed
+        if number > epoch.number:
+            before = self.plan.samples_before(epoch, step)
+            self.epoch = self.plan.epoch(number)
+            self.step = self.epoch.first_step
+            return Skipped(self.step - step, self.epoch.samples_before - before)
+        if number < epoch.number or step == epoch.end_step:
+            due = epoch.number + (step == epoch.end_step)
+            raise RuntimeError(
+                f"set_epoch() can choose the epoch under way or a later one, but epoch {number} is over and the next "
+                f"update is in epoch {due}; loop over range(optimizer.epoch, epochs), and to go back load an earlier "
+                f"state, or create sampler and optimizer again"
+            )
+        self.epoch, self.step = epoch, step
+        return Skipped(0, 0)
 
-    def advance(self) -> None:
-        """Commit the next update."""
+    def advance(self, samples: int) -> None:
+        """Commit the next update, of so many samples."""
         self.step += 1
-        self._just_set = False
+        self.samples += samples
+        self._committed, self._just_loaded = (self.epoch, self.step), False
 
     def follow(self, other: Clock) -> None:
         """Take the position of another clock on the same plan."""
-        self.epoch, self.step, self._just_set = other.epoch, other.step, other._just_set
+        self.epoch, self.step, self.samples = other.epoch, other.step, other.samples
+        self._committed, self._just_loaded = other._committed, other._just_loaded
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as plain integers, valid in every world."""
-        return self.position._asdict()
+        """Return the position and the samples as plain integers, valid in every world."""
+        return {**self.position._asdict(), "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to a saved position.
@@ -94,4 +127,6 @@ class Clock:
                 f"{epoch.first_step} to {epoch.end_step - 1} and the state is at step {position.step}; restore it "
                 f"with the trace and the dataset size that it was saved with"
             )
-        self.epoch, self.step, self._just_set = epoch, position.step, True
+        self.epoch, self.step = epoch, position.step
+        self.samples = check_int(state.get("samples", self.plan.samples_before(epoch, position.step)), "samples")
+        self._committed, self._just_loaded = (self.epoch, self.step), True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Protocol, final
 
 from variable_batch_size._validation import IntArray
 from variable_batch_size.data.clock import Position
 from variable_batch_size.data.deal import Deal
 from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.read_ahead import ReadAhead
 from variable_batch_size.world import World
 
 INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
@@ -30,11 +31,20 @@ class Source(Protocol):
 
 
 @final
+class Use(Enum):
+    """What an optimizer has made of an iteration."""
+
+    NEW = auto()  # no microbatch of it has reached step()
+    CURRENT = auto()  # its next microbatch is the one that the optimizer expects
+    STALE = auto()  # its next microbatch is not: the optimizer has moved since
+
+
+@final
 class Iteration:
     """One pass over the rest of an epoch, as an iterator over lists of indices.
 
-    It counts the microbatches that it `yielded`; the optimizer counts in `stepped` those that reached `step()`. This
-    detects loops that do not feed the optimizer. Neither moves a clock: prefetched microbatches do not count.
+    It does not move a clock: prefetched microbatches do not count. `counts` compares what is read with what reaches
+    `optimizer.step()`, which finds loops that do not feed the optimizer.
 
     Errors are raised at the first read and not by `iter()`: loaders call `iter()` more often than they read, and the
     device loader of torch_xla, which does so in a thread, would hang.
@@ -42,61 +52,33 @@ class Iteration:
     Attributes:
         start: position of the first step.
         first_round: round of that step at which it starts.
-        yielded: number of microbatches it has yielded.
-        stepped: number of microbatches that reached `optimizer.step()`.
-        exhausted: whether it has reached the end of the epoch.
+        counts: what was read, and what reached `optimizer.step()`.
         resumed: whether its loader may have resumed from a snapshot before the optimizer's position.
-        stale: whether its next microbatch is not the one that the optimizer expects.
+        use: what the optimizer has made of it.
     """
 
     def __init__(self, source: Source, start: Position) -> None:
         self.plan, self.world = source.plan, source.world
-        self.yielded, self.stepped = 0, 0
-        self.exhausted = False
+        self.counts = ReadAhead()
         self.resumed = False
-        self.stale = False
+        self.use = Use.NEW
         self._source = source
-        self._reads = 0  # calls of __next__, including those that met the end
-        self._prefetched: int | None = None  # reads that had not reached step() when the first one did
-        self._reader = 0  # the thread of the last read
         self._start_at(start, 0)
 
     def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> list[int]:
-        if self._reads == 0:
+        if not self.counts.begun:
             self._source.check_readable()
-        self._source.iteration, self._reader = self, threading.get_ident()
-        self._reads += 1
+        self._source.iteration = self
+        self.counts.count_read()
         if self._row == len(self._rows):
             self._refill()
         row = self._rows[self._row]
         self._row += 1
-        self.yielded += 1
+        self.counts.yielded += 1
         return row
-
-    def count_step(self, received: int) -> int:
-        """Count a microbatch that reached `step()` after `received` others; return how many were skipped before it.
-
-        Loaders prefetch a constant number, so the number of reads ahead grows only if the loop skips microbatches. A
-        loader that reads in a thread of its own may be any number ahead; then nothing is known and the result is 0.
-        """
-        self.stepped = max(self.stepped, received + 1)
-        if self._reader != threading.get_ident():
-            return 0
-        ahead = self._reads - received
-        self._prefetched = ahead if self._prefetched is None else self._prefetched
-        return max(0, ahead - self._prefetched)
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether the loop read it to the end but did not call `step()` for all of it, as far as that is known."""
-        if not self.exhausted or 0 < self.stepped == self.yielded:
-            return False
-        if self._prefetched is None:
-            return 2 * self.stepped <= self.yielded
-        return self._reads - self._prefetched > self.stepped  # a loop that breaks may have read one more
 
     def _start_at(self, position: Position, round_index: int) -> None:
         """Let the next microbatch be that of a round of a step."""
@@ -120,7 +102,7 @@ class Iteration:
 
     def _next_deal(self) -> Deal:
         if self._next_step == self._epoch.end_step:
-            self.exhausted = True
+            self.counts.exhausted = True
             raise StopIteration
         deal = self.plan.deal(self._epoch, self._next_step, self.world)
         self._next_step += len(deal.ends)

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend import current_world
 from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.iteration import Iteration
+from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
@@ -94,15 +94,16 @@ class CustomSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of an iteration that begins now."""
-        return self.clock.epoch.number
+        """The epoch of the next update: the following one if all updates of an epoch are committed."""
+        return self.clock.due_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the first step of an epoch; in the epoch of a restored state, stay at the restored position.
+        """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
 
         Raises:
             ValueError: if the trace ends before the epoch does.
-            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`.
+            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
+                of that epoch are committed.
         """
         self._check_stepped()
         self.clock.set_epoch(epoch)
@@ -176,13 +177,13 @@ class CustomSampler(Sampler[list[int]]):
                 of the epoch are committed.
         """
         last = self.iteration
-        if last is not None and last.start.epoch == self.epoch:
+        if last is not None and last.start.epoch == self.clock.epoch.number:
             self._check_stepped()
-        read_twice = last is not None and last.exhausted and last.start == self.clock.position and not last.resumed
-        if self.clock.finished and (self.clock.finished_now or read_twice):
+        read_twice = last is not None and last.counts.exhausted and last.start == self.clock.position
+        if self.clock.finished and (self.clock.finished_now or (read_twice and last is not None and not last.resumed)):
             raise RuntimeError(
-                f"an epoch can be iterated until its last update, but all updates of epoch {self.epoch} are committed; "
-                f"call set_epoch({self.epoch + 1}) on the sampler and on the optimizer before the next iteration"
+                f"an epoch can be iterated until its last update, but all updates of epoch {self.epoch - 1} are "
+                f"committed; call set_epoch({self.epoch}) on the sampler and on the optimizer before the next iteration"
             )
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
@@ -191,13 +192,15 @@ class CustomSampler(Sampler[list[int]]):
 
     def _check_stepped(self) -> None:
         last = self.iteration
-        if last is None or last.stale or not last.incomplete or not self._attached or self.clock.finished:
+        if last is None or last.use is Use.STALE or not last.counts.incomplete:
+            return
+        if not self._attached or self.clock.finished:
             return
         self.iteration = None
         raise RuntimeError(
             f"every microbatch of an epoch must reach optimizer.step(), but epoch {self.epoch} was read from "
-            f"{last.start} to the end, {last.yielded} microbatches, with {last.stepped} calls of step(); call it once "
-            f"per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
+            f"{last.start} to the end, {last.counts.yielded} microbatches, with {last.counts.stepped} calls of step(); "
+            f"call it once per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
             f"optimizer.discard_step(); to look at the data, use another sampler)"
         )
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend, detect
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.data_parallel import REDUCED_TWICE
+from variable_batch_size.optim.update import Updater
 
 _DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
 
-_WRAPPED = (
-    "gradients must be reduced once, by optimizer.step(), but the model is wrapped in DistributedDataParallel, which "
-    "reduces them too; train the bare module (model.module)"
-)
 _REMEDIES = {
     "parameters": "call vbs.broadcast_parameters(model) before the first update",
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
@@ -35,11 +33,12 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
 
     Raises:
-        TypeError: if `model` is wrapped in DistributedDataParallel, which would reduce the gradients a second time.
+        TypeError: if `model` is wrapped in DistributedDataParallel, which would reduce the gradients a second time,
+            unless its own reduction is off (`require_backward_grad_sync=False`).
     """
     tensors = [*model.parameters(), *model.buffers()]
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError(_WRAPPED)
+    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+        raise TypeError(REDUCED_TWICE)
     backend = backend or detect(tensors)
     if backend.world.size == 1 or not tensors:
         return
@@ -83,20 +82,27 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
     return crc
 
 
-def check_not_distributed_data_parallel(parameters: Iterable[Tensor]) -> None:
-    """Check that DistributedDataParallel does not reduce the gradients of these parameters.
+def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
+    """Return what samplers must have in common, as integers below 2**64."""
+    plan, samples = sampler.plan, sampler.fingerprint()
+    return {
+        **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
+        "trace": int(samples["trace"][:16], 16),
+        "minibatch_size": plan.minibatch_size,
+        "fixed_shape": int(plan.fixed_shape),
+    }
 
-    Raises:
-        RuntimeError: if a DistributedDataParallel module has one of them.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return  # DistributedDataParallel cannot be constructed without a process group
-    ids = {id(parameter) for parameter in parameters}
-    # Every object refers to its class. gc.get_objects() would also hold references to tensors, while other threads may
-    # be freeing them.
-    for module in gc.get_referrers(DistributedDataParallel):
-        if isinstance(module, DistributedDataParallel) and not ids.isdisjoint(map(id, module.parameters())):
-            raise RuntimeError(_WRAPPED)
+
+def facts_of_update(updater: Updater, backend: Backend) -> dict[str, int]:
+    """Return what optimizers must have in common, as integers below 2**64."""
+    rule = f"{updater.rules} {updater.options}"
+    return {
+        "ref_batchsize": 0 if updater.ref_batchsize is None else updater.ref_batchsize,
+        # Without memory addresses, which differ between ranks.
+        "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
+        "number of parameters": len(updater.parameters),
+        "parameters": checksum(updater.parameters, backend),
+    }
 
 
 def _from_digits(digits: Sequence[int]) -> int:

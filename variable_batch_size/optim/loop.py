@@ -1,18 +1,19 @@
 """Which microbatch comes next, and whether the user's loop passes the one that its sampler dealt.
 
 Errors of a user's loop are raised here (`Loop.receive`), when the sampler is read again
-(`CustomSampler.check_readable`), and when a `backward()` is missing (`Gradients.check` in `optim/accumulation.py`).
-`Iteration.count_step` tells skipped microbatches from prefetched ones.
+(`CustomSampler.check_readable`), and when gradients are not those of a `backward()` (`optim/backward_check.py`).
+`data/read_ahead.py` tells skipped microbatches from prefetched ones.
 """
 
 from __future__ import annotations
 
+from enum import Enum, auto
 from typing import Protocol, final
 from weakref import WeakSet
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.iteration import Iteration
+from variable_batch_size.data.clock import Clock, Skipped
+from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
@@ -29,6 +30,23 @@ class Watcher(Protocol):
 
 
 @final
+class Phase(Enum):
+    """Where in a step an optimizer is."""
+
+    BETWEEN_STEPS = auto()
+    INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
+    INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
+    HALF_UPDATED = auto()  # an exception has left the inner optimizer's step: the weights are unknown, too
+
+
+_WAY_OUT = {
+    Phase.INSIDE_STEP: "call it when optimizer.step() has returned True, or call discard_step() first",
+    Phase.INTERRUPTED: "call optimizer.discard_step() and iterate the loader again, or load a state",
+    Phase.HALF_UPDATED: "load a state, such as the last checkpoint, because the weights may be half updated",
+}
+
+
+@final
 class Loop:
     """Counts the microbatches of a sampler that reach `step()`, along the sampler's plan.
 
@@ -39,6 +57,7 @@ class Loop:
         self.sampler = _check_sampler(sampler, backend)
         self.clock: Clock = sampler.attach()
         self.watchers: WeakSet[Watcher] = WeakSet()
+        self.phase = Phase.BETWEEN_STEPS
         self._world = backend.world
         self._round = 0  # microbatches of the current step received on this rank
         self._step: Step | None = None
@@ -47,8 +66,8 @@ class Loop:
         self._received = 0  # microbatches of the iteration received
 
     @property
-    def inside_step(self) -> bool:
-        """Whether a step has begun and is not complete."""
+    def begun(self) -> bool:
+        """Whether a microbatch of the current step was accumulated."""
         return self._round > 0
 
     @property
@@ -58,18 +77,33 @@ class Loop:
             self._step = self.clock.plan.step(self.clock.epoch, self.clock.step)
         return self._step
 
+    @property
+    def several_rounds(self) -> bool:
+        """Whether this rank has several microbatches in the current step; True if the step is not known yet."""
+        return self.clock.finished or self.step.rounds(self._world) > 1
+
+    def check_phase(self, what: str, *allowed: Phase) -> None:
+        """Check that a method may be called now.
+
+        Raises:
+            RuntimeError: in another phase.
+        """
+        if self.phase in allowed:
+            return
+        state = "has accumulated only some of its microbatches"
+        if self.phase is not Phase.INSIDE_STEP:
+            state = "was interrupted by an exception"
+        when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
+        raise RuntimeError(f"{what} must be called {when}, but step {self.clock.step} {state}; {_WAY_OUT[self.phase]}")
+
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step.
 
         Raises:
-            RuntimeError: if all updates of the epoch are committed.
+            RuntimeError: if all updates of the epoch are committed, and the next one was not read yet.
         """
         if self.clock.finished:
-            epoch = self.clock.epoch.number
-            raise RuntimeError(
-                f"step() needs an epoch with updates left, but all updates of epoch {epoch} are committed; call "
-                f"set_epoch({epoch + 1}) on the sampler and on the optimizer"
-            )
+            self._enter_next_epoch()
         round_index = self._round + ahead
         if round_index not in self._microbatches:
             self._microbatches[round_index] = self.step.microbatch(round_index, self._world)
@@ -86,14 +120,14 @@ class Loop:
         if iteration is not None and iteration is not self._iteration:
             self._received = self._begin(iteration)
             self._iteration = iteration
-        if iteration is None or self._received >= iteration.yielded:
+        if iteration is None or self._received >= iteration.counts.yielded:
             raise RuntimeError(
                 f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "
-                f"yielded {0 if iteration is None else iteration.yielded} and this is number {self._received + 1}; "
-                f"pass the same CustomSampler to the optimizer and, as batch_sampler, to the loader, and call step() "
-                f"once per microbatch"
+                f"yielded {0 if iteration is None else iteration.counts.yielded} and this is number "
+                f"{self._received + 1}; pass the same CustomSampler to the optimizer and, as batch_sampler, to the "
+                f"loader, and call step() once per microbatch"
             )
-        if skipped := iteration.count_step(self._received):
+        if skipped := iteration.counts.count_step(self._received):
             raise RuntimeError(
                 f"step() must follow the backward() of every microbatch, but {skipped} of those that were read did not "
                 f"reach step() before step {microbatch.step} continued; call it once per microbatch, skip none, and "
@@ -106,33 +140,54 @@ class Loop:
         """Advance to the next microbatch of the same step."""
         self._microbatches.pop(self._round, None)
         self._round += 1
+        self.phase = Phase.INSIDE_STEP
 
     def commit(self) -> None:
         """Advance to the next step; the sampler's clock follows."""
-        self.clock.advance()
+        self.clock.advance(self.step.batch_size)
         self.sampler.follow(self.clock)
-        self._round, self._step, self._microbatches = 0, None, {}
+        self._begin_step()
         for watcher in self.watchers:
             watcher.commit()
+
+    def set_epoch(self, epoch: int) -> Skipped:
+        """Move the clock, see `Clock.set_epoch`, and return to the first microbatch of its step."""
+        skipped = self.clock.set_epoch(epoch)
+        self.restart()
+        return skipped
 
     def restart(self) -> None:
         """Return to the first microbatch of the step at which the clock stands; it must come from a new iteration."""
         if self._iteration is not None:
-            self._iteration.stale = True
-        self._round, self._step, self._microbatches, self._iteration = 0, None, {}, None
+            self._iteration.use = Use.STALE
+        self._begin_step()
+        self._iteration = None
         for watcher in self.watchers:
             watcher.discard()
+
+    def _begin_step(self) -> None:
+        self._round, self._step, self._microbatches, self.phase = 0, None, {}, Phase.BETWEEN_STEPS
+
+    def _enter_next_epoch(self) -> None:
+        """Move to the next epoch if the sampler was read there: `set_epoch` of the sampler is then enough."""
+        due, iteration = self.clock.due_epoch, self.sampler.iteration
+        if iteration is None or iteration.use is Use.STALE or iteration.start != (due, self.clock.step):
+            raise RuntimeError(
+                f"step() needs an epoch with updates left, but all updates of epoch {due - 1} are committed; call "
+                f"set_epoch({due}) on the sampler and on the optimizer"
+            )
+        self.clock.set_epoch(due)
 
     def _begin(self, iteration: Iteration) -> int:
         """Return how many microbatches an iteration has before the next one, which it must contain."""
         here, start = self.clock.position, iteration.start
-        if iteration.stale:
+        if iteration.use is Use.STALE:
             raise RuntimeError(
                 f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), but this "
                 f"iteration was begun before the optimizer moved to {here}; start a new loop over the loader"
             )
-        iteration.stale = True  # if an error follows, its microbatch is lost
-        if self.inside_step:
+        iteration.use = Use.STALE  # if an error follows, its microbatch is lost
+        if self.begun:
             raise RuntimeError(
                 f"a step must get all its microbatches from one iteration, but step {here.step} had {self._round} of "
                 f"{self.step.rounds(self._world)} when the loader was iterated again; call optimizer.discard_step() "
@@ -146,7 +201,7 @@ class Loop:
                 f"sampler and optimizer must be at the same update, but the sampler's iteration began at {start} and "
                 f"the optimizer is at {here}; call set_epoch with the same epoch on both, or restore both"
             )
-        iteration.stale = False
+        iteration.use = Use.CURRENT
         steps = (self.clock.plan.step(self.clock.epoch, number) for number in range(start.step, here.step))
         return sum(step.rounds(self._world) for step in steps) - iteration.first_round
 

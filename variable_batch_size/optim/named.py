@@ -9,7 +9,8 @@ from typing_extensions import Unpack
 
 from variable_batch_size._validation import check_number
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.optimizer import CustomOptimizer, Options
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.options import Options
 from variable_batch_size.rules import LEGWRule
 from variable_batch_size.rules.base import check_reference
 

@@ -7,10 +7,9 @@ hyperparameters, runs the inner optimizer's `step()`, restores the hyperparamete
 
 from __future__ import annotations
 
-import re
-import zlib
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -22,25 +21,17 @@ from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.loop import Loop, Watcher
+from variable_batch_size.optim.data_parallel import DataParallelCheck
+from variable_batch_size.optim.loop import Loop, Phase, Watcher
+from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions
+from variable_batch_size.optim.rule_check import check_named_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
-from variable_batch_size.optim.update import Estimator, Reduction, Updater
+from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper
-from variable_batch_size.rules import Noise, Rule, RuleContext
+from variable_batch_size.rules import Noise, Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.tracker import Tracker
-
-
-class Options(TypedDict, total=False):
-    """The keyword arguments of `CustomOptimizer` other than `rule`."""
-
-    noise: Estimator | None
-    reduction: Reduction
-    max_grad_norm: float | None
-    log_steps: int | None
-    tracker: Tracker | None
-    backend: Backend | None
 
 
 class CustomOptimizer(OptimizerWrapper):
@@ -63,6 +54,13 @@ class CustomOptimizer(OptimizerWrapper):
             gradients. Default: "microbatches" if a rule needs the noise, otherwise it is not measured.
         reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: maximum norm to which the gradient of an update is clipped.
+        accumulation: where the gradients of a step are accumulated: "in_place", in `.grad`, which takes no memory; or
+            "buffered", apart from `.grad`, so that `zero_grad()` within a step drops what another backward has added.
+            Always "buffered" if the noise is measured, under a `GradScaler`, and, in float32, for half precision.
+        find_unused_parameters: in a world of several ranks, whether each update finds out which parameters have
+            gradients on any rank, as `DistributedDataParallel` does; the host then waits for the device once an update.
+            Otherwise the first update settles it, and a later change raises RuntimeError. A world of one needs no such
+            argument.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
         tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` is given.
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
@@ -85,6 +83,8 @@ class CustomOptimizer(OptimizerWrapper):
         noise: Estimator | None = None,
         reduction: Reduction = "mean",
         max_grad_norm: float | None = None,
+        accumulation: AccumulationKind = "in_place",
+        find_unused_parameters: bool = False,
         log_steps: int | None = None,
         tracker: Tracker | None = None,
         backend: Backend | None = None,
@@ -102,13 +102,15 @@ class CustomOptimizer(OptimizerWrapper):
         self._rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
         if isinstance(sampler, CustomSampler):  # otherwise Loop raises
             names: Any = rule if self._rule_per_group else [rule] * len(rules)
-            _check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
+            check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        self._group_sizes = [len(group["params"]) for group in inner.param_groups]
         self._backend = backend if backend is not None else detect(parameters)
-        self._updater = Updater(inner, self._backend, rules, reference, noise, reduction, max_grad_norm)
+        options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters)
+        self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
         self._loop = Loop(sampler, self._backend)
-        self._lr_check = LearningRateCheck()
+        self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
 
@@ -130,7 +132,7 @@ class CustomOptimizer(OptimizerWrapper):
     @property
     def reduction(self) -> Reduction:
         """The reduction of the loss over the rows of a microbatch, "mean" or "sum"."""
-        return self._updater.reduction
+        return self._updater.options.reduction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, the same on every rank. The next update determines which parameters have gradients.
@@ -140,27 +142,41 @@ class CustomOptimizer(OptimizerWrapper):
             ValueError: if each group has a rule of its own.
         """
         if self._initialized:
-            self._check_between_steps("add_param_group()")
-            rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
+            self._loop.check_phase("add_param_group()", Phase.BETWEEN_STEPS)
+            rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
             super().add_param_group(param_group)
-            self._updater.rules = rules
-            self._updater.refresh_parameters()
+            self._adopt_groups()
+
+    def _adopt_groups(self) -> None:
+        """Adopt parameter groups that were added since the last call, also to the inner optimizer itself."""
+        updater, groups = self._updater, self.inner.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if sizes == self._group_sizes:
+            return
+        if self._loop.begun:
+            raise RuntimeError(
+                "parameters must be added between steps, but the inner optimizer has got some in the middle of one; call "
+                "add_param_group() when optimizer.step() has returned True"
+            )
+        updater.rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(groups))
+        updater.refresh_parameters()
+        self._group_sizes = sizes
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next update."""
-        return self._loop.clock.epoch.number
+        """The epoch of the next update: the following one if all updates of an epoch are committed."""
+        return self._loop.clock.due_epoch
 
     @property
     def updates(self) -> int:
-        """The number of updates of the training so far: the step of the trace that comes next."""
+        """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
         return self._loop.clock.step
 
     @property
     def samples(self) -> int:
-        """The number of samples of the training so far, over all ranks."""
+        """The number of samples that were trained on so far, over all ranks."""
         return self._loop.clock.samples
 
     @property
@@ -170,8 +186,8 @@ class CustomOptimizer(OptimizerWrapper):
 
     @property
     def inside_step(self) -> bool:
-        """Whether some microbatches of a step are accumulated and others are still to come."""
-        return self._loop.inside_step
+        """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
+        return self._loop.phase is not Phase.BETWEEN_STEPS
 
     def progress_later(self) -> Callable[[], float]:
         """Return a function that returns the present progress, to be called later without waiting for a device."""
@@ -187,15 +203,53 @@ class CustomOptimizer(OptimizerWrapper):
         return self._loop.microbatch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the first step of an epoch, as `sampler.set_epoch(epoch)` does; discard an incomplete step."""
-        self._loop.clock.set_epoch(epoch)
-        self.discard_step()
+        """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
+
+        An incomplete step is discarded. Nothing but `load_state_dict` moves back. After an epoch that was trained to its
+        end, `sampler.set_epoch(epoch)` alone is enough.
+
+        Raises:
+            RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
+            ValueError: if the trace ends before the epoch does.
+        """
+        self._loop.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        before = self._loop.clock.position
+        skipped = self._loop.set_epoch(epoch)
+        self._clear()
+        if skipped.updates and self._loop.clock.position != before:
+            warnings.warn(
+                f"set_epoch({epoch}) skips {skipped.updates} updates and {skipped.samples} samples, which are not trained "
+                f"on; call it with optimizer.epoch to go on",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def discard_step(self) -> None:
-        """Discard the accumulated microbatches of an incomplete step, so that the step can start over."""
-        self._updater.clear()
-        self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
+        """Discard the accumulated microbatches of an incomplete step, so that the step can start over.
+
+        Iterate the loader again afterwards. Call it, or `load_state_dict`, after an exception in `step()`.
+
+        Raises:
+            RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that.
+        """
+        self._loop.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
+        self._clear()
         self._loop.restart()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that have come since the last `step()`; what it has accumulated stays.
+
+        `step()` clears the gradients after each update, so that this is needed only if another backward has added to
+        them, as that of a generator does to the gradients of its discriminator.
+
+        Args:
+            set_to_none: accepted as in torch; gradients become None wherever the device allows it.
+
+        Raises:
+            RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and
+                `accumulation` is not "buffered".
+        """
+        self._updater.drop_current(inside_step=self._loop.begun)
 
     def watch(self, watcher: Watcher) -> None:
         """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
@@ -217,22 +271,21 @@ class CustomOptimizer(OptimizerWrapper):
         """
         if closure is not None:
             raise RuntimeError("step() takes no closure; call loss.backward() before it")
-        gradients, loop = self._updater.gradients, self._loop
-        if not (gradients.membership_fixed or loop.inside_step):  # before ranks with unequal counts diverge
-            consistency.check_not_distributed_data_parallel(gradients.parameters)
-        self._lr_check.check(self.param_groups, inside_step=loop.inside_step)
-        microbatch = loop.receive()
-        gradients.check(replay=microbatch.samples == 0)
-        following = None if microbatch.ends_step else loop.microbatch(ahead=1)
-        # A GradScaler sets both attributes for this call.
-        self._updater.add(microbatch, following, getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
-        if not microbatch.ends_step:
-            loop.next_round()
-            self._backend.mark_step()
-            return False
-        step, updated = loop.step, self._update()
+        updater, loop = self._updater, self._loop
+        loop.check_phase("step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        self._adopt_groups()
+        self._data_parallel_check.check(updater.parameters)
+        self._lr_check.check(self.param_groups, inside_step=loop.begun)
+        loop.phase = Phase.INTERRUPTED  # stays if an exception follows
+        try:
+            microbatch, step = loop.receive(), loop.step
+            updated = self._accumulate(microbatch) and self._update()
+        except BaseException:
+            loop.phase = Phase.HALF_UPDATED if updater.inner_step_begun else Phase.INTERRUPTED
+            raise
         self._backend.mark_step()
-        self._track(step)
+        if microbatch.ends_step:
+            self._track(step)
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
@@ -267,9 +320,9 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: in the middle of a step.
         """
-        self._check_between_steps("state_dict()")
+        self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         clock = self._loop.clock
-        own = {**clock.state_dict(), "samples": clock.samples, **self._updater.state_dict()}
+        own = {**clock.state_dict(), **self._updater.state_dict()}
         return {**self.inner.state_dict(), "vbs": {**own, **self._loop.sampler.fingerprint()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -294,7 +347,8 @@ class CustomOptimizer(OptimizerWrapper):
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
-        self.discard_step()
+        self._clear()
+        self._loop.restart()
         self._updater.load_state_dict(position or {})
         if position is not None:
             self._loop.clock.follow(clock)
@@ -302,16 +356,33 @@ class CustomOptimizer(OptimizerWrapper):
 
     # An update. --------------------------------------------------------------------------------------------------
 
+    def _clear(self) -> None:
+        """Drop the gradients of an incomplete step."""
+        self._updater.clear()
+        self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
+
+    def _accumulate(self, microbatch: Microbatch) -> bool:
+        """Accumulate a microbatch, and return whether it is the last one of its step."""
+        loop = self._loop
+        following = None if microbatch.ends_step else loop.microbatch(ahead=1)
+        # A GradScaler sets both attributes for this call.
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self._updater.add(microbatch, following, inside_step=loop.begun, found_inf=found_inf, grad_scale=grad_scale)
+        if not microbatch.ends_step:
+            loop.next_round()
+        return microbatch.ends_step
+
     def _update(self) -> bool:
         # Ranks may have different pending operations. These must not be in the graph of the collective, which has to
         # be the same on all ranks.
         self._backend.mark_step()
-        if not self._updater.gradients.membership_fixed:
+        updater, loop = self._updater, self._loop
+        if not updater.agreed:
             self._compare_ranks()
-        clock = self._loop.clock
-        updated = self._updater.apply(self._loop.step, clock.step, clock.samples)
-        self._updater.clear()
-        self._loop.commit()
+        updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples)
+        updater.clear()
+        loop.commit()
+        updater.check.begin(several=loop.several_rounds)
         return updated
 
     def _track(self, passed: Step) -> None:
@@ -344,53 +415,14 @@ class CustomOptimizer(OptimizerWrapper):
         }
 
     def _compare_ranks(self) -> None:
-        """Before the first update, compare the ranks and fix which parameters have gradients."""
-        gradients = self._updater.gradients
-        mask = gradients.mask()
+        """Before the first update, compare the ranks, which also agree on the parameters that have gradients."""
+        updater, loop = self._updater, self._loop
         if self._backend.world.size > 1:
-            device = gradients.parameters[0].device
-            consistency.check_same_on_all_ranks(self._facts(), self._backend, device)
-            mask = self._backend.any_rank(mask, device)
-        gradients.fix_membership(mask)
-
-    def _facts(self) -> dict[str, int]:
-        """Return what must be the same on every rank, as integers below 2**64."""
-        plan, samples, updater = self._loop.clock.plan, self._loop.sampler.fingerprint(), self._updater
-        parameters = updater.gradients.parameters
-        rule = f"{updater.rules} {updater.reduction} {updater.max_grad_norm} {updater.noise_estimator}"
-        return {
-            **self._loop.clock.state_dict(),
-            **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
-            "trace": int(samples["trace"][:16], 16),
-            "minibatch_size": plan.minibatch_size,
-            "fixed_shape": int(plan.fixed_shape),
-            "ref_batchsize": 0 if self.ref_batchsize is None else self.ref_batchsize,
-            # Without memory addresses, which differ between ranks.
-            "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
-            "number of parameters": len(parameters),
-            "parameters": consistency.checksum(parameters, self._backend),
-        }
-
-    def _check_between_steps(self, what: str) -> None:
-        if self._loop.inside_step:
-            raise RuntimeError(
-                f"{what} must be called between steps, but step {self._loop.clock.step} has accumulated only some of "
-                f"its microbatches; call it when optimizer.step() has returned True, or call discard_step() first"
-            )
-
-
-def _check_named_rules(
-    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, max_batch_size: int
-) -> None:
-    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales."""
-    for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
-        check: Any = getattr(rule, "check", None)
-        if callable(check):
-            groups = [group for group, own in zip(inner.param_groups, rules, strict=True) if own is rule]
-            context = RuleContext(
-                optimizer=tuple(base.__name__ for base in type(inner).__mro__),
-                groups=tuple({name: value for name, value in group.items() if name != "params"} for group in groups),
-                ref_batchsize=reference,
-                max_batch_size=max_batch_size,
-            )
-            check(context)
+            facts = {
+                **loop.clock.state_dict(),
+                **consistency.facts_of_sampler(loop.sampler),
+                **consistency.facts_of_update(updater, self._backend),
+            }
+            consistency.check_same_on_all_ranks(facts, self._backend, updater.parameters[0].device)
+            updater.agree()
+        updater.agreed = True

@@ -1,33 +1,50 @@
-"""Make an update from the gradients of a step's microbatches: weight, reduce, measure the noise, clip, scale, step."""
+"""Make an update from the gradients of a step's microbatches: reduce, measure, clip, scale, step.
+
+The stages of `Updater.apply`, in their order:
+
+    reduce      this rank's share of the gradient, summed over the ranks
+    measure     the noise, from the reduced gradient; only if it is measured
+    clip        the reduced gradient, to the maximum norm
+    scale       the gradient and the hyperparameters, by the factors of the rules
+    step        the inner optimizer
+"""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, Literal, final, get_args
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import ASGD, Adafactor, Optimizer, Rprop
+from torch.optim import Optimizer
 
-from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
-from variable_batch_size.optim.accumulation import Gradients
-from variable_batch_size.optim.gradient_noise import HORIZON, GradientNoise
+from variable_batch_size.optim.accumulation import (
+    Accumulation,
+    BufferedAccumulation,
+    InPlaceAccumulation,
+    is_narrow,
+    multiply,
+)
+from variable_batch_size.optim.backward_check import BackwardCheck
+from variable_batch_size.optim.factors import scalings_of_groups
+from variable_batch_size.optim.gradient_noise import GradientNoise
+from variable_batch_size.optim.noise_support import create_gradient_noise
+from variable_batch_size.optim.options import UpdateOptions
+from variable_batch_size.optim.participation import participation
 from variable_batch_size.optim.progress import Progress
 from variable_batch_size.optim.scaling import HyperparameterScaling
-from variable_batch_size.rules import ConstantTimescale, Rule, RuleInput, Scaling
+from variable_batch_size.optim.squared_norm import squared_norm
+from variable_batch_size.optim.wrapper import stepping
+from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.base import needs_noise
 
-Reduction = Literal["mean", "sum"]
-Estimator = Literal["microbatches", "differenced"]
-
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
-_NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not
+_UNMEASURED = 50  # updates without any estimate of the noise, after which the user is warned
 
 
 @final
@@ -37,12 +54,15 @@ class Updater:
     Attributes:
         rules: the rule of each parameter group.
         ref_batchsize: reference batch size, in samples; None if there is none.
-        gradients: the gradients of the step.
+        options: the checked options.
+        accumulation: this rank's share of the gradient of the step.
+        check: what has changed the gradients since the last microbatch.
+        participation: which parameters take part in an update.
         gradient_noise: the measured noise; None if it is not measured.
-        noise_estimator: the argument `noise` of the optimizer.
         progress: progress of the training, in updates at the reference.
         last_scaling: scaling of the first parameter group in the last update.
         reference_lr: learning rate of the first parameter group in the last update, before scaling.
+        inner_step_begun: whether the inner optimizer's step of the present update has begun.
     """
 
     def __init__(
@@ -51,66 +71,110 @@ class Updater:
         backend: Backend,
         rules: tuple[Rule, ...],
         ref_batchsize: int | None,
-        noise: Estimator | None,
-        reduction: Reduction,
-        max_grad_norm: float | None,
+        options: UpdateOptions,
     ) -> None:
-        if reduction not in get_args(Reduction):
-            raise value_error('reduction must be "mean" or "sum"', repr(reduction), "pass what the loss does")
-        if noise is not None and noise not in get_args(Estimator):
-            raise value_error('noise must be "microbatches" or "differenced"', f"{noise!r:.60}", "pass one, or omit it")
-        self.rules, self.ref_batchsize = rules, ref_batchsize
+        self.rules, self.ref_batchsize, self.options = rules, ref_batchsize, options.checked()
         self.rule_per_group = False  # whether the user passed a sequence of rules
-        self.reduction, self.max_grad_norm = reduction, _check_max_grad_norm(max_grad_norm)
-        self.noise_estimator = noise
         self.progress = Progress()
         self.last_scaling = Scaling()
         self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)
+        self.inner_step_begun = False
         self._inner, self._backend = inner, backend
         self.refresh_parameters()
-        self.gradient_noise = self._create_gradient_noise(noise)
+        self.gradient_noise = create_gradient_noise(inner, rules, ref_batchsize, self.options.noise, backend)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
+        self._unmeasured = 0  # updates without an estimate so far; negative after the warning
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters of the inner optimizer, in the order of its groups."""
+        return [parameter for group in self._inner.param_groups for parameter in group["params"]]
 
     def refresh_parameters(self) -> None:
         """Start over with the parameters that the inner optimizer has now."""
-        parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
-        self.gradients = Gradients(parameters, self._backend)
+        parameters, options = self.parameters, self.options
+        noise = options.noise is not None or any(map(needs_noise, self.rules))
+        buffered = noise or options.accumulation == "buffered" or any(map(is_narrow, parameters))
+        self.accumulation: Accumulation = (BufferedAccumulation if buffered else InPlaceAccumulation)(
+            parameters, self._backend
+        )
+        self.check = BackwardCheck(parameters)
+        self.participation = participation(parameters, self._backend, find_unused=options.find_unused_parameters)
+        self.agreed = False  # whether the ranks were compared
         self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
-        self._weight = 1.0  # by which the gradients in .grad must still be multiplied
+        self._replay = False  # whether this rank has only a replay in the step
+        self.check.begin(several=True)
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
-        self.gradients.clear()
-        self._found_inf, self._weight = None, 1.0
+        self.accumulation.clear()
+        self.check.remember()
+        self._found_inf, self.inner_step_begun = None, False
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
 
     def add(
-        self, microbatch: Microbatch, following: Microbatch | None, found_inf: Tensor | None, grad_scale: Tensor | None
+        self,
+        microbatch: Microbatch,
+        following: Microbatch | None,
+        *,
+        inside_step: bool,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
     ) -> None:
         """Accumulate a microbatch, whose `backward()` has run.
 
         Args:
             microbatch: the microbatch.
             following: the next microbatch of this rank in the same step; None after the last one.
+            inside_step: whether it is not the first one of the step.
             found_inf: under a `GradScaler`, whether the gradient is non-finite, 0-D.
-            grad_scale: the scale of the loss under a `GradScaler`, 0-D.
+            grad_scale: the scale of the loss under a `GradScaler` that has not yet divided by it, 0-D.
+
+        Raises:
+            TypeError: if a gradient is sparse.
+            RuntimeError: if there was no `backward()`, or something else has changed the gradients.
         """
-        weight = self._weight_of(microbatch)
+        if not (self.agreed or inside_step):
+            _check_dense(self.parameters)
+        self._replay = microbatch.samples == 0
+        unscaled = found_inf is not None and grad_scale is None
+        fresh = self.check.fresh()
+        accumulating = inside_step and self.accumulation.keeps_grad
+        self.check.check(fresh, replay=self._replay, accumulating=accumulating, unscaled=unscaled)
         if found_inf is not None:
-            found_inf = found_inf * (microbatch.samples > 0)
+            self._use_buffer(inside_step)
+            found_inf = found_inf * (not self._replay)
             self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
             grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
         if self.gradient_noise is not None:
             factor = microbatch.samples / self._divisor(microbatch) ** 2
-            self.gradient_noise.add(self.gradients.present(), factor, grad_scale)
-        if self.gradient_noise is not None or grad_scale is not None:
-            self.gradients.accumulate_buffered(weight, grad_scale)
-        elif following is None:
-            self._weight = weight
-        else:
-            self.gradients.accumulate_in_place(weight / self._weight_of(following))
+            present = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+            self.gradient_noise.add(present, factor, grad_scale)
+        next_weight = None if following is None else self._weight_of(following)
+        self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
+        self.check.remember()
+
+    def agree(self) -> None:
+        """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
+        self.participation.agree(self.accumulation.has_gradient, replay=self._replay)
+
+    def drop_current(self, *, inside_step: bool) -> None:
+        """Drop the gradients that have come since the last microbatch, as `zero_grad()` does.
+
+        Raises:
+            RuntimeError: if they cannot be told from the microbatches of the step, which are in `.grad`, too.
+        """
+        if not (inside_step and self.accumulation.keeps_grad):
+            self.accumulation.drop_current()
+            self.check.remember()
+        elif any(self.check.fresh()):
+            raise RuntimeError(
+                "zero_grad() within a step must leave the microbatches that step() has accumulated, but a backward() "
+                'has added to their gradients in .grad since; pass accumulation="buffered" to the optimizer, which '
+                "keeps them apart, or set requires_grad_(False) for these parameters during that backward()"
+            )
 
     def apply(self, step: Step, updates: int, samples: int) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer.
@@ -123,74 +187,150 @@ class Updater:
         Returns:
             False if the update was skipped, because the host has read that a gradient is non-finite.
         """
-        noise = self.gradient_noise
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         update = RuleInput(step.batch_size, reference, updates, samples)
-        scalings = [] if noise else self._scalings(update)
-        # A factor on the gradient that all groups share, that is known by now and that no clipping precedes is
-        # multiplied together with the weight, which saves a pass over the gradients.
-        with_weight = not (noise or self.max_grad_norm or self.rule_per_group)
-        gradients = self.gradients.finalize(self._weight * (scalings[0].gradient if with_weight else 1))
-        squares = [noise.local_squares(gradients)] if noise else []  # (1,)
-        found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
-        self._backend.all_reduce_sum([*gradients, *squares, *found_inf])
-        if any(self._backend.host(found).item() for found in found_inf):
+        if self.gradient_noise is None:
+            scalings = self._apply_known_rules(update)
+        else:
+            scalings = self._apply_measured_rules(self.gradient_noise, update, step)
+        if scalings is None:
             return False
-        if noise:
-            statistics = noise.statistics(squares[0], gradients)
-            if statistics.finite is False:
-                warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=5)
-                return False
-            self.gradients.zero_nonfinite(statistics.finite)
-            size, groups = step.batch_size, step.num_microbatches
-            measured = noise.update(statistics, gradients, batch_size=size, groups=groups, ref=reference)
-            scalings = self._scalings(replace(update, noise=measured), statistics.finite)
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.max_grad_norm)
-        factors = [scaling.gradient for scaling in scalings]
-        if not with_weight and any(isinstance(factor, Tensor) or factor != 1 or not noise for factor in factors):
-            self.gradients.multiply_groups(self._inner.param_groups, factors)
         self._step_inner(scalings)
         self.last_scaling = scalings[0]
         self.progress.add(self.last_scaling.progress)
-        if noise:
-            noise.commit()
+        if self.gradient_noise is not None:
+            self.gradient_noise.commit()
+            self._warn_if_unmeasured(self.gradient_noise)
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress and, if there are any, noise and bias correction."""
+        """Return progress and, if there are any, participation, noise and bias correction."""
+        self.participation.check()
         noise = {} if self.gradient_noise is None else {"noise": self.gradient_noise.state_dict()}
-        return {"progress": float(self.progress), **noise, **self._scaling.state_dict()}
+        own = {"progress": float(self.progress), **self.participation.state_dict()}
+        return {**own, **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays."""
         if "progress" in state:
             self.progress = Progress(float(state["progress"]))
+        self.participation.load_state_dict(state)
+        self.agreed = False
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
 
+    # The stages. -------------------------------------------------------------------------------------------------
+
+    def _apply_known_rules(self, update: RuleInput) -> list[Scaling] | None:
+        """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
+        scalings = scalings_of_groups(self.rules, update)
+        # A factor on the gradient that all groups share, and that no clipping precedes, is multiplied together with the
+        # weight, which saves a pass over the gradients.
+        shared = self.options.max_grad_norm is None and not self.rule_per_group
+        reduced = self._reduce(scalings[0].gradient if shared else 1.0)
+        if reduced is None:
+            return None
+        self._clip(reduced)
+        if not shared:
+            self._scale_gradients(scalings)
+        return scalings
+
+    def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
+        """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
+        squares: list[Tensor] = []
+        reduced = self._reduce(1.0, squares)
+        if reduced is None:
+            return None
+        statistics = noise.statistics(squares[0], reduced)
+        if statistics.finite is False:
+            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=6)
+            return None
+        if isinstance(statistics.finite, Tensor):
+            for gradient in reduced:
+                gradient.masked_fill_(~statistics.finite, 0)
+        own = [parameter.grad for parameter in self.parameters]
+        size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
+        measured = noise.update(statistics, own, batch_size=size, groups=groups, ref=ref)
+        device = reduced[0].device if noise.on_device else None
+        scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
+        if isinstance(statistics.finite, Tensor):
+            scalings = [self._zero_if_not(statistics.finite, scaling) for scaling in scalings]
+        self._clip(reduced)
+        self._scale_gradients(scalings)
+        return scalings
+
+    def _reduce(self, factor: float, squares: list[Tensor] | None = None) -> list[Tensor] | None:
+        """Return `factor` times the gradient, summed over the ranks; None if a `GradScaler` found it non-finite.
+
+        Args:
+            factor: a factor on all gradients.
+            squares: gets the sum of the weighted squares over all ranks, (1,).
+        """
+        accumulation, used = self.accumulation, self.accumulation.has_gradient
+        summed = self.participation.summed(used)
+        gradients = accumulation.finish(factor, summed)
+        if not gradients:
+            raise RuntimeError(
+                "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
+                "this optimizer; compute the loss from them, and set requires_grad"
+            )
+        if squares is not None and self.gradient_noise is not None:
+            squares.append(self.gradient_noise.local_squares(gradients))
+        found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
+        message = self.participation.message(used, replay=self._replay)
+        self._backend.all_reduce_sum([*gradients, *(squares or ()), *found_inf, *message])
+        members = self.participation.settle(message)
+        if members is not None:
+            accumulation.exclude(members)
+            pairs = zip(gradients, members, strict=True)
+            gradients = [gradient for gradient, member in pairs if member]
+        if any(self._backend.host(found).item() for found in found_inf):
+            return None
+        return gradients
+
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        """Multiply the gradients by min(1, max_grad_norm / |G|)."""
+        if self.options.max_grad_norm is not None and gradients:
+            norm = squared_norm(gradients).sqrt()
+            members = [parameter for parameter in self.parameters if parameter.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(members, self.options.max_grad_norm, norm)
+
+    def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
+        """Multiply the gradients of each parameter group by its factor."""
+        factors = [scaling.gradient for scaling in scalings]
+        measured = self.gradient_noise is not None
+        if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
+            return  # no rule that uses the noise has such a factor, as a rule
+        for group, factor in zip(self._inner.param_groups, factors, strict=True):
+            gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+            multiply(gradients, factor, self._backend)
+
     def _step_inner(self, scalings: Sequence[Scaling]) -> None:
         lr = self._inner.param_groups[0].get("lr", 1.0)
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
-        with self._scaling.applied(scalings):
+        with self._scaling.applied(scalings), stepping(self._inner):
+            self.inner_step_begun = True
             self._inner.step()
 
-    def _scalings(self, update: RuleInput, finite: Any = True) -> list[Scaling]:
-        """Return the scaling of each parameter group; lr and progress get 0 if the tensor `finite` is false."""
-        by_rule: dict[int, Scaling] = {}  # several groups may share a rule
-        for rule in self.rules:
-            if id(rule) not in by_rule:
-                scaling = rule(update)
-                _check_finite(rule, scaling)
-                on_device = isinstance(finite, Tensor)
-                by_rule[id(rule)] = self._zero_if(scaling, finite.float()) if on_device else scaling
-        return [by_rule[id(rule)] for rule in self.rules]
+    # Details. ----------------------------------------------------------------------------------------------------
 
-    def _zero_if(self, scaling: Scaling, finite: Tensor) -> Scaling:
+    def _use_buffer(self, inside_step: bool) -> None:
+        """Accumulate in a buffer from this step on: a `GradScaler` may change its scale between microbatches."""
+        if not self.accumulation.keeps_grad:
+            return
+        if inside_step:
+            raise RuntimeError(
+                "all microbatches of a step must reach the optimizer through the GradScaler, or none, but the first ones "
+                "of this step did not; call scaler.step(optimizer) for each of them"
+            )
+        self.accumulation = BufferedAccumulation(self.parameters, self._backend)
+
+    def _zero_if_not(self, finite: Tensor, scaling: Scaling) -> Scaling:
         """Multiply the factor on lr and the progress by `finite`, 0-D, which is 0 or 1."""
+        zero_or_one = finite.float()
         lr, progress = (
-            (factor if isinstance(factor, Tensor) else self._backend.scalar(factor, finite)) * finite
+            (factor if isinstance(factor, Tensor) else self._backend.scalar(factor, zero_or_one)) * zero_or_one
             for factor in (scaling.lr, scaling.progress)
         )
         return replace(scaling, lr=lr, progress=progress)
@@ -201,73 +341,26 @@ class Updater:
 
     def _divisor(self, microbatch: Microbatch) -> int:
         """Return the number by which to divide a microbatch's gradient to get that of its mean loss."""
-        return microbatch.rows if self.reduction == "sum" else 1
+        return microbatch.rows if self.options.reduction == "sum" else 1
 
-    def _create_gradient_noise(self, estimator: Estimator | None) -> GradientNoise | None:
-        """Return None if the noise is not measured.
-
-        Raises:
-            TypeError: if the factor on lr would stay on the device and cannot be used there.
-            ValueError: if there is no ref_batchsize, or parameters are on several devices.
-        """
-        if estimator is None and not any(map(needs_noise, self.rules)):
-            return None
-        if self.ref_batchsize is None:
-            raise value_error(
-                f"measuring the noise needs ref_batchsize, because averages extend over {HORIZON} updates of that size",
-                "none",
-                "pass the batch size at which the learning rate was tuned",
+    def _warn_if_unmeasured(self, noise: GradientNoise) -> None:
+        if self._unmeasured < 0:
+            return
+        self._unmeasured = -1 if noise.measured else self._unmeasured + 1
+        if self._unmeasured == _UNMEASURED:
+            self._unmeasured = -1
+            warnings.warn(
+                f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a single "
+                f'microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the sampler',
+                UserWarning,
+                stacklevel=6,
             )
-        parameters = self.gradients.parameters
-        devices = sorted({str(parameter.device) for parameter in parameters})
-        if len(devices) > 1:
-            raise value_error(
-                "measuring the noise needs all parameters on one device", " and ".join(devices), "move them to one"
-            )
-        on_device = parameters[0].device.type != "cpu"
-        if on_device:
-            self._check_deferred_lr()
-        return GradientNoise(self._backend, on_device=on_device, differenced=estimator == "differenced")
 
-    def _check_deferred_lr(self) -> None:
-        """Check that a factor on lr can stay on the device, see `DeferredLrFactor`."""
-        device = self.gradients.parameters[0].device.type
-        if isinstance(self._inner, _NOT_PROPORTIONAL_TO_LR):
+
+def _check_dense(parameters: Sequence[Tensor]) -> None:
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise TypeError(
-                f"on {device} a learning rate that depends on the noise needs an optimizer whose change is "
-                f"proportional to it, but that of {type(self._inner).__name__} is not; use another inner optimizer"
-            )
-        if small := {str(p.dtype) for p in self.gradients.parameters if torch.finfo(p.dtype).bits < 32}:
-            raise TypeError(
-                f"on {device} a learning rate that depends on the noise needs parameters of at least 32 bits, because "
-                f"it multiplies their change after the step, but some are {' and '.join(sorted(small))}; keep the "
-                f"parameters in float32, and use torch.autocast"
-            )
-        for rule in self.rules:
-            if isinstance(rule, ConstantTimescale) and rule.needs_noise:
-                raise TypeError(
-                    f"on {device} the weight decay must not depend on the noise, which the host does not read there, "
-                    f"but {rule} makes it depend on it; use the rule without ConstantTimescale"
-                )
-
-
-def _check_max_grad_norm(max_grad_norm: float | None) -> float | None:
-    if max_grad_norm is None:
-        return None
-    if isinstance(max_grad_norm, float) and max_grad_norm == math.inf:  # the common idiom for no clipping
-        return max_grad_norm
-    remedy = "omit it for no clipping"
-    number = check_number(max_grad_norm, "max_grad_norm", remedy)
-    if number == 0:
-        raise value_error("max_grad_norm must be a finite number > 0", number, remedy)
-    return number
-
-
-def _check_finite(rule: object, scaling: Scaling) -> None:
-    for factor in fields(scaling):
-        value = getattr(scaling, factor.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(
-                f"every factor of a rule must be finite, but {rule} returned {factor.name}={value}; return 1 if a "
-                f"factor is unknown, as before the first estimate of the noise"
+                f"gradients must be dense, but that of parameter {number}, of shape {tuple(parameter.shape)}, has "
+                f"layout {parameter.grad.layout}; build the layer with sparse=False"
             )

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
+
+_stepping: set[int] = set()  # ids of the inner optimizers whose step a wrapper has called
+
+
+@contextmanager
+def stepping(inner: Optimizer) -> Iterator[None]:
+    """Allow `inner.step()` within a block, for a wrapper of `inner`."""
+    _stepping.add(id(inner))
+    try:
+        yield
+    finally:
+        _stepping.discard(id(inner))
+
+
+def _check_stepped_by_wrapper(wrapper: weakref.ref[OptimizerWrapper], inner: Optimizer, *_: object) -> None:
+    """Raise RuntimeError if `step()` of a wrapped optimizer is called by anything but a wrapper."""
+    if wrapper() is not None and id(inner) not in _stepping:
+        raise RuntimeError(
+            f"a wrapped optimizer must be stepped by its wrapper, but step() of the inner {type(inner).__name__} was "
+            f"called; call step() of the vbs optimizer"
+        )
 
 
 class OptimizerWrapper(Optimizer):
@@ -28,6 +53,7 @@ class OptimizerWrapper(Optimizer):
         inner.defaults, inner.state, inner.param_groups = shared
         for register in (name for name in dir(Optimizer) if name.startswith("register_")):
             setattr(self, register, getattr(inner, register))
+        inner.register_step_pre_hook(partial(_check_stepped_by_wrapper, weakref.ref(self)))
         self._initialized = True
 
     @property
@@ -61,9 +87,6 @@ class OptimizerWrapper(Optimizer):
         """Add a parameter group to the inner optimizer."""
         if self._initialized:
             self.inner.add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: `step()` clears the gradients after each update, and needs them until then."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError: a copy or a pickle would lose the model and the sampler."""

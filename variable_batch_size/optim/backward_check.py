@@ -1,0 +1,149 @@
+"""What `backward()` has added to the gradients since the last `step()`, and whether anything else has changed them.
+
+Each `step()` compares `.grad` with what the last one left there. It sees a missing `backward()`, and gradients that were
+cleared or replaced within a step. In the first updates of a run, where a wrong loop is wrong from the start, hooks also
+count the accumulations of autograd: a gradient whose version is not that of the last `step()` plus one for each of them
+was changed by the loop, for example by `clip_grad_norm_` or `zero_grad(set_to_none=False)`. Changes of `.grad.data` have
+no version and cannot be seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
+
+_REMEDY = (
+    "clip with max_grad_norm=, change gradients in optimizer.register_step_pre_hook(), remove model.zero_grad(), because "
+    'optimizer.step() clears the gradients, and pass accumulation="buffered" if other backwards run within a step'
+)
+
+
+class _Seen(NamedTuple):
+    gradient: Tensor
+    version: int
+
+
+@final
+class BackwardCheck:
+    """Checks that only `backward()` changes the gradients between two calls of `step()`.
+
+    Args:
+        parameters: all parameters of the optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._seen: dict[int, _Seen] = {}  # by index of the parameter, as the last `step()` left it
+        self._accumulated: dict[int, _Seen] = {}  # the same, and after each accumulation that a hook has seen
+        self._changed = False  # whether a hook has found a change that is no accumulation
+        self._hooks: list[RemovableHandle] = []
+        self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
+
+    def fresh(self) -> list[bool]:
+        """Return, for each parameter, whether its gradient is new or has changed since the last `step()`."""
+        return [
+            (gradient := parameter.grad) is not None and not _is(gradient, self._seen.get(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def check(self, fresh: Sequence[bool], *, replay: bool, accumulating: bool, unscaled: bool = False) -> None:
+        """Check that `backward()` has added the gradients of a microbatch, and nothing else has changed them.
+
+        Args:
+            fresh: the result of `fresh()`.
+            replay: whether the microbatch is a replay, which may have no gradients.
+            accumulating: whether `.grad` holds earlier microbatches of the step.
+            unscaled: whether a `GradScaler` has changed them by `unscale_`.
+
+        Raises:
+            RuntimeError: if there was no `backward()`, or gradients were cleared, replaced or changed.
+        """
+        if accumulating:
+            self._check_kept()
+        if self._hooks and not unscaled and (self._changed or not self._ends_with_accumulations()):
+            raise RuntimeError(
+                f"only backward() may change gradients between two calls of step(), but something else has changed "
+                f"them; {_REMEDY}"
+            )
+        if not replay and not any(fresh):
+            raise RuntimeError(
+                "each step() must follow the backward() of one microbatch, but no gradient has changed since the last "
+                "step(); call loss.backward() first"
+            )
+
+    def remember(self) -> None:
+        """Record the gradients as they are now."""
+        self._seen = {
+            index: _Seen(gradient, gradient._version)
+            for index, parameter in enumerate(self._parameters)
+            if (gradient := parameter.grad) is not None
+        }
+        self._accumulated = dict(self._seen) if self._hooks else {}
+        self._changed = False
+
+    def begin(self, *, several: bool) -> None:
+        """Decide whether the next update is watched by hooks.
+
+        Args:
+            several: whether it has several microbatches on this rank.
+        """
+        watched = self._left[several] > 0
+        self._left[several] -= watched
+        if watched and not self._hooks:
+            for index, parameter in enumerate(self._parameters):
+                if parameter.requires_grad and parameter.is_leaf:
+                    hook = _hook(weakref.ref(self), index)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._accumulated = dict(self._seen)
+        elif not watched:
+            self.stop()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def count(self, index: int, gradient: Tensor) -> None:
+        """Count one accumulation of autograd in the gradient of a parameter."""
+        known = self._accumulated.get(index)
+        if known is not None and gradient is known.gradient and gradient._version != known.version + 1:
+            self._changed = True
+        self._accumulated[index] = _Seen(gradient, gradient._version)
+
+    def _check_kept(self) -> None:
+        """Check that the gradients of the earlier microbatches are still in `.grad`."""
+        for index, seen in self._seen.items():
+            gradient = self._parameters[index].grad
+            # backward(create_graph=True) also replaces .grad, by a sum that has a grad_fn.
+            if gradient is None or (gradient is not seen.gradient and gradient.grad_fn is None):
+                raise RuntimeError(
+                    f"the gradients of a step must stay in .grad until its last microbatch, but they were "
+                    f"{'cleared' if gradient is None else 'replaced'} before it; {_REMEDY}"
+                )
+
+    def _ends_with_accumulations(self) -> bool:
+        """Return whether the gradients are those after the last accumulation; gradients set by hand have none."""
+        return all(
+            (gradient := self._parameters[index].grad) is None or _is(gradient, seen)
+            for index, seen in self._accumulated.items()
+        )
+
+
+def _is(gradient: Tensor, seen: _Seen | None) -> bool:
+    return seen is not None and gradient is seen.gradient and gradient._version == seen.version
+
+
+def _hook(check: weakref.ref[BackwardCheck], index: int) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        alive = check()
+        if alive is not None and parameter.grad is not None:
+            alive.count(index, parameter.grad)
+
+    return hook

@@ -1,0 +1,116 @@
+"""The noise from two consecutive updates, for updates of a single microbatch, at the price of one more gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.accumulation import scalar_dtype
+from variable_batch_size.optim.noise_estimate import Estimate, Number, estimate_from_pair, select
+from variable_batch_size.optim.squared_norm import squared_norm
+
+Gradient = Sequence[Tensor | None]  # of each parameter; None counts as 0
+
+
+class _Previous(NamedTuple):
+    """The reduced gradient of the previous update."""
+
+    gradients: list[Tensor | None]
+    squared_norm: Number
+    batch_size: Number  # samples
+    finite: Number = 1.0  # 0 if it was not finite
+
+
+_KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state dict
+
+
+@final
+class DifferencedEstimator:
+    """Compares the gradient of each update with that of the previous one, see `estimate_from_pair`.
+
+    Args:
+        backend: backend of the optimizer.
+        on_device: whether numbers are kept on the device, without a host sync.
+    """
+
+    def __init__(self, backend: Backend, *, on_device: bool) -> None:
+        self._backend, self._on_device = backend, on_device
+        self._previous: _Previous | None = None
+
+    def has_previous(self, gradient: Gradient) -> bool:
+        """Return whether there is a previous gradient of the same parameters."""
+        if self._previous is None or len(self._previous.gradients) != len(gradient):
+            return False
+        pairs = zip(self._previous.gradients, gradient, strict=True)
+        return all(old is None or new is None or old.shape == new.shape for old, new in pairs)
+
+    def estimate(
+        self, gradient: Gradient, square: Number, batch_size: Number, finite: bool | Tensor
+    ) -> tuple[Estimate, Number]:
+        """Return the estimate from this update and the previous one, and 1 if it is valid; keep this gradient.
+
+        Args:
+            gradient: G; zeroed if the tensor `finite` is false.
+            square: |G|^2.
+            batch_size: B, in samples.
+            finite: whether G is finite.
+        """
+        if isinstance(finite, Tensor):
+            batch_size = batch_size * torch.ones_like(torch.as_tensor(square))  # a tensor, of the same dtype
+        if not self.has_previous(gradient):
+            is_finite = finite.to(torch.as_tensor(square).dtype) if isinstance(finite, Tensor) else 1.0
+            copies = [None if own is None else own.clone() for own in gradient]
+            self._previous = _Previous(copies, square, batch_size, is_finite)
+            return Estimate(0.0, 0.0), 0.0
+        assert self._previous is not None
+        kept, previous_square, previous_size, counts = self._previous
+        difference, kept = self._difference(kept, gradient, finite)
+        now = square, batch_size, select(finite, 1.0, counts)
+        numbers = (select(finite, *values) for values in zip(now, self._previous[1:], strict=True))
+        self._previous = _Previous(kept, *numbers)
+        return estimate_from_pair(square, batch_size, previous_square, previous_size, difference), counts
+
+    def forget(self) -> None:
+        """Drop the previous gradient."""
+        self._previous = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the previous gradient, an empty dict if there is none; reads it from a device."""
+        if self._previous is None:
+            return {}
+        gradients, *numbers = self._previous
+        copy = self._backend.host if self._on_device else torch.clone  # a clone on the device would add a graph
+        values = [None if own is None else copy(own) for own in gradients], *map(float, numbers)
+        return {"earlier": dict(zip(_KEYS, values, strict=True))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state; one without a previous gradient drops it."""
+        earlier = state.get("earlier")
+        self._previous = None if earlier is None else _Previous(*(earlier[key] for key in _KEYS))
+
+    def _difference(
+        self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
+    ) -> tuple[Number, list[Tensor | None]]:
+        """Return |G - G'|^2, and what to keep as the previous gradient, in the memory of `previous`."""
+        pairs = list(zip(previous, gradient, strict=True))
+        kept = [_or_zeros(old, like=new) for old, new in pairs]
+        now = [_or_zeros(new, like=old) for old, new in pairs]
+        own = [one.to(other) for one, other in zip(kept, now, strict=True) if one is not None and other is not None]
+        new = [one for one in now if one is not None]
+        torch._foreach_sub_(own, new)
+        square = squared_norm(own)
+        if isinstance(finite, Tensor):  # a non-finite gradient was zeroed, so that the difference is the previous one
+            torch._foreach_mul_(own, (~finite).to(scalar_dtype(own)))
+            torch._foreach_add_(own, new)
+        else:
+            torch._foreach_copy_(own, new)
+        remaining = iter(own)
+        return square if self._on_device else square.item(), [one if one is None else next(remaining) for one in kept]
+
+
+def _or_zeros(gradient: Tensor | None, *, like: Tensor | None) -> Tensor | None:
+    return torch.zeros_like(like) if gradient is None and like is not None else gradient

@@ -1,0 +1,61 @@
+"""The keyword arguments of `CustomOptimizer`, and the checked ones of an update."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, TypedDict, get_args
+
+from variable_batch_size._validation import check_number, value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.tracker import Tracker
+
+Reduction = Literal["mean", "sum"]
+Estimator = Literal["microbatches", "differenced"]
+AccumulationKind = Literal["in_place", "buffered"]
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `CustomOptimizer` other than `rule`."""
+
+    noise: Estimator | None
+    reduction: Reduction
+    max_grad_norm: float | None
+    accumulation: AccumulationKind
+    find_unused_parameters: bool
+    log_steps: int | None
+    tracker: Tracker | None
+    backend: Backend | None
+
+
+class UpdateOptions(NamedTuple):
+    """The arguments of `CustomOptimizer` that concern an update."""
+
+    noise: Estimator | None = None
+    reduction: Reduction = "mean"
+    max_grad_norm: float | None = None
+    accumulation: AccumulationKind = "in_place"
+    find_unused_parameters: bool = False
+
+    def checked(self) -> UpdateOptions:
+        """Return the options with a checked `max_grad_norm`; raise ValueError or TypeError for others."""
+        if self.reduction not in get_args(Reduction):
+            raise value_error('reduction must be "mean" or "sum"', repr(self.reduction), "pass what the loss does")
+        if self.noise is not None and self.noise not in get_args(Estimator):
+            requirement = 'noise must be "microbatches" or "differenced"'
+            raise value_error(requirement, f"{self.noise!r:.60}", "pass one, or omit it")
+        if self.accumulation not in get_args(AccumulationKind):
+            requirement = 'accumulation must be "in_place" or "buffered"'
+            raise value_error(requirement, f"{self.accumulation!r:.60}", "pass one, or omit it")
+        return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm))
+
+
+def _check_max_grad_norm(max_grad_norm: float | None) -> float | None:
+    if max_grad_norm is None:
+        return None
+    if isinstance(max_grad_norm, float) and max_grad_norm == math.inf:  # the common idiom for no clipping
+        return max_grad_norm
+    remedy = "omit it for no clipping"
+    number = check_number(max_grad_norm, "max_grad_norm", remedy)
+    if number == 0:
+        raise value_error("max_grad_norm must be a finite number > 0", number, remedy)
+    return number

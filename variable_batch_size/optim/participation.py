@@ -1,0 +1,204 @@
+"""Which parameters take part in an update: those that have a gradient, on some rank.
+
+In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger world
+the ranks must sum the same gradients: either they agree on the parameters at their first update, and a flag in each
+message tells all of them if one has others; or all parameters are summed, and counts in each message tell which of
+them no rank has used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.backend import Backend
+
+READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value of so many updates ago
+
+_REMEDY = (
+    "pass find_unused_parameters=True to the optimizer, which then sums all gradients and finds out at every update "
+    "which parameters were used"
+)
+
+
+class Participation(ABC):
+    """Determines which parameters take part in an update, the same on every rank.
+
+    Args:
+        parameters: all parameters of the optimizer, in the order of its groups.
+        backend: backend of the optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
+        self.parameters = list(parameters)
+        self._backend = backend
+
+    @abstractmethod
+    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+        """Agree on the parameters before the first update; every rank has to call it.
+
+        Args:
+            has_gradient: for each parameter, whether it has a gradient on this rank.
+            replay: whether this rank has only a replay, which says nothing.
+
+        Raises:
+            RuntimeError: on every rank, if the ranks differ.
+        """
+
+    @abstractmethod
+    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+        """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
+
+    def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
+        """Return what the ranks have to sum besides the gradients."""
+        return []
+
+    def settle(self, message: Sequence[Tensor]) -> tuple[bool, ...] | None:
+        """Return, for each parameter, whether it takes part, from the sums of `message`; None: all that were summed.
+
+        Raises:
+            RuntimeError: on every rank, if one had other parameters than agreed.
+        """
+        return None
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank had other parameters than agreed, as far as the device has computed it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return on which parameters the ranks have agreed; an empty dict if there is nothing to agree on."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; without one, the next update agrees."""
+
+
+@final
+class AloneParticipation(Participation):
+    """A world of one: the parameters that have a gradient take part."""
+
+    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+        """Do nothing."""
+
+    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+        """Return `has_gradient`."""
+        return tuple(has_gradient)
+
+
+@final
+class AgreedParticipation(Participation):
+    """The parameters on which the ranks have agreed at their first update take part in every update.
+
+    A flag in the message counts the ranks that have others. On the CPU it is read at once, and the update is not made.
+    On other devices it is read `READ_EVERY` updates later or more, when reading it does not wait for the device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
+        super().__init__(parameters, backend)
+        self._members: tuple[bool, ...] | None = None
+        self._constants: tuple[Tensor, Tensor] | None = None  # flags 0 and 1 on the device, (1,)
+        self._flags: Tensor | None = None  # their sum over ranks and updates, (1,), on a device that is not read
+        self._due: Tensor | None = None  # that sum of some updates ago, which is read next
+        self._updates = 0  # since the last read
+
+    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+        """Agree on the parameters, unless they are known."""
+        row = [int(replay), *map(int, has_gradient)]
+        rows = self._backend.all_gather_floats(row, self.parameters[0].device).bool().tolist()
+        first, *others = (tuple(known) for replayed, *known in rows if not replayed)
+        for other in others:
+            if other != first:
+                number = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+                raise RuntimeError(
+                    f"the same parameters must have gradients on every rank, but parameter {number}, of shape "
+                    f"{tuple(self.parameters[number].shape)}, has one on some ranks only; {_REMEDY}"
+                )
+        if self._members is None:
+            self._members = first
+
+    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+        """Return the parameters on which the ranks have agreed."""
+        assert self._members is not None
+        return self._members
+
+    def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
+        """Return a flag, (1,): 1 if this rank has other parameters than agreed."""
+        differs = not replay and tuple(has_gradient) != self._members
+        like = next(
+            compress(self.parameters, self._members or ()), self.parameters[0]
+        )  # of a dtype that is sent anyway
+        if self._constants is None:
+            values = self._backend.scalars([0.0, 1.0], like)
+            zero, one = (torch.as_tensor(value, device=like.device).to(like.dtype).view(1) for value in values)
+            self._constants = zero, one
+        return [self._constants[differs].clone()]
+
+    def settle(self, message: Sequence[Tensor]) -> None:
+        """Raise RuntimeError on every rank, if one had other parameters than agreed; later on a device."""
+        (flag,) = message
+        if flag.device.type == "cpu":
+            self._raise_if(flag)
+            return
+        self._flags = flag if self._flags is None else self._flags + flag
+        self._updates += 1
+        if self._updates == READ_EVERY:
+            due, self._due, self._updates = self._due, self._flags, 0
+            self._raise_if(due)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank had other parameters than agreed; waits for the device."""
+        self._raise_if(self._flags)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for each parameter whether it takes part."""
+        return {} if self._members is None else {"has_gradient": list(map(int, self._members))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; without one, or with another number of parameters, the next update agrees."""
+        members = state.get("has_gradient")
+        fits = members is not None and len(members) == len(self.parameters)
+        self._members = tuple(map(bool, members)) if fits else None  # type: ignore[arg-type]
+        self._flags = self._due = None
+
+    def _raise_if(self, flags: Tensor | None) -> None:
+        if flags is not None and self._backend.host(flags).abs().item() != 0:
+            self._flags = self._due = None
+            raise RuntimeError(
+                f"the same parameters must have gradients in every update, as agreed at the first one, but on some rank "
+                f"one had a gradient that had none, or none although it had one; {_REMEDY}, or restore the last "
+                f"checkpoint with parameters frozen as they were"
+            )
+
+
+@final
+class CountedParticipation(Participation):
+    """All parameters are summed, and those that any rank has used take part. The host reads the counts."""
+
+    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+        """Do nothing."""
+
+    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+        """Return True for all parameters."""
+        return (True,) * len(self.parameters)
+
+    def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
+        """Return for each parameter whether this rank has used it, (parameters,)."""
+        like = self.parameters[0]
+        return [torch.tensor([float(used and not replay) for used in has_gradient]).to(like.device, like.dtype)]
+
+    def settle(self, message: Sequence[Tensor]) -> tuple[bool, ...]:
+        """Return for each parameter whether any rank has used it; waits for the device."""
+        (counts,) = message
+        return tuple(self._backend.host(counts).abs().bool().tolist())
+
+
+def participation(parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> Participation:
+    """Return the participation that fits the world."""
+    if backend.world.size == 1:
+        return AloneParticipation(parameters, backend)
+    kind = CountedParticipation if find_unused else AgreedParticipation
+    return kind(parameters, backend)

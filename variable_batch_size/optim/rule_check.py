@@ -1,0 +1,27 @@
+"""Ask the rules that were chosen by their names whether they can be used in a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from variable_batch_size.rules import Rule, RuleContext
+
+
+def check_named_rules(
+    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, max_batch_size: int
+) -> None:
+    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales."""
+    for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
+        check: Any = getattr(rule, "check", None)
+        if callable(check):
+            groups = [group for group, own in zip(inner.param_groups, rules, strict=True) if own is rule]
+            context = RuleContext(
+                optimizer=tuple(base.__name__ for base in type(inner).__mro__),
+                groups=tuple({name: value for name, value in group.items() if name != "params"} for group in groups),
+                ref_batchsize=reference,
+                max_batch_size=max_batch_size,
+            )
+            check(context)
