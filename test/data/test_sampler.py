@@ -113,6 +113,7 @@ def test_the_first_microbatch_of_a_billion_samples_needs_little_memory() -> None
 # ----------------------------------------------------------------------------------------------------- law 4: one clock
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch")
 @given(cases(largest_dataset=60), st.integers(0, 40), st.data())
 @examples(60)
 def test_prefetched_microbatches_do_not_count(case: Case, ahead: int, data: st.DataObject) -> None:
@@ -156,6 +157,7 @@ def test_a_loader_with_workers_yields_what_the_sampler_yields(options: dict[str,
     assert together([run.train(loader).log]) == CASE.steps
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch")
 @with_workers
 def test_peeking_and_breaking_do_not_move_the_clock(options: dict[str, Any]) -> None:
     run = Run(CASE)

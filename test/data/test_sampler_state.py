@@ -56,16 +56,19 @@ def test_resumes_at_any_update_in_any_world(case: Case, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_state_from_the_end_of_an_epoch_resumes_with_no_microbatches_left(epoch: int) -> None:
+def test_a_state_from_the_end_of_an_epoch_resumes_with_the_next_one(epoch: int) -> None:
     stop = sum(len(updates) for updates in CASE.updates[: epoch + 1])
     state = Run(CASE).train(updates=stop).optimizer.state_dict()
     run = Run(CASE)
     run.optimizer.load_state_dict(state)
-    for number in (epoch, epoch + 1):
-        run.set_epoch(number)
-        assert len(run.sampler) == (0 if number == epoch else [17, 16, 16][number])
-        for batch in run.sampler:
-            run.take(batch)
+    assert run.optimizer.epoch == run.sampler.epoch == epoch + 1
+    assert len(run.sampler) == 0
+    with pytest.raises(RuntimeError, match=f"epoch {epoch} is over and the next update is in epoch {epoch + 1}; loop"):
+        run.set_epoch(epoch)
+    run.set_epoch(epoch + 1)
+    assert len(run.sampler) == [17, 16, 16][epoch + 1]
+    for batch in run.sampler:
+        run.take(batch)
     assert together([run.log]) == [s for s in CASE.steps if s[0] == epoch + 1]
 
 
@@ -94,24 +97,31 @@ def test_set_epoch_moves_to_any_epoch_whatever_was_read() -> None:
     assert list(sampler) == expected[3]
 
 
-def test_set_epoch_restarts_the_epoch_and_counts_skipped_steps() -> None:
+def test_set_epoch_continues_the_epoch_under_way_and_says_what_it_skips() -> None:
     run = Run(CASE).train(updates=3)
     run.set_epoch(0)
-    assert run.sampler.state_dict()["step"] == 0
-    run.set_epoch(2)
-    assert run.optimizer.updates == run.sampler.state_dict()["step"] == CASE.updates[2][0].step
-    assert run.optimizer.samples == 80
+    assert run.sampler.state_dict()["step"] == run.optimizer.updates == 3
+    with pytest.warns(UserWarning, match=r"^set_epoch\(2\) skips 13 updates and 58 samples, which are not trained on"):
+        run.set_epoch(2)
+    assert run.optimizer.updates == run.sampler.state_dict()["step"] == CASE.updates[2][0].step == 16
+    assert run.optimizer.samples == 7 + 3 + 12
+    run.train(updates=1)
+    assert run.optimizer.samples == 22 + CASE.updates[2][0].batch_size
+    for epoch in (0, 1):
+        with pytest.raises(RuntimeError, match=f"epoch {epoch} is over and the next update is in epoch 2; loop over"):
+            run.optimizer.set_epoch(epoch)
 
 
-def test_set_epoch_keeps_a_restored_position_in_that_epoch_only() -> None:
+def test_set_epoch_keeps_a_restored_position_in_that_epoch() -> None:
     state = Run(CASE).train(updates=len(CASE.updates[0]) + 2).sampler.state_dict()
     sampler = CASE.sampler()
     sampler.load_state_dict(state)
     sampler.set_epoch(1)
     assert list(sampler) == batches()[1][3:]  # 1 and 2 microbatches were committed
     sampler.set_epoch(2)
+    assert list(sampler) == batches()[2]
     sampler.set_epoch(1)
-    assert list(sampler) == batches()[1]
+    assert list(sampler) == batches()[1][3:]
 
 
 def test_state_dict_holds_the_committed_position_as_plain_numbers() -> None:

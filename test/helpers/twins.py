@@ -165,6 +165,8 @@ class NoiseTwin:
             self.average(batch_size, *self.estimate(groups))
         self.earlier = now
         if self.updates == 0:
-            return 1.0
-        sigma2, mu2 = max(self.sigma2, 1e-6), max(self.mu2, 0.0)
+            return min(1.0, batch_size / self.ref)
+        sigma2, mu2 = max(self.sigma2, 0.0), max(self.mu2, 0.0)
+        if sigma2 + mu2 == 0:
+            return min(1.0, batch_size / self.ref)
         return float((sigma2 / self.ref + mu2) / (sigma2 / batch_size + mu2))

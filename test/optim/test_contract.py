@@ -237,7 +237,7 @@ def test_a_scheduler_changes_the_reference_lr(kind: Kind) -> None:
 
 
 @every_class
-def test_zero_grad_does_nothing(kind: Kind) -> None:
+def test_zero_grad_after_each_microbatch_has_no_effect(kind: Kind) -> None:
     run = training(kind, SIZES)
     for updated in run.steps():
         run.optimizer.zero_grad()

@@ -60,10 +60,10 @@ def gaussian(rng: np.random.Generator, n: int, mean: Array, sigma: float) -> Arr
         ([(1, 0, 0), (0, 1, 0), (0, 0, 1)], 1, 0, 3),
         # Four orthogonal ones: |G|^2 = 1/4. sigma^2 = 4 (1 - 1/4) / 3, mu^2 = (4/4 - 1) / 3; gain = 1 / (1/4).
         ([(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)], 1, 0, 4),
-        # Equal ones: A = |G|^2 = 4. sigma^2 = 0, with a lower bound of 10^-6 in the gain; mu^2 = (2 * 4 - 4) / 1.
-        ([(2, 0), (2, 0)], 0, 4, (1e-6 + 4) / (1e-6 / 2 + 4)),
-        ([(2, 0)] * 3, 0, 4, (1e-6 + 4) / (1e-6 / 3 + 4)),
-        ([(2, 0)] * 4, 0, 4, (1e-6 + 4) / (1e-6 / 4 + 4)),
+        # Equal ones: A = |G|^2 = 4. sigma^2 = 0; mu^2 = (2 * 4 - 4) / 1; gain = 4 / 4.
+        ([(2, 0), (2, 0)], 0, 4, 1),
+        ([(2, 0)] * 3, 0, 4, 1),
+        ([(2, 0)] * 4, 0, 4, 1),
         # Opposite ones: A = 1, G = 0. sigma^2 = 2 (1 - 0) / 1, mu^2 = (0 - 1) / 1, with a lower bound of 0 in the gain.
         ([(1, 0), (-1, 0)], 2, -1, 2),
         # Two and two opposite: sigma^2 = 4 (1 - 0) / 3, mu^2 = -1/3.

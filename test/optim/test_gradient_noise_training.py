@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import gc
 import math
@@ -116,7 +117,7 @@ def snapshot(run: Training) -> Any:
 
 def test_an_update_of_one_microbatch_uses_the_averages() -> None:
     run = training(vbs.AdaScaleOptimizer, (4, 12, 2, 64), dataset_size=200)
-    assert (run.run(1).optimizer.lr_factor(), run.optimizer.noise().updates) == (1, 0)
+    assert (run.run(1).optimizer.lr_factor(), run.optimizer.noise().updates) == (4 / 64, 0)
     assert math.isnan(run.optimizer.noise().sigma2)
     assert math.isnan(run.optimizer.noise().noise_scale)
     known = run.run(1).optimizer.noise()
@@ -159,7 +160,7 @@ def test_the_noise_resumes_from_a_state(noise: str) -> None:
 @pytest.mark.parametrize("noise", ["microbatches", "differenced"])
 def test_a_failed_update_is_not_measured(noise: str) -> None:
     failing, plain = (training(vbs.AdaScaleOptimizer, SIZES, noise=noise) for _ in range(2))
-    failing.run(2)
+    state = copy.deepcopy(failing.run(2).optimizer.state_dict())
 
     def fail(*_: object) -> None:
         raise LookupError
@@ -169,12 +170,8 @@ def test_a_failed_update_is_not_measured(noise: str) -> None:
         failing.run(1)
     hook.remove()
     assert failing.optimizer.noise() == plain.run(2).optimizer.noise()
-    failing.optimizer.discard_step()
-    expected = lr_factors(plain, 5)
-    if noise == "microbatches":
-        assert lr_factors(failing, 5) == expected
-    else:  # the third update, of one sample, has no previous gradient
-        assert failing.run(5).optimizer.noise().updates == plain.optimizer.noise().updates - 1
+    failing.optimizer.load_state_dict(state)
+    assert lr_factors(failing, 5) == lr_factors(plain, 5)
 
 
 def test_a_state_without_noise_resets_the_noise() -> None:
@@ -229,7 +226,7 @@ def test_rejects_a_factor_that_is_not_finite() -> None:
         return vbs.Scaling(lr=1 / (1 + update.noise.noise_scale))
 
     run = training(vbs.CustomOptimizer, [4, 4], rule=rule, noise="microbatches", ref_batchsize=8)
-    with pytest.raises(ValueError, match=r"every factor of a rule must be finite, but .* returned lr=nan; return 1"):
+    with pytest.raises(ValueError, match=r"every factor of a rule must be finite, got lr=nan from .*; return 1"):
         run.run(1)
 
 

@@ -52,7 +52,7 @@ VARIANTS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 def by_hand(make: Callable[..., Optimizer], hyperparameters: dict[str, Any]) -> list[Array]:
     """The linear rule around a plain optimizer, as a user would write it: one big batch an update."""
     run = training(inner=make, hyperparameters=hyperparameters)
-    inner, lr = run.optimizer.inner, hyperparameters["lr"]
+    inner, lr = make(run.model.parameters(), **hyperparameters), hyperparameters["lr"]
     for batch in batches(SIZES, 50):
         run.loss(batch.tolist()).backward()
         inner.param_groups[0]["lr"] = lr * (len(batch) / REF)

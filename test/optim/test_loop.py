@@ -42,6 +42,7 @@ def test_a_loop_may_prefetch_any_constant_number(kind: str) -> None:
     assert together([run.log]) == CASE.steps
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch")
 @with_prefetching
 @pytest.mark.parametrize("in_hand", [0, 1])
 def test_an_epoch_may_end_after_any_microbatch(in_hand: int, ahead: int) -> None:

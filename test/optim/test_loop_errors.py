@@ -82,7 +82,8 @@ def test_raises_if_set_epoch_is_called_on_the_sampler_only() -> None:
 
 def test_raises_if_set_epoch_is_called_on_the_optimizer_only() -> None:
     run = begun()
-    run.optimizer.set_epoch(1)
+    with pytest.warns(UserWarning, match=r"^set_epoch\(1\) skips 8 updates and 40 samples, .*; call it with optimizer.epo"):
+        run.optimizer.set_epoch(1)
     with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 0, step 0", "epoch 1, step 8")):
         take(run, iter(run.sampler), 1)
     run = begun()
@@ -92,14 +93,25 @@ def test_raises_if_set_epoch_is_called_on_the_optimizer_only() -> None:
         take(run, iter(run.sampler), 1)
 
 
-def test_raises_if_only_one_of_the_two_moves_back() -> None:
-    for one in ("sampler", "optimizer"):
-        run = begun(2)
-        take(run, iter(run.sampler), 5)
-        getattr(run, one).set_epoch(0)
-        here, there = ("epoch 0, step 0", "epoch 2, step 18")[:: 1 if one == "sampler" else -1]
-        with pytest.raises(RuntimeError, match=SAME_UPDATE.format(here, there)):
-            take(run, iter(run.sampler), 1)
+@pytest.mark.filterwarnings("ignore:set_epoch")
+def test_set_epoch_of_neither_moves_back() -> None:
+    run = begun(2)
+    take(run, iter(run.sampler), 5)
+    for one in (run.sampler, run.optimizer):
+        with pytest.raises(RuntimeError, match="epoch 0 is over and the next update is in epoch 2; loop over range"):
+            one.set_epoch(0)
+    run.set_epoch(2)
+    take(run, iter(run.sampler), 100)
+    assert together([run.log]) == epoch_steps(2)
+
+
+def test_the_sampler_alone_may_be_set_to_the_next_epoch() -> None:
+    run = begun()
+    for epoch in range(3):
+        run.sampler.set_epoch(epoch)
+        take(run, iter(run.sampler), 100)
+        assert run.optimizer.epoch == run.sampler.epoch == epoch + 1
+    assert together([run.log]) == CASE.steps
 
 
 @with_prefetching
@@ -189,6 +201,7 @@ def test_raises_if_a_loop_fed_by_a_thread_steps_too_rarely() -> None:
         run.sampler.set_epoch(1)
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch")
 @pytest.mark.parametrize("said", [False, True])
 def test_a_thread_may_have_read_the_epoch_when_the_loop_leaves_it(said: bool) -> None:
     """How far such a loader reads ahead is unknown; `discard_step()` states that the loop leaves on purpose."""
@@ -231,6 +244,7 @@ def test_raises_if_the_loader_has_another_sampler(make: Callable[[vbs.CustomSamp
     loader = DataLoader(range(40), batch_sampler=make(run.sampler))
     with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(0, 1)):
         take(run, iter(loader), 1)
+    run.discard_step()
     next(iter(run.sampler))  # also when its own was looked at
     take(run, iter(loader), 1)
     with pytest.raises(RuntimeError, match=NOT_ITS_OWN.format(1, 2)):
@@ -263,6 +277,7 @@ def test_raises_if_an_iteration_continues_after_its_update_started_over() -> Non
         with pytest.raises(RuntimeError, match=ANEW.format(here)):
             take(run, batches, 1)
         whole = len(run.log)
+        run.discard_step()
         take(run, iter(run.sampler), 100)
         assert together([run.log[whole:]]) == CASE.steps[here:8]
 
@@ -275,7 +290,10 @@ def test_raises_if_two_iterations_alternate() -> None:
     take(run, other, 2)
     with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 0, step 0", "epoch 0, step 2")):
         take(run, one, 1)
-    take(run, other, 100)
+    with pytest.raises(RuntimeError, match=r"step 2 was interrupted by an exception; call optimizer.discard_step\(\) and"):
+        take(run, other, 1)
+    run.discard_step()
+    take(run, iter(run.sampler), 100)
     assert together([run.log]) == epoch_steps(0)
 
 
@@ -287,5 +305,6 @@ def test_an_exhausted_epoch_may_be_read_only_once() -> None:
     with pytest.raises(RuntimeError, match=EPOCH_OVER):
         list(run.sampler)
     run.set_epoch(1)
+    run.sampler.set_epoch(1)  # as some trainers do
     take(run, iter(run.sampler), 16)
     assert together([run.log]) == epoch_steps(1)

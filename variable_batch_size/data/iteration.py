@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Protocol, final
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data.clock import Position
+from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Deal
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.read_ahead import ReadAhead
@@ -21,6 +21,7 @@ class Source(Protocol):
 
     plan: Plan
     world: World
+    clock: Clock
     iteration: Iteration | None
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
@@ -121,7 +122,7 @@ class Iteration:
         return {"epoch": self._epoch.number, "step": step, "round": round_index, **self._split()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Resume at a saved position.
+        """Resume at a saved position; at the end of an epoch whose successor is due, at the beginning of that one.
 
         Raises:
             ValueError: if the position is within a step that is split differently here.
@@ -134,7 +135,11 @@ class Iteration:
                 f"snapshot_every_n_steps=1"
             )
         self.resumed = saved == self._split()
-        self._start_at(Position(state_dict["epoch"], state_dict["step"]), state_dict["round"])
+        position, due = Position(state_dict["epoch"], state_dict["step"]), self._source.clock.position
+        ended = position.step == self.plan.epoch(position.epoch).end_step
+        if ended and due == (position.epoch + 1, position.step):  # a loader that was saved before it met the end
+            position = due
+        self._start_at(position, state_dict["round"])
 
     def _split(self) -> dict[str, int]:
         """Return what determines the microbatches of this rank within a step."""

@@ -106,7 +106,10 @@ class CustomSampler(Sampler[list[int]]):
                 of that epoch are committed.
         """
         self._check_stepped()
+        before = self.clock.position
         self.clock.set_epoch(epoch)
+        if self.clock.position != before:
+            self.iteration = None  # it was checked, and is not of this epoch
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""
@@ -198,7 +201,7 @@ class CustomSampler(Sampler[list[int]]):
             return
         self.iteration = None
         raise RuntimeError(
-            f"every microbatch of an epoch must reach optimizer.step(), but epoch {self.epoch} was read from "
+            f"every microbatch of an epoch must reach optimizer.step(), but epoch {last.start.epoch} was read from "
             f"{last.start} to the end, {last.counts.yielded} microbatches, with {last.counts.stepped} calls of step(); "
             f"call it once per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
             f"optimizer.discard_step(); to look at the data, use another sampler)"

@@ -142,7 +142,11 @@ class AgreedParticipation(Participation):
         (flag,) = message
         if flag.device.type == "cpu":
             self._raise_if(flag)
-            return
+        else:
+            self.settle_later(flag)
+
+    def settle_later(self, flag: Tensor) -> None:
+        """Add up the flag, which is read `READ_EVERY` to twice as many updates later, or by `check`."""
         self._flags = flag if self._flags is None else self._flags + flag
         self._updates += 1
         if self._updates == READ_EVERY:

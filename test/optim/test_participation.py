@@ -1,0 +1,231 @@
+"""Which parameters take part in an update: those that have a gradient, update by update, in any world."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from helpers.models import half_frozen
+from helpers.reference import (
+    ADAM,
+    SGD,
+    SIZES,
+    Array,
+    Training,
+    assert_equal,
+    batches,
+    examples,
+    filled,
+    network,
+    training,
+)
+from variable_batch_size.backend import Backend, LocalBackend
+from variable_batch_size.optim.participation import READ_EVERY, AgreedParticipation
+from variable_batch_size.testing import run_ranks
+
+REMEDY = r"; pass find_unused_parameters=True to the optimizer"
+
+
+class Sparse(nn.Module):
+    """A sample uses a layer if the layer's number is below `limit * x[0]`; some updates use none but the first."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit = limit
+        self.layers = nn.ModuleList(nn.Linear(3, 2).double() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x)
+        for number, layer in enumerate(self.layers[1:]):
+            chosen = x[:, 0] * self.limit > number
+            if chosen.any():
+                y = y.index_add(0, chosen.nonzero()[:, 0], layer(x[chosen]))
+        return y
+
+
+INNER: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, **SGD),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, **ADAM),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def plain(model: nn.Module, sizes: Sequence[int], inner: str, skip: int = 0) -> list[Array]:
+    """One big batch an update, with torch alone."""
+    run, optimizer = training(model=model), INNER[inner](model.parameters())
+    for batch in list(batches(sizes, 50))[skip:]:
+        optimizer.zero_grad()
+        run.loss(batch.tolist()).backward()
+        optimizer.step()
+    return run.weights()
+
+
+def ours(model: nn.Module, sizes: Sequence[int], inner: str, backend: Backend, **options: Any) -> Training:
+    return training(
+        vbs.ConstantOptimizer,
+        sizes,
+        model=model,
+        backend=backend,
+        inner=lambda parameters, **_: INNER[inner](parameters),
+        **options,
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=8),
+    minibatch_size=st.sampled_from([1, 2, 4, 8]),
+    limit=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    inner=st.sampled_from(sorted(INNER)),
+    world=st.integers(1, 3),
+    options=st.sampled_from([{}, {}, {"noise": "microbatches"}, {"noise": "differenced"}, {"accumulation": "buffered"}]),
+)
+@examples(150)
+def test_a_parameter_takes_part_where_it_does_in_plain_torch(
+    sizes: list[int], minibatch_size: int, limit: float, inner: str, world: int, options: dict[str, Any]
+) -> None:
+    def train(backend: Backend) -> Training:
+        alone = {} if world == 1 else {"find_unused_parameters": True}
+        run = ours(filled(Sparse(limit)), sizes, inner, backend, minibatch_size=minibatch_size, **options, **alone)
+        return run.run(len(sizes))
+
+    expected = plain(filled(Sparse(limit)), sizes, inner)
+    for run in run_ranks(train, world):
+        assert_equal(run.weights(), expected)
+
+
+@given(stop=st.integers(1, 6), world=st.integers(1, 2), noise=st.sampled_from([None, "microbatches", "differenced"]))
+@examples(30)
+def test_a_resumed_run_steps_the_same_parameters(stop: int, world: int, noise: Any) -> None:
+    sizes = [2, 7, 1, 3, 9, 2, 4]
+
+    def train(backend: Backend) -> tuple[Training, Training]:
+        options: dict[str, Any] = {"find_unused_parameters": True, "noise": noise}
+        whole = ours(filled(Sparse(2.0)), sizes, "SGD", backend, **options).run(len(sizes))
+        begun = ours(filled(Sparse(2.0)), sizes, "SGD", backend, **options).run(stop)
+        rest = ours(copy.deepcopy(begun.model), sizes, "SGD", backend, **options)
+        rest.optimizer.load_state_dict(copy.deepcopy(begun.optimizer.state_dict()))
+        return whole, rest.run(len(sizes) - stop)
+
+    for whole, rest in run_ranks(train, world):
+        assert_equal(rest.weights(), whole.weights(), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["", "GradScaler"])
+def test_parameters_are_unfrozen_and_frozen_as_in_plain_torch(scaler: bool) -> None:
+    def change(model: Any, update: int) -> None:
+        model[0].requires_grad_(update in (2, 3, 6))
+
+    model: Any = half_frozen()
+    run = training(vbs.ConstantOptimizer, [*SIZES, 74], model=model, dataset_size=200)  # one epoch
+    driver = torch.amp.GradScaler("cpu", enabled=scaler)
+    change(model, 0)
+    for indices in run.sampler:
+        driver.scale(run.loss(indices)).backward()
+        if driver.step(run.optimizer):
+            change(model, run.optimizer.updates)
+        driver.update()
+    expected: Any = half_frozen()
+    reference, inner = training(model=expected), torch.optim.SGD(expected.parameters(), **SGD)
+    reference.x, reference.target = run.x, run.target
+    for update, batch in enumerate(batches([*SIZES, 74], 200)):
+        change(expected, update)
+        inner.zero_grad()
+        reference.loss(batch.tolist()).backward()
+        inner.step()
+    assert_equal(run.weights(), reference.weights())
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+
+
+@pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer])
+def test_a_change_raises_on_all_ranks_before_the_weights_change(kind: type[vbs.CustomOptimizer]) -> None:
+    def train(backend: Backend) -> tuple[str, bool]:
+        model: Any = network()
+        run = training(kind, (20, 7, 33), model=model, backend=backend).run(2)
+        before = copy.deepcopy(run.weights())
+        model[2].requires_grad_(backend.world.rank == 0)
+        with pytest.raises(RuntimeError, match="in every update, as agreed at the first one") as caught:
+            run.run(1)
+        with pytest.raises(RuntimeError, match="was interrupted by an exception"):
+            run.optimizer.state_dict()
+        return str(caught.value), all(np.array_equal(a, b) for a, b in zip(before, run.weights(), strict=True))
+
+    for message, unchanged in run_ranks(train, 2):
+        assert "pass find_unused_parameters=True to the optimizer" in message
+        assert unchanged
+
+
+def test_ranks_that_differ_at_the_first_update_raise() -> None:
+    def train(backend: Backend) -> str:
+        model: Any = network()
+        model[2].weight.requires_grad_(backend.world.rank == 0)
+        run = training(model=model, backend=backend)
+        with pytest.raises(RuntimeError, match=r"but parameter 2, of shape \(2, 4\), has one on some ranks only") as caught:
+            run.run(1)
+        return str(caught.value)
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    assert REMEDY[2:] in first
+
+
+def test_what_the_ranks_have_agreed_on_is_saved() -> None:
+    def train(backend: Backend) -> None:
+        begun = training(model=half_frozen(), backend=backend).run(2)
+        state = begun.optimizer.state_dict()
+        assert state["vbs"]["has_gradient"] == [0, 0, 1, 1]
+        rest = training(model=network(), backend=backend)
+        rest.optimizer.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="in every update, as agreed at the first one"):
+            rest.run(1)
+
+    run_ranks(train, 2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late: bool) -> None:
+    """As on a device; saving a state reads it."""
+    parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
+    agreed = AgreedParticipation(parameters, LocalBackend())
+    agreed.load_state_dict({"has_gradient": [1, 0]})
+    def update(*has_gradient: bool) -> None:
+        (flag,) = agreed.message(has_gradient, replay=False)
+        agreed.settle_later(flag)
+
+    for _ in range(100):
+        update(True, False)
+    agreed.check()
+    update(True, True)
+    if not late:
+        with pytest.raises(RuntimeError, match="agreed at the first one"):
+            agreed.check()
+        return
+    with pytest.raises(RuntimeError, match="agreed at the first one"):  # noqa: PT012
+        for _ in range(2 * READ_EVERY):
+            update(True, False)
+
+
+def test_every_inner_optimizer_gets_no_gradient_of_an_unused_parameter() -> None:
+    seen: list[list[bool]] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append([parameter.grad is None for parameter in self.param_groups[0]["params"]])
+            return super().step(closure)
+
+    def make(parameters: Iterable[Tensor], **_: Any) -> torch.optim.Optimizer:
+        return Spy(parameters, lr=0.1)
+
+    run = training(vbs.ConstantOptimizer, [2] * 6, model=filled(Sparse(1.0)), inner=make)
+    run.run(6)
+    assert {tuple(row) for row in seen} > {(False, False, *(True,) * 6)}
