@@ -159,6 +159,7 @@ def test_the_first_update_raises_on_all_ranks_if_they_differ(options_of: Any, na
         raise RuntimeError(found[0])
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch")
 def test_the_first_update_raises_if_the_epochs_differ() -> None:
     found = run_ranks(lambda backend: first_update(backend, lambda rank: {}, epoch=backend.world.rank), 2)
     text = "same epoch, but it is 0 on rank 0 and 1 on rank 1; call set_epoch with the same epoch on every rank"

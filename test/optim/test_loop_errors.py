@@ -82,7 +82,9 @@ def test_raises_if_set_epoch_is_called_on_the_sampler_only() -> None:
 
 def test_raises_if_set_epoch_is_called_on_the_optimizer_only() -> None:
     run = begun()
-    with pytest.warns(UserWarning, match=r"^set_epoch\(1\) skips 8 updates and 40 samples, .*; call it with optimizer.epo"):
+    with pytest.warns(
+        UserWarning, match=r"^set_epoch\(1\) skips 8 updates and 40 samples, .*; call it with optimizer.epo"
+    ):
         run.optimizer.set_epoch(1)
     with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 0, step 0", "epoch 1, step 8")):
         take(run, iter(run.sampler), 1)
@@ -290,7 +292,9 @@ def test_raises_if_two_iterations_alternate() -> None:
     take(run, other, 2)
     with pytest.raises(RuntimeError, match=SAME_UPDATE.format("epoch 0, step 0", "epoch 0, step 2")):
         take(run, one, 1)
-    with pytest.raises(RuntimeError, match=r"step 2 was interrupted by an exception; call optimizer.discard_step\(\) and"):
+    with pytest.raises(
+        RuntimeError, match=r"step 2 was interrupted by an exception; call optimizer.discard_step\(\) and"
+    ):
         take(run, other, 1)
     run.discard_step()
     take(run, iter(run.sampler), 100)

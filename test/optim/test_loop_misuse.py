@@ -17,7 +17,7 @@ from helpers.splitting import rows_of
 from helpers.strategies import Case, Run, error_of, read_ahead
 from variable_batch_size.data.shuffle import order
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:set_epoch")
 
 
 class Fuzz:

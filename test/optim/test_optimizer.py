@@ -153,7 +153,9 @@ def test_clearing_gradients_within_a_step_raises(clear: Callable[[Training], Non
     clear(run)  # between updates nothing is lost
     next(steps)
     clear(run)
-    with pytest.raises(RuntimeError, match=r"must stay in \.grad .* but they were (cleared|replaced) .* model\.zero_grad"):
+    with pytest.raises(
+        RuntimeError, match=r"must stay in \.grad .* but they were (cleared|replaced) .* model\.zero_grad"
+    ):
         next(steps)
 
 

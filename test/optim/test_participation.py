@@ -86,7 +86,9 @@ def ours(model: nn.Module, sizes: Sequence[int], inner: str, backend: Backend, *
     limit=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
     inner=st.sampled_from(sorted(INNER)),
     world=st.integers(1, 3),
-    options=st.sampled_from([{}, {}, {"noise": "microbatches"}, {"noise": "differenced"}, {"accumulation": "buffered"}]),
+    options=st.sampled_from(
+        [{}, {}, {"noise": "microbatches"}, {"noise": "differenced"}, {"accumulation": "buffered"}]
+    ),
 )
 @examples(150)
 def test_a_parameter_takes_part_where_it_does_in_plain_torch(
@@ -170,7 +172,9 @@ def test_ranks_that_differ_at_the_first_update_raise() -> None:
         model: Any = network()
         model[2].weight.requires_grad_(backend.world.rank == 0)
         run = training(model=model, backend=backend)
-        with pytest.raises(RuntimeError, match=r"but parameter 2, of shape \(2, 4\), has one on some ranks only") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"but parameter 2, of shape \(2, 4\), has one on some ranks only"
+        ) as caught:
             run.run(1)
         return str(caught.value)
 
@@ -198,6 +202,7 @@ def test_a_flag_that_is_not_read_at_once_raises_some_updates_later(late: bool) -
     parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
     agreed = AgreedParticipation(parameters, LocalBackend())
     agreed.load_state_dict({"has_gradient": [1, 0]})
+
     def update(*has_gradient: bool) -> None:
         (flag,) = agreed.message(has_gradient, replay=False)
         agreed.settle_later(flag)

@@ -103,12 +103,20 @@ class Iteration:
 
     def _next_deal(self) -> Deal:
         if self._next_step == self._epoch.end_step:
-            self.counts.exhausted = True
-            raise StopIteration
+            if not (self.resumed and self.counts.stepped == 0 and self._next_epoch_is_due):
+                self.counts.exhausted = True
+                raise StopIteration
+            self._start_at(self._source.clock.position, 0)
+            self.counts = ReadAhead()
+            self.counts.count_read()
         deal = self.plan.deal(self._epoch, self._next_step, self.world)
         self._next_step += len(deal.ends)
         self._converted = self._converted if self._deal is None else 0
         return deal
+
+    @property
+    def _next_epoch_is_due(self) -> bool:
+        return self._source.clock.position == (self._epoch.number + 1, self._epoch.end_step)
 
     def state_dict(self) -> dict[str, int]:
         """Return which microbatch comes next, for loaders that save the position of their iterator."""
@@ -122,7 +130,10 @@ class Iteration:
         return {"epoch": self._epoch.number, "step": step, "round": round_index, **self._split()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Resume at a saved position; at the end of an epoch whose successor is due, at the beginning of that one.
+        """Resume at a saved position.
+
+        A loader that was saved after the last update of an epoch may not have met its end. If the next epoch is due, the
+        iteration continues there: at once, or when it has read on to that end.
 
         Raises:
             ValueError: if the position is within a step that is split differently here.
@@ -135,11 +146,9 @@ class Iteration:
                 f"snapshot_every_n_steps=1"
             )
         self.resumed = saved == self._split()
-        position, due = Position(state_dict["epoch"], state_dict["step"]), self._source.clock.position
-        ended = position.step == self.plan.epoch(position.epoch).end_step
-        if ended and due == (position.epoch + 1, position.step):  # a loader that was saved before it met the end
-            position = due
-        self._start_at(position, state_dict["round"])
+        self._start_at(Position(state_dict["epoch"], state_dict["step"]), state_dict["round"])
+        if self._next_step == self._epoch.end_step and self._next_epoch_is_due:
+            self._start_at(self._source.clock.position, 0)
 
     def _split(self) -> dict[str, int]:
         """Return what determines the microbatches of this rank within a step."""

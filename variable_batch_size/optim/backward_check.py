@@ -42,7 +42,7 @@ class BackwardCheck:
         self._seen: dict[int, _Seen] = {}  # by index of the parameter, as the last `step()` left it
         self._accumulated: dict[int, _Seen] = {}  # the same, and after each accumulation that a hook has seen
         self._changed = False  # whether a hook has found a change that is no accumulation
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
         self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
 
     def fresh(self) -> list[bool]:
@@ -84,7 +84,7 @@ class BackwardCheck:
             for index, parameter in enumerate(self._parameters)
             if (gradient := parameter.grad) is not None
         }
-        self._accumulated = dict(self._seen) if self._hooks else {}
+        self._accumulated = self._seen_by_hooks()
         self._changed = False
 
     def begin(self, *, several: bool) -> None:
@@ -99,14 +99,15 @@ class BackwardCheck:
             for index, parameter in enumerate(self._parameters):
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = _hook(weakref.ref(self), index)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            self._accumulated = dict(self._seen)
+                    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._hooks[index] = handle
+            self._accumulated = self._seen_by_hooks()
         elif not watched:
             self.stop()
 
     def stop(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
@@ -116,6 +117,9 @@ class BackwardCheck:
         if known is not None and gradient is known.gradient and gradient._version != known.version + 1:
             self._changed = True
         self._accumulated[index] = _Seen(gradient, gradient._version)
+
+    def _seen_by_hooks(self) -> dict[int, _Seen]:
+        return {index: seen for index, seen in self._seen.items() if index in self._hooks}
 
     def _check_kept(self) -> None:
         """Check that the gradients of the earlier microbatches are still in `.grad`."""

@@ -96,6 +96,16 @@ class Loop:
         when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
         raise RuntimeError(f"{what} must be called {when}, but step {self.clock.step} {state}; {_WAY_OUT[self.phase]}")
 
+    def check_receiving(self) -> None:
+        """Check that `step()` may be called now; otherwise a microbatch that was read for it is lost.
+
+        Raises:
+            RuntimeError: after an exception.
+        """
+        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED) and self.sampler.iteration is not None:
+            self.sampler.iteration.use = Use.STALE
+        self.check_phase("step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step.
 

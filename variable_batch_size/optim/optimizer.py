@@ -104,7 +104,6 @@ class CustomOptimizer(OptimizerWrapper):
             names: Any = rule if self._rule_per_group else [rule] * len(rules)
             check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._group_sizes = [len(group["params"]) for group in inner.param_groups]
         self._backend = backend if backend is not None else detect(parameters)
         options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters)
         self._updater = Updater(inner, self._backend, rules, reference, options)
@@ -143,24 +142,10 @@ class CustomOptimizer(OptimizerWrapper):
         """
         if self._initialized:
             self._loop.check_phase("add_param_group()", Phase.BETWEEN_STEPS)
-            rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
+            rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
             super().add_param_group(param_group)
-            self._adopt_groups()
-
-    def _adopt_groups(self) -> None:
-        """Adopt parameter groups that were added since the last call, also to the inner optimizer itself."""
-        updater, groups = self._updater, self.inner.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if sizes == self._group_sizes:
-            return
-        if self._loop.begun:
-            raise RuntimeError(
-                "parameters must be added between steps, but the inner optimizer has got some in the middle of one; call "
-                "add_param_group() when optimizer.step() has returned True"
-            )
-        updater.rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(groups))
-        updater.refresh_parameters()
-        self._group_sizes = sizes
+            self._updater.rules = rules
+            self._updater.refresh_parameters()
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -272,8 +257,7 @@ class CustomOptimizer(OptimizerWrapper):
         if closure is not None:
             raise RuntimeError("step() takes no closure; call loss.backward() before it")
         updater, loop = self._updater, self._loop
-        loop.check_phase("step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
-        self._adopt_groups()
+        loop.check_receiving()
         self._data_parallel_check.check(updater.parameters)
         self._lr_check.check(self.param_groups, inside_step=loop.begun)
         loop.phase = Phase.INTERRUPTED  # stays if an exception follows

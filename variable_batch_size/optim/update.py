@@ -104,6 +104,7 @@ class Updater:
         self.agreed = False  # whether the ranks were compared
         self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
         self._replay = False  # whether this rank has only a replay in the step
+        self.accumulation.clear()
         self.check.begin(several=True)
 
     def clear(self) -> None:

@@ -34,6 +34,17 @@ def _check_stepped_by_wrapper(wrapper: weakref.ref[OptimizerWrapper], inner: Opt
         )
 
 
+def _add_param_group(
+    wrapper: weakref.ref[OptimizerWrapper], inner: weakref.ref[Optimizer], param_group: dict[str, Any]
+) -> None:
+    """Add a parameter group through the wrapper of an optimizer, as long as there is one."""
+    own, alive = inner(), wrapper()
+    if alive is not None:
+        alive.add_param_group(param_group)
+    elif own is not None:
+        type(own).add_param_group(own, param_group)
+
+
 class OptimizerWrapper(Optimizer):
     """A wrapper that shares parameter groups, state, defaults and hooks with `inner`. Subclasses define `step`.
 
@@ -53,6 +64,7 @@ class OptimizerWrapper(Optimizer):
         inner.defaults, inner.state, inner.param_groups = shared
         for register in (name for name in dir(Optimizer) if name.startswith("register_")):
             setattr(self, register, getattr(inner, register))
+        inner.add_param_group = partial(_add_param_group, weakref.ref(self), weakref.ref(inner))  # type: ignore[method-assign]
         inner.register_step_pre_hook(partial(_check_stepped_by_wrapper, weakref.ref(self)))
         self._initialized = True
 
@@ -84,9 +96,9 @@ class OptimizerWrapper(Optimizer):
         self.inner.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the inner optimizer."""
+        """Add a parameter group to the inner optimizer; its own `add_param_group` does the same."""
         if self._initialized:
-            self.inner.add_param_group(param_group)
+            type(self.inner).add_param_group(self.inner, param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError: a copy or a pickle would lose the model and the sampler."""
