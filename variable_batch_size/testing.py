@@ -178,7 +178,7 @@ def _train(
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     while optimizer.updates < end:
         if len(sampler) == 0:
-            epoch = optimizer.epoch + 1
+            epoch = optimizer.epoch
             sampler.set_epoch(epoch)
             optimizer.set_epoch(epoch)
         for indices in sampler:

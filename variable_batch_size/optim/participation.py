@@ -169,7 +169,7 @@ class AgreedParticipation(Participation):
         self._flags = self._due = None
 
     def _raise_if(self, flags: Tensor | None) -> None:
-        if flags is not None and self._backend.host(flags).abs().item() != 0:
+        if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
             self._flags = self._due = None
             raise RuntimeError(
                 f"the same parameters must have gradients in every update, as agreed at the first one, but on some rank "
