@@ -137,7 +137,10 @@ class AdaScaleOptimizer(NamedOptimizer):
     - The groups are microbatches, of unequal size, and not workers: the gain does not depend on the world.
     - The averages reach over 1000 reference updates (theta = 1 - k / 1000) whatever k is, include the microbatches of
       the update itself and are debiased; sigma^2 and mu^2 are averaged before they are divided.
-    - The gain is 1 until the first estimate.
+    - The gain is min(1, k) until the first estimate, and if all gradients are 0. There is no lower bound of sigma^2, so
+      that the gain does not depend on the scale of the loss.
+
+    Around Adam and similar optimizers it warns: use `AdamScaleOptimizer`.
     """
 
     rule_name = "adascale"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
-from variable_batch_size.rules.base import RuleInput, Scaling, required_noise
+from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling, required_noise
+
+# Optimizers that divide the gradient by an estimate of its size.
+_ADAM_LIKE = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adafactor", "Lion", "Muon"}
 
 
 def adascale_gain(sigma2: Any, mu2: Any, batch_size: Any, ref_batchsize: Any) -> Any:
@@ -34,6 +38,16 @@ class AdaScaleRule:
     """
 
     needs_noise: ClassVar[bool] = True
+
+    def check(self, context: RuleContext) -> None:
+        """Warn if the inner optimizer is like Adam."""
+        if adam_like := _ADAM_LIKE.intersection(context.optimizer):
+            warnings.warn(
+                f"AdaScale's gain is meant for SGD; around {sorted(adam_like)[0]}, which divides the gradient by its "
+                f'size, use AdamScaleOptimizer or rule="adamscale", which takes the root of the gain',
+                UserWarning,
+                stacklevel=5,
+            )
 
     def __call__(self, update: RuleInput) -> Scaling:
         """Return the gain as the factor on lr and as the progress."""

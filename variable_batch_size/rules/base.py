@@ -26,7 +26,7 @@ class Noise:
     Attributes:
         sigma2: variance of the gradient of one sample: the trace of its covariance.
         mu2: squared norm of the true gradient.
-        gain: AdaScale's gain of the update, see `adascale_gain`; 1 until the first estimate.
+        gain: AdaScale's gain of the update, see `adascale_gain`; min(1, B / ref) until the first estimate.
         updates: number of updates that gave an estimate.
     """
 

@@ -1,0 +1,177 @@
+"""Loops that change gradients between two calls of `step()` are refused, in their first update with such a change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import variable_batch_size as vbs
+from helpers.reference import SIZES, Training, assert_equal, examples, filled, training, twin
+from variable_batch_size.backend import Backend
+from variable_batch_size.optim.backward_check import WATCHED
+from variable_batch_size.testing import run_ranks
+
+REFUSED = r"only backward\(\) may change gradients .*|must stay in \.grad until .*|must follow the backward\(\).*"
+
+
+def parameters(run: Training) -> list[Any]:
+    return list(run.model.parameters())
+
+
+def clip(run: Training) -> None:
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+
+
+def halve(run: Training) -> None:
+    for parameter in run.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+def replace(run: Training) -> None:
+    parameters(run)[2].grad = parameters(run)[2].grad * 0.5
+
+
+AFTER_BACKWARD: dict[str, Callable[[Training], None]] = {
+    "clip_grad_norm_": clip,
+    "clip_grad_value_": lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3),
+    "in place": halve,
+    "replaced": replace,
+}
+BEFORE_BACKWARD: dict[str, Callable[[Training], None]] = {
+    "zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
+    "zero_grad()": lambda run: run.model.zero_grad(),
+    "inner.zero_grad": lambda run: run.optimizer.inner.zero_grad(set_to_none=False),
+    "halved": lambda run: halve(run),
+}
+
+
+def wrong_loop(run: Training, change: Callable[[Training], None], *, after_backward: bool, updates: int) -> None:
+    for indices in run.sampler:
+        if not after_backward and run.optimizer.inside_step:
+            change(run)
+        run.loss(indices).backward()
+        if after_backward:
+            change(run)
+        run.optimizer.step()
+        if run.optimizer.updates == updates:
+            return
+
+
+@given(
+    change=st.sampled_from(sorted(AFTER_BACKWARD) + sorted(BEFORE_BACKWARD)),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    minibatch_size=st.integers(1, 8),
+    world=st.integers(1, 2),
+    options=st.sampled_from([{}, {}, {"noise": "microbatches"}, {"accumulation": "buffered"}]),
+)
+@examples(150)
+def test_a_wrong_loop_is_refused_or_has_no_effect(
+    change: str, sizes: list[int], minibatch_size: int, world: int, options: dict[str, Any]
+) -> None:
+    after = change in AFTER_BACKWARD
+
+    def train(backend: Backend) -> Training:
+        run = training(sizes=sizes, dataset_size=200, minibatch_size=minibatch_size, backend=backend, **options)
+        wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=len(sizes))
+        return run
+
+    try:
+        runs = run_ranks(train, world)
+    except RuntimeError as error:
+        assert re.search(REFUSED, str(error))
+        return
+    assert not after
+    for run in runs:  # there was nothing to change: each step had one microbatch, or there is a buffer
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, sizes, dataset_size=200))
+
+
+@pytest.mark.parametrize("change", [*AFTER_BACKWARD, *BEFORE_BACKWARD])
+def test_the_error_names_the_remedy(change: str) -> None:
+    run, after = training(), change in AFTER_BACKWARD
+    with pytest.raises(RuntimeError, match=REFUSED) as caught:
+        wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=4)
+    assert run.optimizer.updates == 0
+    for remedy in ("max_grad_norm=", "register_step_pre_hook()", "remove model.zero_grad()", 'accumulation="buffered"'):
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("change", BEFORE_BACKWARD)
+def test_a_wrong_loop_is_found_when_steps_get_several_microbatches_late(change: str) -> None:
+    run = training(sizes=[4] * 40 + [40], dataset_size=400)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        wrong_loop(run, BEFORE_BACKWARD[change], after_backward=False, updates=60)
+    assert run.optimizer.updates == 40
+
+
+def test_hooks_are_removed_after_some_updates() -> None:
+    def hooks(run: Training) -> int:
+        return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in parameters(run))
+
+    run = training(sizes=[8], dataset_size=200)
+    assert hooks(run) == 4
+    run.run(WATCHED)
+    assert hooks(run) == 0
+    run.run(3)
+    assert hooks(run) == 0
+    dropped = training()
+    model = dropped.model
+    del dropped
+    model(torch.ones(1, 3).double()).sum().backward()  # the hooks of an optimizer that is gone do nothing
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_several_backwards_and_checkpointed_layers_are_accumulations(reentrant: bool) -> None:
+    class Shared(nn.Module):
+        """A layer that is used three times, twice in a segment that is computed again in backward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3).double()
+            self.last = nn.Linear(3, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_(True)
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=reentrant)
+            y: Tensor = self.last(self.layer(x))
+            return y
+
+    run, plain = training(model=filled(Shared())), training(model=filled(Shared()))
+    for indices in run.sampler:
+        loss = run.loss(indices)
+        (loss / 4).backward(retain_graph=True)
+        (loss * 3 / 4).backward()
+        run.optimizer.step()
+    for indices in plain.sampler:
+        plain.loss(indices).backward()
+        plain.optimizer.step()
+    assert_equal(run.weights(), plain.weights())
+
+
+def test_gradients_that_are_set_by_hand_are_those_of_a_microbatch() -> None:
+    run = training(accumulation="buffered")
+    for indices in run.sampler:
+        gradients = torch.autograd.grad(run.loss(indices), parameters(run))
+        for parameter, gradient in zip(parameters(run), gradients, strict=True):
+            parameter.grad = gradient
+        run.optimizer.step()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+def test_a_grad_scaler_may_unscale() -> None:
+    run, scaler = training(dtype=torch.float64), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for indices in run.sampler:
+        scaler.scale(run.loss(indices)).backward()
+        scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
