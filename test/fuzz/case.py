@@ -29,6 +29,7 @@ FEATURES = {
     "noise_rules": 0.3,
     "early_gain": 1.0,  # the gain before the first estimate is min(1, k)
     "timescale": 0.1,  # the rule is wrapped in ConstantTimescale
+    "loss_scale": 0.15,  # a loss times c changes no gain
     "schedule": 0.2,  # the user changes lr after every update
     "poison": 0.1,  # a sample with an infinite loss, where the noise is measured
     "cut": 0.5,  # fixed_shape=False
@@ -42,6 +43,7 @@ FEATURES = {
     "zero_grad": 0.4,
     "stray_backward": 0.15,
     "discard": 0.2,
+    "save_inside": 0.1,  # state_dict() inside a step raises
     "set_epoch": 0.15,  # of the epoch under way
     "finished_epoch": 0.15,  # set_epoch of an epoch that is over raises
     "epoch_number": 1.0,  # at the end of an epoch optimizer.epoch is the next one
@@ -113,6 +115,7 @@ class Case:
     noise: str | None
     max_grad_norm: float | None
     reduction: str
+    loss_scale: float
     decay: float  # of the user's lr after every update
     poisoned: int | None
     zero_grad: str

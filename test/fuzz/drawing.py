@@ -65,6 +65,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         noise=noise,
         max_grad_norm=draw.number("max_grad_norm", 0.05, 3) if draw.feature("clipping", not small) else None,
         reduction=draw.choice("reduction", ["mean", "sum"]),
+        loss_scale=draw.choice("loss scale", [1e-6, 1e-3, 8.0]) if draw.feature("loss_scale", not small) else 1.0,
         decay=0.97 if draw.feature("schedule") else 1.0,
         poisoned=draw.integer("poisoned", 0, dataset_size - 1) if draw.feature("poison", measured) else None,
         zero_grad=draw.choice("when zero_grad", ["before", "after"]) if draw.feature("zero_grad") else "never",
@@ -112,7 +113,7 @@ def _segments(draw: Draw, updates: int, fixed_shape: bool, minibatch_size: int, 
     rng = draw.rng("segments")
     stops = sorted(rng.randint(0, updates) for _ in range(rng.choice([1, 1, 2]))) if draw.feature("resume") else []
     worlds = [1, 1, 2, 3] if draw.feature("worlds") else [1]
-    loaders = ["loader", "stateful"] if draw.feature("loaders") else ["sampler"]
+    loaders = ["loader", "stateful", "ahead"] if draw.feature("loaders") else ["sampler"]
     other_size = draw.feature("other_microbatch", bool(stops) and not measured)
     other_cut = draw.feature("other_cut", bool(stops))
     segments = []
@@ -189,6 +190,8 @@ def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
         events += [Event("discard", at(), rng.randint(0, 3)) for _ in range(rng.randint(1, 2))]
     if draw.feature("set_epoch"):
         events += [Event("set_epoch", at(), rng.randint(0, 3))]
+    if draw.feature("save_inside"):
+        events += [Event("save_inside", at(), rng.randint(1, 3))]
     later = [update for update in range(last + 1) if case.updates[update].epoch > 0]
     if draw.feature("finished_epoch", bool(later)):
         events += [Event("finished_epoch", rng.choice(later), detail=rng.choice(["optimizer", "sampler"]))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import variable_batch_size as vbs
 from fuzz.case import Case, Event, RuleCase, Segment
 from fuzz.model import FEATURES, Data, Net, seed_masks
 from fuzz.twin import parameter_groups
+from helpers.strategies import read_ahead
 from variable_batch_size.backend import Backend
 
 State = dict[str, Any]
@@ -66,6 +67,16 @@ class FailingRule:
             raise PlantedError("rule")
         scaling: vbs.Scaling = self.rule(update)
         return scaling
+
+
+class ReadAhead:
+    """A loader that reads a few microbatches ahead, as one with workers does."""
+
+    def __init__(self, sampler: vbs.CustomSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return read_ahead(self.sampler, 4)
 
 
 class Rank:
@@ -154,6 +165,8 @@ class Rank:
         kind, dataset = self.segment.loader, range(self.case.dataset_size)
         if kind == "sampler":
             return self.sampler
+        if kind == "ahead":
+            return ReadAhead(self.sampler)
         if kind == "stateful":
             return StatefulDataLoader(dataset, batch_sampler=self.sampler)  # type: ignore[arg-type]
         return DataLoader(dataset, batch_sampler=self.sampler, num_workers=int(kind == "workers"))  # type: ignore[arg-type]
@@ -182,6 +195,8 @@ class Rank:
                     break
             if (len(self.records), len(self.events), self.misuse, self.fault) == before:
                 raise WrongError(f"the loader yields no update, but {update} of {len(self.case.updates)} are committed")
+        if self.events:
+            raise WrongError(f"the search is wrong: {self.events} did not happen")
         state = self.save()
         if self.segment.loader == "stateful":
             state["loaders"] = copy.deepcopy(self.loader.state_dict())
@@ -207,7 +222,7 @@ class Rank:
         if self.case.zero_grad == "before":
             self.optimizer.zero_grad()
         self.model.update = update
-        self.data.loss(self.model, rows, self.case.reduction).backward()  # type: ignore[no-untyped-call]
+        self.backward(rows)
         if self.in_place_due(update):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -221,7 +236,7 @@ class Rank:
             self.discard()
             return True
         except PlantedError:
-            self.repair()
+            self.repair(rows)
             return True
         self.open_rows.append(rows)
         if self.optimizer.updates > update:
@@ -231,6 +246,10 @@ class Rank:
         if self.case.zero_grad == "after":
             self.optimizer.zero_grad()
         return False
+
+    def backward(self, rows: list[int]) -> None:
+        loss = self.data.loss(self.model, rows, self.case.reduction)
+        (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
 
     def commit(self, update: int, updated: bool) -> None:
         """Record an update, and let the user's schedule change lr."""
@@ -321,6 +340,10 @@ class Rank:
         target: Any = self.optimizer if event.detail == "optimizer" else self.sampler
         self.must_raise(lambda: target.set_epoch(epoch), f"{event.detail}.set_epoch({epoch}) after that epoch")
 
+    def on_save_inside(self, event: Event) -> None:
+        if self.open_rows:
+            self.must_raise(self.optimizer.state_dict, "state_dict() inside a step")
+
     def on_rollback(self, event: Event) -> bool:
         self.load(self.saved[event.target if event.target in self.saved else self.start])
         return True
@@ -339,13 +362,14 @@ class Rank:
         register: Any = getattr(self.inner, f"register_step_{where}")
         handle = register(fail)
 
-    def repair(self) -> None:
+    def repair(self, rows: list[int]) -> None:
         """After an exception inside step(), discard the step if the inner step had not begun, else restore."""
         if self.fault is None:
             raise WrongError("an exception without a fault")
         (where, how), self.fault = self.fault.detail.split(), None
         self.check_hyperparameters(self.optimizer.updates)
         self.must_raise(self.optimizer.state_dict, "state_dict() after an exception inside step()")
+        self.backward(rows)
         self.must_raise(self.optimizer.step, "step() after an exception inside step()")
         if where == "post_hook":
             self.must_raise(self.optimizer.discard_step, "discard_step() after an exception of the inner step")
