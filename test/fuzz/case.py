@@ -49,7 +49,8 @@ FEATURES = {
     "epoch_number": 1.0,  # at the end of an epoch optimizer.epoch is the next one
     "rollback": 0.1,
     "faults": 0.15,  # exceptions inside step()
-    "misuse": 0.1,
+    "misuse": 0.1,  # zero_grad of the model inside a step, step() without backward()
+    "in_place": 0.1,  # gradients changed in place, in the first updates
 }
 
 RULES = ("constant", "linear", "root", "legw")

@@ -201,9 +201,11 @@ def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
     if draw.feature("faults"):
         detail = f"{rng.choice(['rule', 'pre_hook', 'post_hook'])} {rng.choice(['discard', 'load'])}"
         events += [Event("fault", at(), 99, detail=detail)]
-    kind = rng.choice(["zeroed", "cleared", "in_place", "no_backward"])
-    early = rng.randint(0, min(1, last))  # gradients that were changed in place are noticed in the first updates
-    update = early if kind in ("zeroed", "in_place") else at()
+    update, early = at(), rng.randint(0, min(1, last))
     if draw.feature("misuse", worlds[update] == 1):
-        events += [Event("misuse", update, 0 if kind in ("in_place", "no_backward") else 1, detail=kind)]
+        detail = rng.choice(["cleared", "no_backward"])
+        events += [Event("misuse", update, int(detail == "cleared"), detail=detail)]
+    if draw.feature("in_place", worlds[early] == 1):
+        detail = rng.choice(["zeroed", "multiplied"])
+        events += [Event("misuse", early, int(detail == "zeroed"), detail=detail)]
     return tuple(events)

@@ -6,22 +6,23 @@ parameter has seen, which is 1 - beta^t if they do not change.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-State = dict[str, Any]
-Hyperparameters = dict[str, Any]
+Numbers = dict[str, Any]  # floats and tensors by name
+State: TypeAlias = Numbers  # of one parameter
+Hyperparameters: TypeAlias = Numbers
 
 
-def sgd(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Tensor:
+def sgd(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Any:
     g = g + h["weight_decay"] * w
     state["velocity"] = velocity = h["momentum"] * state.get("velocity", torch.zeros_like(w)) + g
     return w - h["lr"] * (g + h["momentum"] * velocity if h["nesterov"] else velocity)
 
 
-def adam(w: Tensor, g: Tensor, state: State, h: Hyperparameters, *, decoupled: bool = False) -> Tensor:
+def adam(w: Tensor, g: Tensor, state: State, h: Hyperparameters, *, decoupled: bool = False) -> Any:
     if decoupled:
         w = w - h["lr"] * h["weight_decay"] * w
     else:
@@ -34,11 +35,11 @@ def adam(w: Tensor, g: Tensor, state: State, h: Hyperparameters, *, decoupled: b
     return w - h["lr"] * mean / (square.sqrt() + h["eps"])
 
 
-def adamw(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Tensor:
+def adamw(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Any:
     return adam(w, g, state, h, decoupled=True)
 
 
-def rmsprop(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Tensor:
+def rmsprop(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Any:
     g = g + h["weight_decay"] * w
     state["v"] = h["alpha"] * state.get("v", torch.zeros_like(w)) + (1 - h["alpha"]) * g * g
     step = g / (state["v"].sqrt() + h["eps"])
@@ -46,7 +47,7 @@ def rmsprop(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Tensor:
     return w - h["lr"] * state["velocity"]
 
 
-def adagrad(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Tensor:
+def adagrad(w: Tensor, g: Tensor, state: State, h: Hyperparameters) -> Any:
     g = g + h["weight_decay"] * w
     state["sum"] = state.get("sum", torch.zeros_like(w)) + g * g
     state["updates"] = state.get("updates", 0) + 1

@@ -65,7 +65,7 @@ class Data:
             self.target[poisoned] = torch.inf
 
     def loss(self, model: Net, rows: Sequence[int] | Tensor, reduction: str) -> Tensor:
-        errors = (model(self.x[rows]) - self.target[rows]).square().sum(dim=1)
+        errors: Tensor = (model(self.x[rows]) - self.target[rows]).square().sum(dim=1)
         return errors.mean() if reduction == "mean" else errors.sum()
 
 

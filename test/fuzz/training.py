@@ -168,7 +168,7 @@ class Rank:
         if kind == "ahead":
             return ReadAhead(self.sampler)
         if kind == "stateful":
-            return StatefulDataLoader(dataset, batch_sampler=self.sampler)  # type: ignore[arg-type]
+            return StatefulDataLoader(dataset, batch_sampler=self.sampler)
         return DataLoader(dataset, batch_sampler=self.sampler, num_workers=int(kind == "workers"))  # type: ignore[arg-type]
 
     # The state. ---------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Rank:
             self.optimizer.zero_grad()
         self.model.update = update
         self.backward(rows)
-        if self.in_place_due(update):
+        if self.multiplied_due(update):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
@@ -296,15 +296,15 @@ class Rank:
         for event in self.events:
             received = len(self.open_rows)
             if event.update == update and (received == event.after or (last and received <= event.after)):
-                if event.detail == "in_place":
+                if event.detail == "multiplied":
                     continue
                 self.events.remove(event)
                 return event
         return None
 
-    def in_place_due(self, update: int) -> bool:
+    def multiplied_due(self, update: int) -> bool:
         for event in self.events:
-            if event.detail == "in_place" and event.update == update:
+            if event.detail == "multiplied" and event.update == update:
                 self.events.remove(event)
                 self.misuse = True
                 return True

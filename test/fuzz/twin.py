@@ -132,7 +132,7 @@ class Twin:
             if not self.case.host_dropout:
                 seed_masks(self.model, self.case.seed, number, rows[0])
             self.model.zero_grad(set_to_none=True)
-            (self.data.loss(self.model, rows, "mean") * self.case.loss_scale).backward()
+            (self.data.loss(self.model, rows, "mean") * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
             named = self.model.named_parameters()
             result.append({name: parameter.grad for name, parameter in named if parameter.grad is not None})
         return result
