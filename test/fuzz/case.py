@@ -21,6 +21,7 @@ FEATURES = {
     "tied": 0.2,
     "rare": 0.15,  # a head for some samples only
     "alternate": 0.1,  # a head for some updates only
+    "rare_betas": 1.0,  # a rule that scales betas, with such a head
     "dropout": 0.15,
     "batchnorm": 0.15,
     "low_precision": 0.1,
@@ -41,7 +42,9 @@ FEATURES = {
     "loaders": 0.3,
     "workers": 0.002,
     "zero_grad": 0.4,
-    "stray_backward": 0.15,
+    "stray_backward": 0.15,  # a backward() for no microbatch between two steps, then optimizer.zero_grad()
+    "stray_inside": 0.1,  # the same inside a step: an error unless gradients are buffered
+    "buffered": 0.2,
     "discard": 0.2,
     "save_inside": 0.1,  # state_dict() inside a step raises
     "set_epoch": 0.15,  # of the epoch under way
@@ -116,6 +119,7 @@ class Case:
     noise: str | None
     max_grad_norm: float | None
     reduction: str
+    buffered: bool  # accumulation="buffered"
     loss_scale: float
     decay: float  # of the user's lr after every update
     poisoned: int | None

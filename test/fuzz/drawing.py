@@ -33,12 +33,13 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
     group_count = 1 + draw.feature("groups")
     largest = max(len(update.samples) for update in planned)
     reference = draw.integer("reference", max(1, largest // 4), 2 * largest)
-    rules = _rules(draw, optimizer, group_count, noise=not small)
+    intermittent = frozenset(part for part in ("rare", "alternate") if draw.feature(part))
+    scales_betas = optimizer in ("Adam", "AdamW", "RMSprop") and draw.feature("rare_betas", bool(intermittent))
+    rules = _rules(draw, optimizer, group_count, noise=not small, betas=scales_betas or not intermittent)
     measured = any(rule.name in NOISE_RULES for rule in rules)
     noises = ["microbatches", "differenced"] if measured else [None, None, None, "microbatches", "differenced"]
     noise = None if small else draw.choice("noise", [None, *noises])
     measured = measured or noise is not None
-    intermittent = frozenset(part for part in ("rare", "alternate") if draw.feature(part))
     parts = intermittent | {
         part for part in ("unused", "frozen", "tied", "dropout", "batchnorm") if draw.feature(part, not small)
     }
@@ -65,6 +66,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         noise=noise,
         max_grad_norm=draw.number("max_grad_norm", 0.05, 3) if draw.feature("clipping", not small) else None,
         reduction=draw.choice("reduction", ["mean", "sum"]),
+        buffered=draw.feature("buffered"),
         loss_scale=draw.choice("loss scale", [1e-6, 1e-3, 8.0]) if draw.feature("loss_scale", not small) else 1.0,
         decay=0.97 if draw.feature("schedule") else 1.0,
         poisoned=draw.integer("poisoned", 0, dataset_size - 1) if draw.feature("poison", measured) else None,
@@ -136,11 +138,11 @@ def _segments(draw: Draw, updates: int, fixed_shape: bool, minibatch_size: int, 
     return tuple(segments)
 
 
-def _rules(draw: Draw, optimizer: str, groups: int, *, noise: bool) -> tuple[RuleCase, ...]:
+def _rules(draw: Draw, optimizer: str, groups: int, *, noise: bool, betas: bool) -> tuple[RuleCase, ...]:
     names = list(RULES)
     if optimizer == "SGD":
         names += ["linear-momentum"]
-    if optimizer in ("Adam", "AdamW", "RMSprop"):
+    if betas and optimizer in ("Adam", "AdamW", "RMSprop"):
         names += ["sqrt-sde"]
     if draw.feature("noise_rules", noise):
         names = list(NOISE_RULES)
@@ -178,7 +180,6 @@ def _hyperparameters(draw: Draw, optimizer: str, group: int, most: float) -> dic
 def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
     rng = draw.rng("events")
     last = len(case.updates) - 1
-    worlds = [next(segment.world for segment in case.segments if update < segment.end) for update in range(last + 1)]
     events: list[Event] = []
 
     def at() -> int:
@@ -186,6 +187,8 @@ def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
 
     if draw.feature("stray_backward"):
         events += [Event("stray_backward", at()) for _ in range(rng.randint(1, 3))]
+    if draw.feature("stray_inside"):
+        events += [Event("stray_backward", at(), rng.randint(1, 3), detail="inside")]
     if draw.feature("discard"):
         events += [Event("discard", at(), rng.randint(0, 3)) for _ in range(rng.randint(1, 2))]
     if draw.feature("set_epoch"):
@@ -202,10 +205,10 @@ def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
         detail = f"{rng.choice(['rule', 'pre_hook', 'post_hook'])} {rng.choice(['discard', 'load'])}"
         events += [Event("fault", at(), 99, detail=detail)]
     update, early = at(), rng.randint(0, min(1, last))
-    if draw.feature("misuse", worlds[update] == 1):
+    if draw.feature("misuse"):
         detail = rng.choice(["cleared", "no_backward"])
         events += [Event("misuse", update, int(detail == "cleared"), detail=detail)]
-    if draw.feature("in_place", worlds[early] == 1):
+    if draw.feature("in_place"):
         detail = rng.choice(["zeroed", "multiplied"])
         events += [Event("misuse", early, int(detail == "zeroed"), detail=detail)]
     return tuple(events)

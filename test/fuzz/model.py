@@ -40,7 +40,7 @@ class Net(nn.Module):
         if "batchnorm" in self.parts:  # torch raises for a single row
             hidden = self.norm(hidden) if len(x) > 1 else hidden * self.norm.weight + self.norm.bias
         hidden = torch.tanh(hidden)
-        if "dropout" in self.parts:
+        if "dropout" in self.parts and self.training:
             hidden = hidden * (torch.rand(hidden.shape, generator=self.generator) < 0.7).to(hidden.dtype)
         output: Tensor = self.last(hidden)
         if "tied" in self.parts:  # the first layer's weights are used a second time

@@ -6,7 +6,10 @@ import pytest
 
 from fuzz.search import run_case
 
-pytestmark = pytest.mark.filterwarnings("ignore:Skipped an update:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Skipped an update:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:The gradient noise could not be estimated:UserWarning"),
+]
 
 
 @pytest.mark.parametrize("seed", range(40))

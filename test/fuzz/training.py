@@ -139,6 +139,7 @@ class Rank:
         faulty = any(event.kind == "fault" and event.detail.startswith("rule") for event in self.events)
         rules = [self.create_rule(rule, faulty) for rule in case.rules]
         options: dict[str, Any] = {"find_unused_parameters": True} if case.find_unused else {}
+        options |= {"accumulation": "buffered"} if case.buffered else {}
         return vbs.CustomOptimizer(
             self.inner,
             self.sampler,
@@ -215,20 +216,8 @@ class Rank:
         while event := self.due_event():
             if self.handle(event):
                 return True
-        if self.case.host_dropout and not self.open_rows:
-            seed_masks(self.model, self.case.seed, update, None)
-        if not self.case.host_dropout:
-            seed_masks(self.model, self.case.seed, update, rows[0])
-        if self.case.zero_grad == "before":
-            self.optimizer.zero_grad()
-        self.model.update = update
-        self.backward(rows)
-        if self.multiplied_due(update):
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
         try:
-            updated = self.optimizer.step()
+            updated = self.take(rows, update)
         except RuntimeError:
             if not self.misuse:
                 raise
@@ -246,6 +235,22 @@ class Rank:
         if self.case.zero_grad == "after":
             self.optimizer.zero_grad()
         return False
+
+    def take(self, rows: list[int], update: int) -> bool:
+        """Train on a microbatch, as a user's loop does."""
+        if not self.case.host_dropout:
+            seed_masks(self.model, self.case.seed, update, rows[0])
+        elif not self.open_rows:
+            seed_masks(self.model, self.case.seed, update, None)
+        if self.case.zero_grad == "before":
+            self.optimizer.zero_grad()
+        self.model.update = update
+        self.backward(rows)
+        if self.multiplied_due(update):
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return self.optimizer.step()
 
     def backward(self, rows: list[int]) -> None:
         loss = self.data.loss(self.model, rows, self.case.reduction)
@@ -315,16 +320,18 @@ class Rank:
         result = getattr(self, f"on_{event.kind}")(event)
         return bool(result)
 
-    def on_stray_backward(self, event: Event) -> None:
-        if self.open_rows:
-            return
+    def on_stray_backward(self, event: Event) -> bool:
+        """A backward() that is for no microbatch, and zero_grad(): no effect, or an error where it cannot be undone."""
         self.model.update = 0
-        x = torch.ones(3, FEATURES, dtype=self.case.dtype)
-        training = self.model.training
         self.model.eval()
-        self.model(x).sum().backward()
-        self.model.train(training)
+        self.model(torch.ones(3, FEATURES, dtype=self.case.dtype)).sum().backward()
+        self.model.train()
+        if self.open_rows and not (self.case.buffered or self.case.measures_noise):
+            self.must_raise(self.optimizer.zero_grad, "zero_grad() after a stray backward() inside a step")
+            self.discard()
+            return True
         self.optimizer.zero_grad()
+        return False
 
     def on_discard(self, event: Event) -> bool:
         self.discard()
@@ -381,6 +388,8 @@ class Rank:
     def on_misuse(self, event: Event) -> bool:
         """Do what a user must not do: it raises at once or by the end of the step, or has no effect."""
         if event.detail == "no_backward":
+            if self.optimizer.microbatch.samples == 0:
+                return False  # a replay may have no gradients
             self.must_raise(self.optimizer.step, "step() without a backward()")
             self.discard()
             return True
