@@ -31,7 +31,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
     small = dtype.itemsize == 2
     optimizer = "SGD" if small else draw.choice("optimizer", OPTIMIZERS)
     group_count = 1 + draw.feature("groups")
-    largest = max(len(update.samples) for update in planned)
+    largest = max(trace.sizes)
     reference = draw.integer("reference", max(1, largest // 4), 2 * largest)
     intermittent = frozenset(part for part in ("rare", "alternate") if draw.feature(part))
     scales_betas = optimizer in ("Adam", "AdamW", "RMSprop") and draw.feature("rare_betas", bool(intermittent))

@@ -326,11 +326,13 @@ class Rank:
         self.model.eval()
         self.model(torch.ones(3, FEATURES, dtype=self.case.dtype)).sum().backward()
         self.model.train()
-        if self.open_rows and not (self.case.buffered or self.case.measures_noise):
-            self.must_raise(self.optimizer.zero_grad, "zero_grad() after a stray backward() inside a step")
+        try:
+            self.optimizer.zero_grad()
+        except RuntimeError:
+            if not self.open_rows or self.case.buffered or self.case.measures_noise:
+                raise
             self.discard()
             return True
-        self.optimizer.zero_grad()
         return False
 
     def on_discard(self, event: Event) -> bool:
@@ -342,10 +344,12 @@ class Rank:
         self.open_rows = []
         return True
 
-    def on_finished_epoch(self, event: Event) -> None:
+    def on_finished_epoch(self, event: Event) -> bool:
         epoch = self.case.updates[self.optimizer.updates].epoch - 1
         target: Any = self.optimizer if event.detail == "optimizer" else self.sampler
         self.must_raise(lambda: target.set_epoch(epoch), f"{event.detail}.set_epoch({epoch}) after that epoch")
+        self.discard()  # a loop that continues after the error iterates anew
+        return True
 
     def on_save_inside(self, event: Event) -> None:
         if self.open_rows:

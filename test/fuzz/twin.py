@@ -23,7 +23,7 @@ class Expected:
 
     weights: dict[str, Tensor]
     microbatches: list[tuple[int, list[int]]]  # distinct samples and rows
-    touched: frozenset[str]  # parameters with a gradient
+    touched: list[frozenset[str]]  # parameters with a gradient, of each microbatch
     updated: bool
     samples: int
     epoch: int  # of the next update
@@ -111,7 +111,7 @@ class Twin:
         return Expected(
             weights={name: parameter.detach().clone() for name, parameter in self.model.named_parameters()},
             microbatches=microbatches,
-            touched=touched,
+            touched=[frozenset(own) for own in gradients],
             updated=updated,
             samples=self.samples,
             epoch=planned.epoch + planned.ends_epoch,
