@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,14 +42,27 @@ class Planned:
     samples: tuple[int, ...]
     ends_epoch: bool
 
-    def microbatches(self, minibatch_size: int, fixed_shape: bool) -> list[tuple[int, list[int]]]:
+    def microbatches(self, minibatch_size: int, fixed_shape: bool, even: bool = True) -> list[tuple[int, list[int]]]:
         """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update."""
         result, start = [], 0
-        for size in split_sizes(len(self.samples), minibatch_size, fixed_shape):
+        sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape)
+        if even and not fixed_shape and not is_even(sizes, minibatch_size):
+            sizes = even_sizes(len(self.samples), minibatch_size)
+        for size in sizes:
             positions = rows_of(start, size, minibatch_size, fixed_shape)
             result.append((size, [self.samples[position] for position in positions]))
             start += size
         return result
+
+
+def is_even(sizes: Sequence[int], minibatch_size: int) -> bool:
+    """The law of fixed_shape=False: ceil(B / m) microbatches whose sizes differ by at most one, in any order."""
+    return len(sizes) == math.ceil(sum(sizes) / minibatch_size) and max(sizes) - min(sizes) <= 1
+
+
+def even_sizes(batch_size: int, minibatch_size: int) -> list[int]:
+    number = math.ceil(batch_size / minibatch_size)
+    return sorted(batch_size // number + (index < batch_size % number) for index in range(number))
 
 
 def planned_updates(

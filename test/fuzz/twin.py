@@ -90,7 +90,9 @@ class Twin:
     def update(self, number: int) -> Expected:
         case, planned = self.case, self.case.updates[number]
         batch_size = len(planned.samples)
-        microbatches = planned.microbatches(case.minibatch_size(number), case.fixed_shape)
+        microbatches = planned.microbatches(
+            case.minibatch_size(number), case.fixed_shape, even="even_cut" not in case.without
+        )
         gradients = self.gradients(number, microbatches)
         touched = frozenset(name for own in gradients for name in own)
         reduced = {name: torch.zeros_like(self.model.get_parameter(name)) for name in touched}
