@@ -1,13 +1,15 @@
-# ARGS is passed to the training script or to pytest. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
+# ARGS is passed to the training script, to pytest or to the search. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
+N ?= 1000
+SEED ?=
 
 VENV := .venv
 NEWEST := .venv-newest
 SETUP := setup.cfg pyproject.toml
 
-.PHONY: help train test test-newest bench clean
+.PHONY: help train test test-newest fuzz bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -15,6 +17,7 @@ help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make test         run ruff, mypy and all tests"
 	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
+	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
 	@echo "make bench        run all scripts in benchmarks/"
 	@echo "make clean        remove the environments, builds and caches"
 	@echo
@@ -39,6 +42,9 @@ test-newest:
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
+
+fuzz: $(VENV)/.has-test
+	PYTHONPATH=test $(VENV)/bin/python -m fuzz --number $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: $(VENV)/.has-bench
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done

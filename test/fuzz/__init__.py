@@ -1,0 +1,1 @@
+"""Random trainings with the package against a slow twin that is written from the laws alone."""

@@ -1,0 +1,180 @@
+"""What a case draws: a seed makes a training, each of its dimensions by a draw of its own name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from fuzz.plan import Planned, TraceCase, planned_updates
+
+Value = TypeVar("Value")
+
+# What can be switched off by --without, and how often it is tried. A feature may have no effect on a case.
+FEATURES = {
+    "unused": 0.15,  # parameters that never have a gradient
+    "frozen": 0.15,
+    "tied": 0.2,
+    "rare": 0.15,  # a head for some samples only
+    "alternate": 0.1,  # a head for some updates only
+    "rare_betas": 1.0,  # a rule that scales betas, with such a head
+    "dropout": 0.15,
+    "batchnorm": 0.15,
+    "low_precision": 0.1,
+    "groups": 0.3,  # two parameter groups
+    "clipping": 0.25,
+    "noise_rules": 0.3,
+    "early_gain": 1.0,  # the gain before the first estimate is min(1, k)
+    "timescale": 0.1,  # the rule is wrapped in ConstantTimescale
+    "loss_scale": 0.15,  # a loss times c changes no gain
+    "schedule": 0.2,  # the user changes lr after every update
+    "poison": 0.1,  # a sample with an infinite loss, where the noise is measured
+    "cut": 0.5,  # fixed_shape=False
+    "even_cut": 1.0,  # fixed_shape=False makes ceil(B / m) microbatches whose sizes differ by at most one
+    "worlds": 0.3,
+    "resume": 0.4,
+    "other_cut": 0.2,  # resume with another fixed_shape: the saved one wins
+    "other_microbatch": 0.4,  # resume with another minibatch_size
+    "loaders": 0.3,
+    "workers": 0.002,
+    "zero_grad": 0.4,
+    "stray_backward": 0.15,  # a backward() for no microbatch between two steps, then optimizer.zero_grad()
+    "stray_inside": 0.1,  # the same inside a step: an error unless gradients are buffered
+    "buffered": 0.2,
+    "discard": 0.2,
+    "save_inside": 0.1,  # state_dict() inside a step raises
+    "set_epoch": 0.15,  # of the epoch under way
+    "finished_epoch": 0.15,  # set_epoch of an epoch that is over raises
+    "epoch_number": 1.0,  # at the end of an epoch optimizer.epoch is the next one
+    "rollback": 0.1,
+    "faults": 0.15,  # exceptions inside step()
+    "misuse": 0.1,  # zero_grad of the model inside a step, step() without backward()
+    "in_place": 0.1,  # gradients changed in place, in the first updates
+}
+
+RULES = ("constant", "linear", "root", "legw")
+NOISE_RULES = ("adascale", "adamscale")
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens once, before microbatch `after` of update `update` (the last one, if it has fewer)."""
+
+    kind: str
+    update: int
+    after: int = 0
+    detail: str = ""
+    target: int = 0  # update to which a rollback returns
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the training, up to update `end`, by fresh objects that load the state of the part before."""
+
+    end: int
+    world: int
+    minibatch_size: int
+    fixed_shape: bool  # what the sampler is created with
+    loader: str
+    saved_by: int  # rank whose state is saved, modulo the world
+    through_file: bool
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """A rule by its name, and how it is passed."""
+
+    name: str
+    by_name: bool
+    warmup: float
+    timescale: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. All numbers are arguments of the package; everything else is derived by plan and twin."""
+
+    seed: int
+    without: frozenset[str]
+    dataset_size: int
+    trace: TraceCase
+    epochs: int
+    drop_last: bool
+    shuffle: bool
+    sampler_seed: int
+    fixed_shape: bool
+    segments: tuple[Segment, ...]
+    events: tuple[Event, ...]
+    parts: frozenset[str]
+    dtype: torch.dtype
+    optimizer: str
+    groups: tuple[Mapping[str, Any], ...]  # hyperparameters of each parameter group
+    rules: tuple[RuleCase, ...]  # one, or one a group
+    ref_batchsize: int
+    noise: str | None
+    max_grad_norm: float | None
+    reduction: str
+    buffered: bool  # accumulation="buffered"
+    loss_scale: float
+    decay: float  # of the user's lr after every update
+    poisoned: int | None
+    zero_grad: str
+    find_unused: bool
+    optimizer_first: bool  # whether set_epoch is called on the optimizer before the sampler
+    host_dropout: bool
+    used: frozenset[str] = field(default=frozenset(), compare=False)
+
+    @cached_property
+    def updates(self) -> list[Planned]:
+        return planned_updates(
+            self.trace,
+            self.dataset_size,
+            self.epochs,
+            drop_last=self.drop_last,
+            shuffle=self.shuffle,
+            seed=self.sampler_seed,
+        )
+
+    @property
+    def measures_noise(self) -> bool:
+        return self.noise is not None or any(rule.name in NOISE_RULES for rule in self.rules)
+
+    @property
+    def intermittent(self) -> bool:
+        return bool({"rare", "alternate"} & self.parts)
+
+    def minibatch_size(self, update: int) -> int:
+        return next(segment for segment in self.segments if update < segment.end).minibatch_size
+
+
+class Draw:
+    """Independent draws by name: a new dimension changes no other one."""
+
+    def __init__(self, seed: int, without: frozenset[str]) -> None:
+        if unknown := without - set(FEATURES):
+            raise ValueError(f"--without takes the names {', '.join(FEATURES)}, got {', '.join(sorted(unknown))}")
+        self.seed, self.without = seed, without
+        self.used: set[str] = set()
+
+    def rng(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed}/{name}")
+
+    def choice(self, name: str, values: Sequence[Value]) -> Value:
+        return self.rng(name).choice(values)
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        return self.rng(name).randint(low, high)
+
+    def number(self, name: str, low: float, high: float) -> float:
+        return round(self.rng(name).uniform(low, high), 4)
+
+    def feature(self, name: str, possible: bool = True) -> bool:
+        if not possible or name in self.without or self.rng(f"feature {name}").random() >= FEATURES[name]:
+            return False
+        self.used.add(name)
+        return True

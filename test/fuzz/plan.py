@@ -1,0 +1,84 @@
+"""Which samples make up which update, in plain Python: the slow twin of sampler, plan and split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from helpers.shuffle_twin import Twin as OrderTwin
+from helpers.splitting import rows_of, split_sizes
+
+
+@dataclass(frozen=True)
+class TraceCase:
+    """A batch trace: sizes that end, are held or are cycled, written as a user may write them."""
+
+    kind: str  # "constant", "list", "schedule"
+    sizes: tuple[int, ...]  # of steps 0, 1, ...
+    on_end: str  # "error", "hold", "cycle"
+
+    def batch_size(self, step: int) -> int:
+        if step < len(self.sizes):
+            return self.sizes[step]
+        if self.on_end == "error":
+            raise IndexError(f"the trace has {len(self.sizes)} steps, and step {step} was asked for")
+        return self.sizes[-1] if self.on_end == "hold" else self.sizes[step % len(self.sizes)]
+
+    def argument(self) -> int | str | list[int]:
+        if self.kind == "constant":
+            return self.sizes[0]
+        if self.kind == "list":
+            return list(self.sizes)
+        starts = [step for step in range(len(self.sizes)) if step == 0 or self.sizes[step] != self.sizes[step - 1]]
+        return " ".join(f"{step}:{self.sizes[step]}" for step in starts)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One update: its samples, in order."""
+
+    epoch: int
+    samples: tuple[int, ...]
+    ends_epoch: bool
+
+    def microbatches(self, minibatch_size: int, fixed_shape: bool, even: bool = True) -> list[tuple[int, list[int]]]:
+        """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update."""
+        result, start = [], 0
+        sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape)
+        if even and not fixed_shape and not is_even(sizes, minibatch_size):
+            sizes = even_sizes(len(self.samples), minibatch_size)
+        for size in sizes:
+            positions = rows_of(start, size, minibatch_size, fixed_shape)
+            result.append((size, [self.samples[position] for position in positions]))
+            start += size
+        return result
+
+
+def is_even(sizes: Sequence[int], minibatch_size: int) -> bool:
+    """The law of fixed_shape=False: ceil(B / m) microbatches whose sizes differ by at most one, in any order."""
+    return len(sizes) == math.ceil(sum(sizes) / minibatch_size) and max(sizes) - min(sizes) <= 1
+
+
+def even_sizes(batch_size: int, minibatch_size: int) -> list[int]:
+    number = math.ceil(batch_size / minibatch_size)
+    return sorted(batch_size // number + (index < batch_size % number) for index in range(number))
+
+
+def planned_updates(
+    trace: TraceCase, dataset_size: int, epochs: int, *, drop_last: bool, shuffle: bool, seed: int
+) -> list[Planned]:
+    """Every update of a training, epoch by epoch."""
+    result: list[Planned] = []
+    for epoch in range(epochs):
+        order: Sequence[int] = OrderTwin(dataset_size, seed, epoch).table() if shuffle else range(dataset_size)
+        steps: list[tuple[int, ...]] = []
+        used = 0
+        while used < dataset_size:
+            size = trace.batch_size(len(result) + len(steps))
+            if drop_last and size > dataset_size - used:
+                break
+            steps.append(tuple(order[used : used + size]))
+            used += len(steps[-1])
+        result += [Planned(epoch, samples, number == len(steps)) for number, samples in enumerate(steps, 1)]
+    return result

@@ -1,0 +1,144 @@
+"""Run a case: equal to its twin, refused where its loop is wrong, or a finding."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fuzz.case import Case
+from fuzz.drawing import draw_case
+from fuzz.ranks import run_world
+from fuzz.training import Rank, Record, State, loaders_of, through_file
+from fuzz.twin import Expected, expected
+from variable_batch_size.backend import Backend
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+NEEDS_FIND_UNUSED = "find_unused_parameters=True"
+SAME_COUNTS = "must have made the same number of updates if a rule scales its betas"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case: "equal", "refused" or "finding"."""
+
+    seed: int
+    kind: str
+    features: frozenset[str]
+    message: str = ""
+
+
+def run_case(seed: int, without: frozenset[str] = frozenset()) -> Outcome:
+    """Train the case of a seed with the package and with the twin, and compare them after every update."""
+    case = draw_case(seed, without)
+    wanted = expected(case)
+    try:
+        records = train(case)
+    except Exception as error:
+        if is_refusal(case, error, wanted):
+            return Outcome(seed, "refused", case.used)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__} at {where.name}:{where.lineno}: {error}"
+        return Outcome(seed, "finding", case.used, " ".join(text.split())[:300])
+    if (refusal := changes_gradients(case, wanted, by_rank=False)) is not None:
+        return Outcome(
+            seed, "finding", case.used, f"update {refusal} changes which parameters have gradients, silently"
+        )
+    message = first_difference(case, records, wanted)
+    return Outcome(seed, "finding" if message else "equal", case.used, message or "")
+
+
+def is_refusal(case: Case, error: Exception, wanted: list[Expected]) -> bool:
+    """Whether an error is documented for this case."""
+    if NEEDS_FIND_UNUSED in str(error) and isinstance(error, RuntimeError):
+        return not case.find_unused and changes_gradients(case, wanted, by_rank=True) is not None
+    scales_betas = any(rule.name == "sqrt-sde" for rule in case.rules)
+    return case.intermittent and scales_betas and isinstance(error, ValueError) and SAME_COUNTS in str(error)
+
+
+def changes_gradients(case: Case, wanted: list[Expected], *, by_rank: bool) -> int | None:
+    """The update at which other parameters have gradients than in the first one, in a world of several ranks.
+
+    With `by_rank`, also that at which a rank has gradients for other parameters than all ranks together had.
+    """
+    world = case.segments[0].world
+    if case.find_unused or len(case.segments) > 1 or world == 1:
+        return None
+    first = frozenset[str]().union(*wanted[0].touched)
+    for number, update in enumerate(wanted):
+        parts = [update.touched] + ([update.touched[rank::world] for rank in range(world)] if by_rank else [])
+        if any(part and frozenset[str]().union(*part) != first for part in parts):
+            return number
+    return None
+
+
+def train(case: Case) -> list[list[Record]]:
+    """Train all segments; return the records of all ranks of each."""
+    records, start, state = [], 0, None
+    for number, segment in enumerate(case.segments):
+
+        def train_rank(backend: Backend, begin: int = start, given: State | None = state, at: int = number) -> Rank:
+            rank = Rank(case, case.segments[at], begin, given, backend)
+            rank.final = rank.train()
+            return rank
+
+        ranks = run_world(train_rank, segment.world)
+        records += [rank.records for rank in ranks]
+        states = [rank.final for rank in ranks]
+        state = {**states[segment.saved_by % segment.world], "loaders": None}
+        state = through_file(state) if segment.through_file else state
+        start = segment.end
+        if number + 1 < len(case.segments):
+            state["loaders"] = loaders_of(states, segment, case.segments[number + 1], case)
+    return records
+
+
+def first_difference(case: Case, records: list[list[Record]], wanted: list[Expected]) -> str | None:
+    """The first difference between the package and the twin, in words."""
+    for record in sorted((record for own in records for record in own), key=lambda record: record.update):
+        update = wanted[record.update]
+        pairs = [
+            ("updates", record.updates, record.update + 1),
+            ("samples", record.samples, update.samples),
+            ("rows", record.rows, rows_of_rank(update, *record.world)),
+            ("step() returned", record.updated, update.updated),
+        ]
+        if "epoch_number" not in case.without:
+            pairs.append(("epoch", record.epoch, update.epoch))
+        for name, found, right in pairs:
+            if found != right:
+                return f"after update {record.update} {name}: {found} instead of {right}"
+        numbers = [("progress", record.progress, update.progress)]
+        if update.updated:
+            numbers.append(("lr_factor", record.lr_factor, update.lr_factor))
+        for name, found, right in numbers:
+            if not abs(found - right) <= TOLERANCE[case.dtype] * max(1.0, abs(right)):
+                return f"after update {record.update} {name}: {found} instead of {right}"
+        if difference := weights_differ(case, record.update, record.weights, update.weights):
+            return f"after update {record.update} of {len(wanted)}: {difference}"
+    return done(case, records)
+
+
+def done(case: Case, records: list[list[Record]]) -> str | None:
+    """Whether every update was made."""
+    made = {record.update for own in records for record in own}
+    missing = set(range(len(case.updates))) - made
+    return f"updates {sorted(missing)} were not made" if missing else None
+
+
+def rows_of_rank(update: Expected, rank: int, size: int) -> list[list[int]]:
+    """The rows of a rank's microbatches: microbatch j goes to rank j mod size; without a share it repeats another."""
+    rows = [rows for _, rows in update.microbatches]
+    return rows[rank::size] or [rows[rank % len(rows)]]
+
+
+def weights_differ(case: Case, number: int, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> str | None:
+    tolerance = TOLERANCE[case.dtype] * (1 + number / 10 if case.dtype.itemsize == 2 else 1)  # rounding adds up
+    largest = max(float(weight.abs().max()) for weight in wanted.values())
+    for name, weight in found.items():
+        difference = float((weight.double() - wanted[name]).abs().max())
+        if not difference <= tolerance * max(1.0, largest):
+            return f"{name} differs by {difference:.2g}"
+    return None

@@ -1,0 +1,428 @@
+"""One rank of a training with the package: a user's loop, with the events of a case."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import variable_batch_size as vbs
+from fuzz.case import Case, Event, RuleCase, Segment
+from fuzz.model import FEATURES, Data, Net, seed_masks
+from fuzz.twin import parameter_groups
+from helpers.strategies import read_ahead
+from variable_batch_size.backend import Backend
+
+State = dict[str, Any]
+
+
+class PlantedError(Exception):
+    """Raised inside `step()` on purpose."""
+
+
+class WrongError(AssertionError):
+    """The package accepted what it must not, or raised where it must not."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was true after an update on a rank."""
+
+    update: int
+    weights: dict[str, Tensor]
+    rows: list[list[int]]  # of each microbatch of this rank
+    world: tuple[int, int]  # rank and size
+    updated: bool
+    updates: int
+    samples: int
+    epoch: int
+    progress: float
+    lr_factor: float
+
+
+@dataclass
+class FailingRule:
+    """A rule that raises once, when `armed`."""
+
+    rule: Any
+    armed: bool = False
+
+    def __repr__(self) -> str:
+        return f"FailingRule({self.rule})"
+
+    @property
+    def needs_noise(self) -> bool:
+        return bool(getattr(self.rule, "needs_noise", False))
+
+    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+        if self.armed:
+            self.armed = False
+            raise PlantedError("rule")
+        scaling: vbs.Scaling = self.rule(update)
+        return scaling
+
+
+class ReadAhead:
+    """A loader that reads a few microbatches ahead, as one with workers does."""
+
+    def __init__(self, sampler: vbs.CustomSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return read_ahead(self.sampler, 4)
+
+
+class Rank:
+    """The objects of a user's script on one rank, for one segment of a case."""
+
+    def __init__(self, case: Case, segment: Segment, start: int, state: State | None, backend: Backend) -> None:
+        self.case, self.segment, self.start, self.backend = case, segment, start, backend
+        self.model = Net(case.parts, torch.Generator().manual_seed(case.seed)).to(case.dtype)
+        self.data = Data(case.seed, case.dataset_size, case.poisoned, case.dtype)
+        self.records: list[Record] = []
+        self.open_rows: list[list[int]] = []  # of the microbatches of the step under way
+        self.epoch: int | None = None  # the last one that was set
+        self.events = [event for event in case.events if start <= event.update < segment.end]
+        self.faulty: list[FailingRule] = []
+        self.inner = self.create_inner()
+        self.sampler = self.create_sampler()
+        self.optimizer = self.create_optimizer()
+        self.loader = self.create_loader()
+        self.saved: dict[int, State] = {}
+        self.fault: Event | None = None
+        self.final: State = {}  # after the last update
+        self.misuse = False  # whether a RuntimeError of step() is the answer to a wrong loop
+        if state is not None:
+            self.load(state)
+            rank = backend.world.rank
+            if state["loaders"] is not None:
+                self.loader.load_state_dict(copy.deepcopy(state["loaders"][rank]))
+
+    # The objects. -------------------------------------------------------------------------------------------------
+
+    def create_inner(self) -> torch.optim.Optimizer:
+        named = dict(self.model.named_parameters())
+        groups = [
+            {"params": [named[name] for name in names], **hyperparameters}
+            for names, hyperparameters in zip(
+                parameter_groups(self.model, len(self.case.groups)), self.case.groups, strict=True
+            )
+        ]
+        inner: torch.optim.Optimizer = getattr(torch.optim, self.case.optimizer)(groups, lr=0.5)
+        return inner
+
+    def create_sampler(self) -> vbs.CustomSampler:
+        case, world = self.case, self.backend.world
+        return vbs.CustomSampler(
+            case.dataset_size,
+            case.trace.argument(),
+            world.size,
+            world.rank,
+            self.segment.minibatch_size,
+            case.sampler_seed,
+            shuffle=case.shuffle,
+            drop_last=case.drop_last,
+            on_end=case.trace.on_end if case.trace.kind == "list" else None,  # type: ignore[arg-type]
+            fixed_shape=self.segment.fixed_shape,
+            epochs=case.epochs,
+        )
+
+    def create_optimizer(self) -> vbs.CustomOptimizer:
+        case = self.case
+        faulty = any(event.kind == "fault" and event.detail.startswith("rule") for event in self.events)
+        rules = [self.create_rule(rule, faulty) for rule in case.rules]
+        options: dict[str, Any] = {"find_unused_parameters": True} if case.find_unused else {}
+        options |= {"accumulation": "buffered"} if case.buffered else {}
+        return vbs.CustomOptimizer(
+            self.inner,
+            self.sampler,
+            case.ref_batchsize,
+            rule=rules if len(rules) > 1 else rules[0],
+            noise=case.noise,  # type: ignore[arg-type]
+            reduction=case.reduction,  # type: ignore[arg-type]
+            max_grad_norm=case.max_grad_norm,
+            backend=self.backend,
+            **options,
+        )
+
+    def create_rule(self, rule: RuleCase, faulty: bool) -> Any:
+        if rule.by_name and not faulty:
+            return rule.name
+        created: Any = vbs.RULES[rule.name](**({"warmup_updates": rule.warmup} if rule.name == "legw" else {}))
+        created = vbs.ConstantTimescale(created) if rule.timescale else created
+        if faulty:
+            created = FailingRule(created)
+            self.faulty.append(created)
+        return created
+
+    def create_loader(self) -> Any:
+        kind, dataset = self.segment.loader, range(self.case.dataset_size)
+        if kind == "sampler":
+            return self.sampler
+        if kind == "ahead":
+            return ReadAhead(self.sampler)
+        if kind == "stateful":
+            return StatefulDataLoader(dataset, batch_sampler=self.sampler)
+        return DataLoader(dataset, batch_sampler=self.sampler, num_workers=int(kind == "workers"))  # type: ignore[arg-type]
+
+    # The state. ---------------------------------------------------------------------------------------------------
+
+    def save(self) -> State:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy(state) | {"loaders": None}
+
+    def load(self, state: State) -> None:
+        """Load weights and optimizer; the sampler follows."""
+        self.model.load_state_dict(copy.deepcopy(state["model"]))
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.open_rows, self.epoch = [], None
+
+    # The loop. ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> State:
+        while (update := self.optimizer.updates) < self.segment.end:
+            before = len(self.records), len(self.events), self.misuse, self.fault
+            if self.epoch != (epoch := self.case.updates[update].epoch):
+                self.set_epoch(epoch)
+            for batch in self.loader:
+                if self.iterates_anew(batch) or self.optimizer.updates >= self.segment.end:
+                    break
+            if (len(self.records), len(self.events), self.misuse, self.fault) == before:
+                raise WrongError(f"the loader yields no update, but {update} of {len(self.case.updates)} are committed")
+        if self.events:
+            raise WrongError(f"the search is wrong: {self.events} did not happen")
+        state = self.save()
+        if self.segment.loader == "stateful":
+            state["loaders"] = copy.deepcopy(self.loader.state_dict())
+        return state
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        both = self.sampler.set_epoch, self.optimizer.set_epoch
+        for set_epoch in reversed(both) if self.case.optimizer_first else both:
+            set_epoch(epoch)
+
+    def iterates_anew(self, batch: Sequence[int] | Tensor) -> bool:
+        """Train on a microbatch; return whether the loop has to iterate over the loader again."""
+        rows = batch.tolist() if isinstance(batch, Tensor) else list(batch)
+        update = self.optimizer.updates
+        while event := self.due_event():
+            if self.handle(event):
+                return True
+        try:
+            updated = self.take(rows, update)
+        except RuntimeError:
+            if not self.misuse:
+                raise
+            self.misuse = False
+            self.discard()
+            return True
+        except PlantedError:
+            self.repair(rows)
+            return True
+        self.open_rows.append(rows)
+        if self.optimizer.updates > update:
+            self.commit(update, updated)
+        elif updated:
+            raise WrongError("step() returned True in the middle of a step")
+        if self.case.zero_grad == "after":
+            self.optimizer.zero_grad()
+        return False
+
+    def take(self, rows: list[int], update: int) -> bool:
+        """Train on a microbatch, as a user's loop does."""
+        if not self.case.host_dropout:
+            seed_masks(self.model, self.case.seed, update, rows[0])
+        elif not self.open_rows:
+            seed_masks(self.model, self.case.seed, update, None)
+        if self.case.zero_grad == "before":
+            self.optimizer.zero_grad()
+        self.model.update = update
+        self.backward(rows)
+        if self.multiplied_due(update):
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return self.optimizer.step()
+
+    def backward(self, rows: list[int]) -> None:
+        loss = self.data.loss(self.model, rows, self.case.reduction)
+        (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
+
+    def commit(self, update: int, updated: bool) -> None:
+        """Record an update, and let the user's schedule change lr."""
+        optimizer, world = self.optimizer, self.backend.world
+        self.check_hyperparameters(update)
+        self.misuse = False
+        self.records.append(
+            Record(
+                update=update,
+                weights={name: parameter.detach().clone() for name, parameter in self.model.named_parameters()},
+                rows=self.open_rows,
+                world=(world.rank, world.size),
+                updated=updated,
+                updates=optimizer.updates,
+                samples=optimizer.samples,
+                epoch=optimizer.epoch,
+                progress=optimizer.progress,
+                lr_factor=optimizer.lr_factor(),
+            )
+        )
+        self.open_rows = []
+        for group, reference in zip(optimizer.param_groups, self.case.groups, strict=True):
+            group["lr"] = reference["lr"] * self.case.decay ** (update + 1)
+
+    def check_hyperparameters(self, update: int) -> None:
+        """Between updates every hyperparameter has the user's value."""
+        for group, reference in zip(self.optimizer.param_groups, self.case.groups, strict=True):
+            wanted = {**reference, "lr": reference["lr"] * self.case.decay**update}
+            if found := {name: group[name] for name in wanted if group[name] != wanted[name]}:
+                raise WrongError(f"after update {update} the hyperparameters are {found}, and not {wanted}")
+
+    def discard(self) -> None:
+        self.optimizer.discard_step()
+        self.open_rows = []
+
+    # The events. --------------------------------------------------------------------------------------------------
+
+    def due_event(self) -> Event | None:
+        """Take the next event that is due before the microbatch at hand."""
+        update, last = self.optimizer.updates, self.optimizer.microbatch.ends_step
+        for target in {event.target for event in self.events if event.kind == "rollback"} | {self.start}:
+            if target == update and not self.open_rows and target not in self.saved:
+                self.saved[target] = self.save()
+        for event in self.events:
+            received = len(self.open_rows)
+            if event.update == update and (received == event.after or (last and received <= event.after)):
+                if event.detail == "multiplied":
+                    continue
+                self.events.remove(event)
+                return event
+        return None
+
+    def multiplied_due(self, update: int) -> bool:
+        for event in self.events:
+            if event.detail == "multiplied" and event.update == update:
+                self.events.remove(event)
+                self.misuse = True
+                return True
+        return False
+
+    def handle(self, event: Event) -> bool:
+        """Let an event happen; return whether the loop has to iterate over the loader again."""
+        result = getattr(self, f"on_{event.kind}")(event)
+        return bool(result)
+
+    def on_stray_backward(self, event: Event) -> bool:
+        """A backward() that is for no microbatch, and zero_grad(): no effect, or an error where it cannot be undone."""
+        self.model.update = 0
+        self.model.eval()
+        self.model(torch.ones(3, FEATURES, dtype=self.case.dtype)).sum().backward()
+        self.model.train()
+        try:
+            self.optimizer.zero_grad()
+        except RuntimeError:
+            if not self.open_rows or self.case.buffered or self.case.measures_noise:
+                raise
+            self.discard()
+            return True
+        return False
+
+    def on_discard(self, event: Event) -> bool:
+        self.discard()
+        return True
+
+    def on_set_epoch(self, event: Event) -> bool:
+        self.set_epoch(self.case.updates[self.optimizer.updates].epoch)
+        self.open_rows = []
+        return True
+
+    def on_finished_epoch(self, event: Event) -> bool:
+        epoch = self.case.updates[self.optimizer.updates].epoch - 1
+        target: Any = self.optimizer if event.detail == "optimizer" else self.sampler
+        self.must_raise(lambda: target.set_epoch(epoch), f"{event.detail}.set_epoch({epoch}) after that epoch")
+        self.discard()  # a loop that continues after the error iterates anew
+        return True
+
+    def on_save_inside(self, event: Event) -> None:
+        if self.open_rows:
+            self.must_raise(self.optimizer.state_dict, "state_dict() inside a step")
+
+    def on_rollback(self, event: Event) -> bool:
+        self.load(self.saved[event.target if event.target in self.saved else self.start])
+        return True
+
+    def on_fault(self, event: Event) -> None:
+        self.fault = event
+        where = event.detail.split()[0]
+        if where == "rule":
+            self.faulty[-1].armed = True
+            return
+
+        def fail(*_: object) -> None:
+            handle.remove()
+            raise PlantedError(where)
+
+        register: Any = getattr(self.inner, f"register_step_{where}")
+        handle = register(fail)
+
+    def repair(self, rows: list[int]) -> None:
+        """After an exception inside step(), discard the step if the inner step had not begun, else restore."""
+        if self.fault is None:
+            raise WrongError("an exception without a fault")
+        (where, how), self.fault = self.fault.detail.split(), None
+        self.check_hyperparameters(self.optimizer.updates)
+        self.must_raise(self.optimizer.state_dict, "state_dict() after an exception inside step()")
+        self.backward(rows)
+        self.must_raise(self.optimizer.step, "step() after an exception inside step()")
+        if where == "post_hook":
+            self.must_raise(self.optimizer.discard_step, "discard_step() after an exception of the inner step")
+        if how == "discard" and where == "rule":
+            self.discard()
+            return
+        self.load(self.saved[max(self.saved)])
+
+    def on_misuse(self, event: Event) -> bool:
+        """Do what a user must not do: it raises at once or by the end of the step, or has no effect."""
+        if event.detail == "no_backward":
+            if self.optimizer.microbatch.samples == 0:
+                return False  # a replay may have no gradients
+            self.must_raise(self.optimizer.step, "step() without a backward()")
+            self.discard()
+            return True
+        if self.open_rows:
+            self.misuse = True
+            self.model.zero_grad(set_to_none=event.detail == "cleared")
+        return False
+
+    def must_raise(self, call: Any, what: str) -> None:
+        try:
+            call()
+        except RuntimeError:
+            return
+        raise WrongError(f"{what} must raise RuntimeError, but it returned")
+
+
+def through_file(state: State) -> State:
+    """The state as it comes back from a file that holds data only."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: State = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+def loaders_of(states: Iterable[State], before: Segment, after: Segment, case: Case) -> list[Any] | None:
+    """The states of the loaders, if the next segment can restore them: in the middle of an epoch, the same split."""
+    same = (before.loader, before.world, before.minibatch_size) == (after.loader, after.world, after.minibatch_size)
+    inside = 0 < before.end < len(case.updates) and not case.updates[before.end - 1].ends_epoch
+    if before.loader != "stateful" or not same or not inside or before.fixed_shape != after.fixed_shape:
+        return None
+    return [state["loaders"] for state in states]
