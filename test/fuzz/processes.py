@@ -29,6 +29,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="Skipped an update", category=RuntimeWarning)
+    warnings.filterwarnings("ignore", message="AdaScale's gain is meant for SGD", category=UserWarning)
     warnings.filterwarnings("ignore", message="The gradient noise could not be estimated", category=UserWarning)
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
 

@@ -8,6 +8,7 @@ from fuzz.search import run_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Skipped an update:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:AdaScale's gain is meant for SGD:UserWarning"),
     pytest.mark.filterwarnings("ignore:The gradient noise could not be estimated:UserWarning"),
 ]
 

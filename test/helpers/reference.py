@@ -260,7 +260,7 @@ def twin(
     factors: Callable[[Update], vbs.Scaling] | None = None,
     inner: type[torch.optim.Optimizer] | None = None,
     minibatch_size: int = 4,
-    fixed_shape: bool = True,
+    fixed_shape: bool = False,
     taken: list[vbs.Scaling] | None = None,
     **hyperparameters: Any,
 ) -> list[Array]:

@@ -6,17 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def split_sizes(batch_size: int, minibatch_size: int, fixed_shape: bool = True) -> list[int]:
+def split_sizes(batch_size: int, minibatch_size: int, fixed_shape: bool = False) -> list[int]:
     """The samples of each microbatch of a step, in the order of their numbers."""
+    if not fixed_shape:
+        return [len(part) for part in np.array_split(np.arange(batch_size), -(-batch_size // minibatch_size))][::-1]
     full, remainder = divmod(batch_size, minibatch_size)
-    partial = [] if fixed_shape or not remainder else [remainder]
-    while fixed_shape and remainder:
+    partial = []
+    while remainder:
         partial.append(max(d for d in range(1, remainder + 1) if minibatch_size % d == 0))
         remainder -= partial[-1]
     return partial[::-1] + [minibatch_size] * full
 
 
-def split_batch(batch: NDArray[np.int64], minibatch_size: int, fixed_shape: bool = True) -> list[NDArray[np.int64]]:
+def split_batch(batch: NDArray[np.int64], minibatch_size: int, fixed_shape: bool = False) -> list[NDArray[np.int64]]:
     """The microbatches of a batch of samples."""
     return np.split(batch, np.cumsum(split_sizes(len(batch), minibatch_size, fixed_shape))[:-1])
 

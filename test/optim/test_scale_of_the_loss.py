@@ -112,9 +112,7 @@ def test_fifty_updates_without_an_estimate_warn_once() -> None:
 def test_adascale_around_adam_warns_and_names_adamscale(kind: Any) -> None:
     model = network()
     sampler = vbs.CustomSampler(50, list(SIZES), 1, 0, on_end="hold")
-    with pytest.warns(
-        UserWarning, match=r"around \w*(Adam|RMSprop).*AdamScale"
-    ):
+    with pytest.warns(UserWarning, match=r"around \w*(Adam|RMSprop).*AdamScale"):
         vbs.AdaScaleOptimizer(kind(model.parameters()), sampler, 8)
     with pytest.warns(UserWarning, match="use AdamScaleOptimizer"):
         vbs.CustomOptimizer(kind(model.parameters()), sampler, 8, rule="adascale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 
@@ -15,20 +16,27 @@ from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
 
 
-def detect(parameters: Iterable[Tensor]) -> Backend:
+def detect(parameters: Iterable[Tensor], world: World | None = None) -> Backend:
     """Return the backend that fits the parameters and the process.
 
     Args:
         parameters: parameters of the model.
+        world: the world that a sampler deals for, if it is known.
 
     Returns:
         `XlaBackend` if any parameter is on an XLA device; otherwise `DistributedBackend` if a default process group is
         initialized; otherwise `LocalBackend`.
+
+    Raises:
+        RuntimeError: if a launcher has started several processes, `torch.distributed` is not initialized, and no world
+            is given.
     """
     if any(parameter.device.type == "xla" for parameter in parameters):
         return XlaBackend()
     if dist.is_available() and dist.is_initialized():
         return DistributedBackend()
+    if world is None:
+        _check_not_launched()
     return LocalBackend()
 
 
@@ -36,9 +44,31 @@ def current_world() -> World:
     """Return the world of the current thread: from `torch.distributed` if initialized, otherwise from PyTorch/XLA.
 
     PyTorch/XLA is asked only if torch_xla has been imported. Without either, it is a world of one rank.
+
+    Raises:
+        RuntimeError: if a launcher has started several processes, but there is neither.
     """
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     if "torch_xla" in sys.modules:
         return XlaBackend().world
+    _check_not_launched()
     return World()
+
+
+def runs_on_xla() -> bool:
+    """Return whether PyTorch/XLA defines the world: torch_xla is imported, and no other process group is initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return str(dist.get_backend()) == "xla"
+    return "torch_xla" in sys.modules
+
+
+def _check_not_launched() -> None:
+    """Raise RuntimeError if torchrun has started several processes, which would train separate copies."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        raise RuntimeError(
+            f"several processes need torch.distributed, but WORLD_SIZE is {size} and it is not initialized: each would "
+            f"train a copy of its own; call torch.distributed.init_process_group() first, or pass num_replicas and rank "
+            f"to the sampler"
+        )

@@ -105,7 +105,8 @@ class Clock:
         self._committed, self._just_loaded = (self.epoch, self.step), False
 
     def follow(self, other: Clock) -> None:
-        """Take the position of another clock on the same plan."""
+        """Take the plan and the position of another clock."""
+        self.plan = other.plan
         self.epoch, self.step, self.samples = other.epoch, other.step, other.samples
         self._committed, self._just_loaded = other._committed, other._just_loaded
 

@@ -22,14 +22,14 @@ class Deal:
         ends: number of microbatches that this rank has computed at the end of each step.
         counts: number of microbatches of each step over all ranks.
         starts: position of the first sample of each step in the order of the epoch.
-        remainders: samples of each step that do not fill a microbatch.
+        sizes: samples of each step.
     """
 
     first_step: int
     ends: IntArray  # (steps,)
     counts: IntArray  # (steps,)
     starts: IntArray  # (steps,)
-    remainders: IntArray  # (steps,)
+    sizes: IntArray  # (steps,)
     world: World
     minibatch_size: int
     fixed_shape: bool
@@ -60,8 +60,20 @@ class Deal:
             Two arrays, (microbatches,).
         """
         number = (self.world.rank + round_index * self.world.size) % self.counts[index]  # (microbatches,)
-        remainders, which = np.unique(self.remainders[index], return_inverse=True)  # (splits,), (microbatches,)
-        splits = [partial_sizes(int(remainder), self.minibatch_size, self.fixed_shape) for remainder in remainders]
+        start, size = self._fixed(index, number) if self.fixed_shape else self._balanced(index, number)
+        return self.starts[index] + start, size
+
+    def _balanced(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the first sample in the step and the size of microbatches that differ by at most one sample."""
+        small, larger = np.divmod(self.sizes[index], self.counts[index])  # (microbatches,) each
+        after = np.maximum(number - (self.counts[index] - larger), 0)  # larger microbatches before this one
+        return number * small + after, small + (number >= self.counts[index] - larger)
+
+    def _fixed(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the first sample in the step and the size of microbatches, of which the partial ones come first."""
+        in_partial = self.sizes[index] % self.minibatch_size
+        remainders, which = np.unique(in_partial, return_inverse=True)  # (splits,), (microbatches,)
+        splits = [partial_sizes(int(remainder), self.minibatch_size) for remainder in remainders]
         lengths = np.array([len(split) for split in splits], dtype=np.int64)  # (splits,)
         # All splits one after another, each with an end mark, so that every lookup below stays inside its own split.
         sizes = np.array([size for split in splits for size in (*split, 0)], dtype=np.int64)  # (entries,)
@@ -70,8 +82,7 @@ class Deal:
         entry = row + np.minimum(number, lengths[which])  # (microbatches,)
         full = np.maximum(number - lengths[which], 0)  # (microbatches,): full microbatches before this one
         size = np.where(number < lengths[which], sizes[entry], self.minibatch_size)  # (microbatches,)
-        start = before[entry] - before[row] + full * self.minibatch_size  # (microbatches,)
-        return self.starts[index] + start, size
+        return before[entry] - before[row] + full * self.minibatch_size, size
 
     def positions(self, start: IntArray, size: IntArray) -> IntArray:
         """Return the rows of microbatches as positions in the order of the epoch.

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import MAX_INT, check_int
+from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.backend import detect
+from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.microbatching import microbatch_counts
 
+FloatArray: TypeAlias = NDArray[np.float64]
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 # Messages of exhausted memory that come without an OutOfMemoryError: from the CPU, C++, cuBLAS, cuDNN and XLA.
@@ -36,36 +39,52 @@ class Fit(NamedTuple):
     microbatches: int
 
 
-def fit(global_batch_size: int, max_minibatch_size: int, world_size: int) -> Fit:
+def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fixed_shape: bool | None = None) -> Fit:
     """Return the microbatch size, up to what memory holds, with which a step of this batch takes the fewest rounds.
 
     Ties are broken by the fewest rows computed beyond the batch, including the replays of ranks without a share, so
     that a small batch is spread over the ranks; then by the smallest microbatch, whose rounds are the shortest. If B
-    samples are split into c microbatches of m rows, for W ranks, the three criteria are ceil(c / W), m max(c, W) - B
-    and m.
+    samples are split into c microbatches, for W ranks, the first criterion is ceil(c / W). With a fixed shape of m rows
+    the second one is m max(c, W) - B.
 
     Args:
         global_batch_size: B, samples of a step.
         max_minibatch_size: rows that fit into the memory of a device, see `find_minibatch_size`. All sizes up to it are
             compared (4096 sizes take about a millisecond).
         world_size: W, number of ranks.
+        fixed_shape: as for `CustomSampler`. Default: whether this process trains with PyTorch/XLA.
 
     Raises:
         TypeError: if an argument is not an integer.
         ValueError: if an argument is not in [1, 2**53].
 
-    >>> fit(200, max_minibatch_size=48, world_size=3)
+    >>> fit(200, max_minibatch_size=48, world_size=3, fixed_shape=True)
     Fit(minibatch_size=40, rounds=2, microbatches=5)
+    >>> fit(200, max_minibatch_size=48, world_size=3, fixed_shape=False)
+    Fit(minibatch_size=34, rounds=2, microbatches=6)
     """
     batch = check_int(global_batch_size, "global_batch_size", 1, MAX_INT)
     largest = check_int(max_minibatch_size, "max_minibatch_size", 1, MAX_INT)
     world = check_int(world_size, "world_size", 1, MAX_INT)
-    counts = microbatch_counts(batch, min(largest, batch))  # (sizes,); a size beyond the batch only adds rows
+    fixed = runs_on_xla() if fixed_shape is None else fixed_shape
+    counts = microbatch_counts(
+        batch, min(largest, batch), fixed_shape=fixed
+    )  # (sizes,); beyond the batch are only rows
     rounds = -(-counts // world)  # (sizes,)
     sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,)
-    rows = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), in float64, which does not overflow
+    found = counts[sizes - 1]  # (candidates,)
+    # (candidates,), in float64, which does not overflow
+    rows = sizes * np.maximum(found, float(world)) if fixed else _replayed(batch, found, world)
     size = int(sizes[rows.argmin()])  # the smallest one of several
     return Fit(size, int(rounds[size - 1]), int(counts[size - 1]))
+
+
+def _replayed(batch: int, counts: IntArray, world: int) -> FloatArray:
+    """Return the rows of the replays if a batch is split into `counts` microbatches of nearly equal size, (sizes,)."""
+    times, rest = np.divmod(np.maximum(world - counts, 0), counts)  # whole steps that are replayed, and microbatches
+    small, larger = np.divmod(batch, counts)
+    rows: FloatArray = times * float(batch) + rest * small + np.maximum(rest - (counts - larger), 0)
+    return rows
 
 
 def find_minibatch_size(

@@ -1,4 +1,8 @@
-"""How a batch is split into microbatches: full ones, and a remainder in partial ones. Pure functions of numbers."""
+"""How a batch is split into microbatches. Pure functions of numbers.
+
+With a fixed shape, a batch is split into full microbatches and a remainder in partial ones, whose samples are repeated.
+Otherwise the microbatches have sizes that differ by at most one, so that no normalization layer sees a single sample.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +39,19 @@ class Microbatch:
 
 
 @lru_cache(maxsize=1024)
-def partial_sizes(remainder: int, minibatch_size: int, fixed_shape: bool = True) -> tuple[int, ...]:
-    """Return the sizes of the partial microbatches of a remainder, in samples, in ascending order.
+def partial_sizes(remainder: int, minibatch_size: int) -> tuple[int, ...]:
+    """Return the sizes of the partial microbatches of a remainder with a fixed shape, in samples, in ascending order.
 
-    With `fixed_shape` every size divides `minibatch_size`, so that repeated samples fill the rows evenly; divisors are
-    taken greedily, the largest first. Otherwise there is one partial microbatch.
+    Every size divides `minibatch_size`, so that repeated samples fill the rows evenly; divisors are taken greedily, the
+    largest first.
 
     Args:
         remainder: samples of a step that do not fill a microbatch, 0 <= remainder < minibatch_size.
         minibatch_size: rows of a microbatch.
-        fixed_shape: whether every microbatch has `minibatch_size` rows.
 
     >>> partial_sizes(27, 32)
     (1, 2, 8, 16)
-    >>> partial_sizes(27, 32, fixed_shape=False)
-    (27,)
     """
-    if not fixed_shape:
-        return (remainder,) if remainder else ()
     sizes: list[int] = []
     for divisor in divisors(minibatch_size):
         times, remainder = divmod(remainder, divisor)
@@ -60,17 +59,68 @@ def partial_sizes(remainder: int, minibatch_size: int, fixed_shape: bool = True)
     return tuple(reversed(sizes))
 
 
-@lru_cache(maxsize=4)  # `fit` may try several world sizes for one batch size
-def microbatch_counts(batch_size: int, max_minibatch_size: int) -> IntArray:
-    """Return the number of microbatches of a step for minibatch_size = 1, 2, ..., `max_minibatch_size`, fixed shape.
+@final
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The sizes of a step's microbatches, in samples and in their order: those in `small`, then `count` of `size`."""
 
-    The same as `batch_size // m + len(partial_sizes(batch_size % m, m))` for every m, a full microbatch being the
-    largest divisor, but for all m together. The divisors of each m come in descending order: m / 1, m / 2, ... in one
+    small: tuple[int, ...]
+    size: int
+    count: int
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches."""
+        return len(self.small) + self.count
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the position of the first sample of a microbatch in the step, and its size.
+
+        >>> Cut(small=(1, 2), size=4, count=3).locate(3)
+        (7, 4)
+        """
+        if number < len(self.small):
+            return sum(self.small[:number]), self.small[number]
+        return sum(self.small) + (number - len(self.small)) * self.size, self.size
+
+
+def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool) -> Cut:
+    """Return how a step is split into microbatches.
+
+    With a fixed shape: `partial_sizes` of the remainder, then full microbatches. Otherwise ceil(B / m) microbatches
+    whose sizes differ by at most one, the smaller ones first; for m >= 3 none has a single sample unless B = 1.
+
+    Args:
+        batch_size: B, samples of the step.
+        minibatch_size: m, maximum number of rows of a microbatch.
+        fixed_shape: whether every microbatch has `minibatch_size` rows.
+
+    >>> cut(33, 32, fixed_shape=False)
+    Cut(small=(16,), size=17, count=1)
+    """
+    if fixed_shape:
+        full, remainder = divmod(batch_size, minibatch_size)
+        return Cut(partial_sizes(remainder, minibatch_size), minibatch_size, full)
+    microbatches = -(-batch_size // minibatch_size)
+    size, larger = divmod(batch_size, microbatches)
+    if larger == 0:
+        return Cut((), size, microbatches)
+    return Cut((size,) * (microbatches - larger), size + 1, larger)
+
+
+@lru_cache(maxsize=4)  # `fit` may try several world sizes for one batch size
+def microbatch_counts(batch_size: int, max_minibatch_size: int, *, fixed_shape: bool) -> IntArray:
+    """Return the number of microbatches of a step for minibatch_size = 1, 2, ..., `max_minibatch_size`.
+
+    The same as `cut(batch_size, m, ...).microbatches` for every m, but for all m together. With a fixed shape a full
+    microbatch is the largest divisor. The divisors of each m come in descending order: m / 1, m / 2, ... in one
     pass a quotient, and the remaining ones in one pass a divisor.
 
     Returns:
         (max_minibatch_size,), read-only.
     """
+    if not fixed_shape:
+        return -(-batch_size // np.arange(1, max_minibatch_size + 1))
     left = np.full(max_minibatch_size + 1, batch_size)  # (sizes,): samples not yet in a microbatch, by minibatch_size
     found = np.zeros(max_minibatch_size + 1, dtype=np.int64)  # (sizes,): microbatches
 

@@ -12,9 +12,9 @@ from typing import final
 
 import numpy as np
 
-from variable_batch_size._validation import check_int
+from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.data.deal import Deal
-from variable_batch_size.data.microbatching import Microbatch, partial_sizes
+from variable_batch_size.data.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 
@@ -46,22 +46,19 @@ class Epoch:
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update: `batch_size` samples from position `start` of the epoch's order, and their split into microbatches.
-
-    The partial microbatches, of `partial_sizes` samples, come first; full ones of `minibatch_size` samples follow.
-    """
+    """One update: `batch_size` samples from position `start` of the epoch's order, and their split into microbatches."""
 
     number: int
     batch_size: int
     start: int
     minibatch_size: int
-    partial_sizes: tuple[int, ...]
+    cut: Cut
     fixed_shape: bool
 
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of the update over all ranks, without replays."""
-        return len(self.partial_sizes) + self.batch_size // self.minibatch_size
+        return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
         """Return how many microbatches this rank computes: its share, or one replay if it has none."""
@@ -70,17 +67,11 @@ class Step:
     def microbatch(self, round_index: int, world: World) -> Microbatch:
         """Return this rank's microbatch of a round: number `rank + round_index * size` of the step."""
         number = world.rank + round_index * world.size
-        replay = number >= self.num_microbatches
-        number %= self.num_microbatches
-        partial = len(self.partial_sizes)
-        if number < partial:
-            size, start = self.partial_sizes[number], sum(self.partial_sizes[:number])
-        else:
-            size, start = self.minibatch_size, sum(self.partial_sizes) + (number - partial) * self.minibatch_size
+        start, size = self.cut.locate(number % self.num_microbatches)
         return Microbatch(
             step=self.number,
             batch_size=self.batch_size,
-            samples=0 if replay else size,
+            samples=0 if number >= self.num_microbatches else size,
             rows=self.minibatch_size if self.fixed_shape else size,
             start=self.start + start,
             ends_step=round_index == self.rounds(world) - 1,
@@ -161,7 +152,7 @@ class Plan:
         """Return update `number` of the trace, which lies in `epoch`."""
         start = self.trace.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
-        sizes = partial_sizes(batch_size % self.minibatch_size, self.minibatch_size, self.fixed_shape)
+        sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape)
         return Step(number, batch_size, start, self.minibatch_size, sizes, self.fixed_shape)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
@@ -174,15 +165,20 @@ class Plan:
         start = self.trace.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
-        full, remainders = np.divmod(ends - starts, self.minibatch_size)
-        used, which = np.unique(remainders, return_inverse=True)  # (splits,), (steps,)
-        partial = np.array(
-            [len(partial_sizes(int(r), self.minibatch_size, self.fixed_shape)) for r in used]
-        )  # (splits,)
-        counts = full + partial[which]
+        sizes = ends - starts
+        counts = self._microbatches(sizes)
         rounds = np.maximum(1, -(-(counts - world.rank) // world.size))
-        size, fixed = self.minibatch_size, self.fixed_shape
-        return Deal(first_step, np.cumsum(rounds), counts, starts, remainders, world, size, fixed)
+        return Deal(first_step, np.cumsum(rounds), counts, starts, sizes, world, self.minibatch_size, self.fixed_shape)
+
+    def _microbatches(self, batch_sizes: IntArray) -> IntArray:
+        """Return the number of microbatches of steps of these sizes, (steps,)."""
+        if not self.fixed_shape:
+            return -(-batch_sizes // self.minibatch_size)
+        full, remainders = np.divmod(batch_sizes, self.minibatch_size)
+        used, which = np.unique(remainders, return_inverse=True)  # (splits,), (steps,)
+        partial = np.array([len(partial_sizes(int(r), self.minibatch_size)) for r in used])  # (splits,)
+        counts: IntArray = full + partial[which]
+        return counts
 
     def count(self, epoch: Epoch, first_step: int, world: World) -> int:
         """Return how many microbatches this rank computes from `first_step` to the end of `epoch`."""

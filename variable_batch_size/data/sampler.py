@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import replace
 from typing import Any, final
 
 from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend import current_world
+from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
@@ -25,10 +27,11 @@ class CustomSampler(Sampler[list[int]]):
     """A batch sampler that deals one rank its microbatches of every update.
 
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
-    `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch, of
-    `minibatch_size` rows: a step of B samples is split into full microbatches and partial ones whose sizes divide
-    `minibatch_size`, in which each sample is repeated, so that the mean loss over the rows is the mean over the
-    samples. A rank without a share in a step replays one of its microbatches, which `CustomOptimizer` weighs with 0.
+    `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch. A step of B
+    samples is split into ceil(B / `minibatch_size`) microbatches whose sizes differ by at most one; or, with a fixed
+    shape, into full ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so that
+    the mean loss over the rows is the mean over the samples. A rank without a share in a step replays one of its
+    microbatches, which `CustomOptimizer` weighs with 0.
 
     Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
     microbatches.
@@ -39,20 +42,24 @@ class CustomSampler(Sampler[list[int]]):
             batch sizes, in samples.
         num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
-        minibatch_size: rows of a microbatch.
+        minibatch_size: maximum number of rows of a microbatch.
         seed: seed of the shuffle, the same on every rank; 0 <= seed < 2**64.
         shuffle: whether the order of an epoch is a permutation drawn by (seed, epoch), or that of the dataset.
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one; otherwise it
             is shortened.
         on_end: what follows the last step of the trace: "error", "hold" or "cycle". Default: what the trace says.
-        fixed_shape: whether every microbatch has exactly `minibatch_size` rows; otherwise the remainder of a step is
-            one smaller microbatch, which is cheaper on devices where a new shape compiles nothing.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, so that XLA compiles one graph. Default:
+            whether this process trains with PyTorch/XLA, that is, torch_xla is imported and no process group of
+            another backend is initialized. A restored state brings its own, because the noise and normalization layers
+            depend on it.
         epochs: number of epochs that will be trained, if known; a trace that is too short then raises now.
 
     Raises:
         TypeError: if a number is not an integer, or `trace` has another type.
         ValueError: if a number is out of range, only one of `num_replicas` and `rank` is given, a batch size of the
             trace exceeds the dataset, or the trace is too short.
+        RuntimeError: if neither is given, and a launcher has started several processes without an initialized
+            `torch.distributed`.
 
     >>> sampler = CustomSampler(6, trace=4, num_replicas=1, rank=0, minibatch_size=2, shuffle=False)
     >>> list(sampler)
@@ -71,7 +78,7 @@ class CustomSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
         on_end: OnEnd | None = None,
-        fixed_shape: bool = True,
+        fixed_shape: bool | None = None,
         epochs: int | None = None,
     ) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ class CustomSampler(Sampler[list[int]]):
             dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
-            fixed_shape=fixed_shape,
+            fixed_shape=runs_on_xla() if fixed_shape is None else bool(fixed_shape),
         )
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
@@ -105,8 +112,9 @@ class CustomSampler(Sampler[list[int]]):
             RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
                 of that epoch are committed.
         """
-        self._check_stepped()
         before = self.clock.position
+        if epoch != before.epoch:  # otherwise the next iteration yields again what did not reach step()
+            self._check_stepped()
         self.clock.set_epoch(epoch)
         if self.clock.position != before:
             self.iteration = None  # it was checked, and is not of this epoch
@@ -142,6 +150,17 @@ class CustomSampler(Sampler[list[int]]):
             "trace": self.plan.trace.fingerprint,
         }
 
+    def cut(self) -> dict[str, bool]:
+        """Return what a restored state brings: how a step is split into microbatches."""
+        return {"fixed_shape": self.plan.fixed_shape}
+
+    def adopt_cut(self, state: dict[str, Any]) -> Plan:
+        """Split steps as in the run that saved a state, from now on; return the plan."""
+        fixed_shape = bool(state.get("fixed_shape", self.plan.fixed_shape))
+        if fixed_shape != self.plan.fixed_shape:
+            self.plan = self.clock.plan = replace(self.plan, fixed_shape=fixed_shape)
+        return self.plan
+
     def check_fingerprint(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same samples.
 
@@ -158,7 +177,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the committed position and the fingerprint: plain numbers, without rank, world or prefetched items."""
-        return {**self.clock.state_dict(), **self.fingerprint()}
+        return {**self.clock.state_dict(), **self.fingerprint(), **self.cut()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Move to a saved position, unless an optimizer's clock already defines the position.
@@ -169,6 +188,7 @@ class CustomSampler(Sampler[list[int]]):
         if strict:
             self.check_fingerprint(state_dict)
         if not self._followed:
+            self.adopt_cut(state_dict)
             self.clock.load_state_dict(state_dict)
         self.iteration = None
 

@@ -12,6 +12,7 @@ sqrt(C2 / c2). torch multiplies a decoupled weight decay by lr; it is therefore 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
@@ -53,7 +54,7 @@ class BiasCorrection:
         self._terms: dict[int, BiasTerms] = {}  # index of the group -> terms
         self._uncommitted: dict[int, BiasTerms] = {}
         self._checked: set[int] = set()  # groups whose parameters have all made the same number of updates
-        self._num_groups = 0  # at that check: a new group may hold parameters that make their first update now
+        self._members: dict[int, list[Tensor]] = {}  # index of the group -> its parameters that took part last
 
     def correct(self, scalings: Sequence[Scaling]) -> list[Scaling]:
         """Return the scalings that torch's Adam needs to compute the correct update, one for each parameter group.
@@ -90,12 +91,12 @@ class BiasCorrection:
     def _next_terms(self, scalings: Sequence[Scaling]) -> dict[int, BiasTerms]:
         """Return the terms after this update, of the groups that need a correction."""
         terms = {}
-        if self._num_groups != len(self._inner.param_groups):
-            self._num_groups = len(self._inner.param_groups)
-            self._checked.clear()
         for index, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters and (index in self._terms or scaling.one_minus_beta != 1):
+                if not _same(parameters, self._members.get(index, [])):
+                    self._checked.discard(index)  # those that took no part have made fewer updates
+                    self._members[index] = parameters
                 updates, *before = self._present_terms(index, group["betas"], parameters)
                 after = [beta * c + (1 - beta) for beta, c in zip(_scaled_betas(group, scaling), before, strict=True)]
                 terms[index] = BiasTerms(updates + 1, *after)
@@ -109,8 +110,8 @@ class BiasCorrection:
         if len(counts) > 1:
             raise ValueError(
                 f"the parameters of a group must have made the same number of updates if a rule scales its betas, but "
-                f"those of parameter group {index} have made {' or '.join(map(str, sorted(counts)))}; put the "
-                f"parameters that were added later into a group of their own"
+                f"those of parameter group {index} have made {' or '.join(map(str, sorted(counts)))}; put "
+                f"parameters that were added later, or have no gradient in some updates, into groups of their own"
             )
         self._checked.add(index)
         updates = counts.pop()
@@ -124,6 +125,10 @@ class BiasCorrection:
         if not steps:
             return new
         return new | set(map(int, self._backend.host(torch.stack([s.to(steps[0].device) for s in steps])).tolist()))
+
+
+def _same(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
 def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:

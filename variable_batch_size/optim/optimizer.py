@@ -104,7 +104,8 @@ class CustomOptimizer(OptimizerWrapper):
             names: Any = rule if self._rule_per_group else [rule] * len(rules)
             check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._backend = backend if backend is not None else detect(parameters)
+        world = sampler.world if isinstance(sampler, CustomSampler) else None  # otherwise Loop raises
+        self._backend = backend if backend is not None else detect(parameters, world)
         options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters)
         self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
@@ -307,7 +308,8 @@ class CustomOptimizer(OptimizerWrapper):
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         clock = self._loop.clock
         own = {**clock.state_dict(), **self._updater.state_dict()}
-        return {**self.inner.state_dict(), "vbs": {**own, **self._loop.sampler.fingerprint()}}
+        sampler = self._loop.sampler
+        return {**self.inner.state_dict(), "vbs": {**own, **sampler.fingerprint(), **sampler.cut()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
@@ -335,6 +337,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._loop.restart()
         self._updater.load_state_dict(position or {})
         if position is not None:
+            clock.plan = sampler.adopt_cut(position)
             self._loop.clock.follow(clock)
             sampler.follow(clock)
 
