@@ -217,13 +217,53 @@ def test_a_discarded_last_step_of_an_epoch_does_not_count() -> None:
     assert run.metrics.read() == pytest.approx(expected([20, 20], dataset_size=40, updates=slice(0, 1)), rel=1e-12)
 
 
-def test_the_samples_of_a_skipped_update_count() -> None:
-    run = Measured([8], dataset_size=24)
-    for number, indices in enumerate(run.training.sampler):
-        run.optimizer.found_inf = torch.tensor(float(number < 2))  # type: ignore[attr-defined]  # in the first step
-        run.microbatch(indices)
-    assert run.optimizer.samples == 24
-    assert run.metrics.read() == pytest.approx(expected([8] * 3, dataset_size=24), rel=1e-12)
+@given(skipped=st.sets(st.integers(0, 4)), by_noise=st.booleans())
+@examples(20)
+def test_the_samples_of_a_skipped_update_do_not_count(skipped: set[int], by_noise: bool) -> None:
+    """Under a `GradScaler`, and if the measured noise is not finite; their values may be nan."""
+    options = {"noise": "microbatches"} if by_noise else {}
+    run, scaler = Measured([8], dataset_size=40, **options), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # skipped an update
+        for indices in run.training.sampler:
+            poison = torch.nan if run.optimizer.updates in skipped else 1.0
+            values = torch.from_numpy(VALUES[indices]).mean() * poison
+            loss = run.training.loss(indices) * poison
+            run.metrics.add(value=values)
+            if by_noise:
+                loss.backward()
+                run.optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(run.optimizer)
+                scaler.update()
+    assert run.optimizer.samples == 40
+    used = np.concatenate([[], *(b for u, b in enumerate(batches([8] * 5, dataset_size=40)) if u not in skipped)])
+    found = run.metrics.read()
+    assert found["samples"] == len(used) == 40 - 8 * len(skipped)
+    if len(used):
+        assert found["value"] == pytest.approx(VALUES[used.astype(int)].mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("names", [["loss", "accuracy"], ["loss", ""], ["", "loss"]])
+def test_other_names_on_another_rank_raise_on_every_rank(names: list[str]) -> None:
+    def train(backend: Backend) -> str:
+        run = training(backend=backend)
+        metrics, own = vbs.Accumulator(run.optimizer), names[backend.world.rank]
+        for indices in run.sampler:
+            if own:
+                metrics.add(**{own: 1.0})
+            run.loss(indices).backward()
+            run.optimizer.step()
+        with pytest.raises(RuntimeError, match="every rank must add values under the same names") as caught:
+            metrics.read()
+        with pytest.raises(RuntimeError, match="under the same names"):
+            metrics.state_dict()
+        return str(caught.value)
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+    assert all((name or "none") in first for name in names)
 
 
 def test_after_reset_only_later_updates_count() -> None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import gc
+import io
+import math
 import multiprocessing
 import os
 import pty
 import re
 import struct
+import tempfile
 import termios
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
 import variable_batch_size as vbs
-from helpers.reference import REF, SGD, SIZES, training
+from helpers.reference import REF, SGD, SIZES, examples, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
@@ -62,7 +70,7 @@ def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
     assert table["update"].tolist() == [2, 4, 6]
     for update, *row in table.itertuples(index=False):
         size = SIZES[update - 1]
-        microbatches = size // 4 + (0, 1, 1, 2)[size % 4]  # a remainder of 3 is split into 2 and 1
+        microbatches = -(-size // 4)
         expected = [size, microbatches, 3, SGD["lr"] * size / REF, size / REF, sum(SIZES[:update])]
         assert row == pytest.approx(expected)
 
@@ -132,14 +140,132 @@ def test_resuming_from_an_earlier_update_replaces_later_rows(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_rejects_a_folder_with_other_columns_and_leaves_it_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "scalars.csv").write_text("update,loss\n1,0.5\n")
-    tracker = vbs.Tracker(tmp_path)
+# ------------------------------------------------------------------------------------------------- any rows, any time
+
+TAG = st.sampled_from(["loss", "a,b", 'a "quoted" tag', "two\nlines", "vbs/lr", "accuracy", " ", "é"])
+NUMBERS = st.one_of(st.integers(-(2**40), 2**40), st.floats(allow_nan=True, allow_infinity=True))
+LOGS = st.lists(st.tuples(st.integers(0, 9), st.dictionaries(TAG, NUMBERS, max_size=3)), min_size=1, max_size=8)
+
+
+def same(found: object, expected: float) -> bool:
+    number = float(found)  # type: ignore[arg-type]
+    return number == expected or (math.isnan(number) and math.isnan(expected))
+
+
+@given(st.lists(LOGS, min_size=1, max_size=3), st.data())
+@examples(60)
+def test_any_sequence_of_logs_gives_a_table_that_readers_take(runs: list[Any], data: st.DataObject) -> None:
+    """A dict of dicts is the model; each run but the first may follow a kill in the middle of a write."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, expected, columns = Path(folder, "scalars.csv"), dict[int, dict[str, float]](), ["update"]
+        for number, run in enumerate(runs):
+            if number and data.draw(st.booleans(), label="killed"):
+                text = path.read_bytes()
+                rows_begin = text.index(b"\n", header_length(path) - 1) + 1
+                end = data.draw(st.integers(rows_begin, len(text)), label="bytes left")
+                path.write_bytes(text[:end])
+                whole = text[rows_begin:end].count(b"\n")
+                expected = dict(sorted(expected.items())[:whole])
+            with vbs.Tracker(folder) as tracker:
+                for index, (update, scalars) in enumerate(run):
+                    if index == 0:
+                        expected = {known: row for known, row in expected.items() if known < update}
+                    tracker.log(update, scalars)
+                    expected[update] = expected.get(update, {}) | scalars
+                    columns += [tag for tag in scalars if tag not in columns]
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["update"]) for row in rows] == sorted(expected)
+        table = pd.read_csv(path, keep_default_na=False, na_values=[], dtype=str)
+        assert list(table) == columns
+        for row, (_, scalars) in zip(rows, sorted(expected.items()), strict=True):
+            assert {tag for tag, cell in row.items() if cell != ""} == {"update", *scalars}
+            assert all(same(row[tag], value) for tag, value in scalars.items())
+        numbers = pd.read_csv(path)
+        assert all(kind.kind in "iufb" for kind in numbers.dtypes if len(numbers))
+
+
+def header_length(path: Path) -> int:
+    """The bytes of the header, which may hold line breaks in quotes."""
+    columns = next(csv.reader(io.StringIO(path.read_text(encoding="utf-8"))))
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(columns)
+    return len(buffer.getvalue().encode())
+
+
+def test_a_users_scalars_have_columns_of_their_own(tmp_path: Path) -> None:
+    with vbs.Tracker(tmp_path) as tracker:
+        run = training(tracker=tracker, log_steps=2).run(2)
+        tracker.log(2, {"loss": 3.2})
+        tracker.log(3, {"loss": np.float32(2.5), "hits": torch.tensor(7)})
+        run.run(2)
+    table = pd.read_csv(tmp_path / "scalars.csv")
+    assert list(table) == ["update", *(f"vbs/{tag}" for tag in TAGS), "loss", "hits"]
+    assert table["update"].tolist() == [2, 3, 4]
+    assert table["loss"].tolist()[:2] == [3.2, 2.5]
+    assert table["hits"].isna().tolist() == [True, False, True]
+    assert table["vbs/samples"].isna().tolist() == [False, True, False]
+
+
+def test_rows_are_appended_and_not_written_anew(tmp_path: Path) -> None:
+    with vbs.Tracker(tmp_path) as tracker:
+        tracker.log(0, {"a": 1})
+        file = (tmp_path / "scalars.csv").stat().st_ino
+        for update in range(1, 50):
+            tracker.log(update, {"a": update})
+            tracker.log(update, {"a": -update})
+        assert (tmp_path / "scalars.csv").stat().st_ino == file
+        tracker.log(50, {"b": 1})
+        assert (tmp_path / "scalars.csv").stat().st_ino != file
+
+
+FOREIGN = {
+    "no update": "epoch,loss\n1,0.5\n",
+    "a column twice": "update,a,a\n1,2,3\n",
+    "a wide row": "update,a\n1,2,3\n4,5\n",
+    "a narrow row": "update,a\n1\n4,5\n",
+    "text": "update,a\n1,two\n",
+    "no integer": "update,a\n1.5,2\n",
+    "negative": "update,a\n-1,2\n",
+    "no CSV": 'update,"a\n1,2\n',
+    "binary": "\x00\x01\n",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_refuses_a_foreign_file_when_the_optimizer_is_made(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "scalars.csv"
+    path.write_text(FOREIGN[kind])
+    refused = pytest.raises(ValueError, match=r"^logdir must .*scalars\.csv has .*; choose another logdir")
+    with refused:
+        training(tracker=vbs.Tracker(tmp_path))
+    with refused:
+        vbs.Tracker(tmp_path).log(1, {"a": 1.0})
+    assert path.read_text() == FOREIGN[kind]
+
+
+def test_refuses_the_columns_of_another_rule_when_the_optimizer_is_made(tmp_path: Path) -> None:
+    with vbs.Tracker(tmp_path) as tracker:
+        training(vbs.AdaScaleOptimizer, tracker=tracker, log_steps=1).run(2)
+    before = (tmp_path / "scalars.csv").read_text()
     with pytest.raises(
-        ValueError, match=r"^logdir must .*scalars\.csv has the columns update,loss instead of update,a; choose"
+        ValueError, match=r"has vbs/gain, .* and this training logs .*; choose another logdir, or train wi"
     ):
-        tracker.log(1, {"a": 1.0})
-    assert (tmp_path / "scalars.csv").read_text() == "update,loss\n1,0.5\n"
+        training(tracker=vbs.Tracker(tmp_path))
+    training(vbs.AdaScaleOptimizer, tracker=vbs.Tracker(tmp_path))
+    assert (tmp_path / "scalars.csv").read_text() == before
+
+
+@pytest.mark.parametrize("bad", [{"a": "1"}, {"a": None}, {"a": 1j}])
+def test_refuses_values_that_are_no_numbers(bad: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="^the value of a must be a number, got"):
+        vbs.Tracker(tmp_path).log(1, bad)
+    with pytest.raises(TypeError, match="update must be an integer"):
+        vbs.Tracker(tmp_path).log(1.5, {})  # type: ignore[arg-type]
+    for tag in ("update", ""):
+        with pytest.raises(ValueError, match='^a tag must not be empty or "update"'):
+            vbs.Tracker(tmp_path).log(1, {tag: 1})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_resuming_keeps_every_digit_of_earlier_rows(tmp_path: Path) -> None:

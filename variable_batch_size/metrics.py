@@ -7,6 +7,7 @@ weighted by the number of distinct samples in its microbatch.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, final
@@ -43,7 +44,9 @@ class Accumulator:
 
     Call `add` before the `step()` of every microbatch, on every rank and with the same names, for replays
     too. It never waits for the device. Values of a step that is discarded, by `discard_step()`, `set_epoch()` or
-    `load_state_dict()` of the optimizer, are discarded too. Sums are kept in float64, or as pairs of float32 on devices
+    `load_state_dict()` of the optimizer, are discarded too, and so are those of an update that was skipped because
+    the host found a non-finite gradient, although `optimizer.samples` counts it; on a device that the host does not
+    read (AdaScale on XLA) such an update is not known, and its values count. Sums are kept in float64, or as pairs of float32 on devices
     without float64, so that a sum over a million microbatches loses no digits.
 
     Source: `Accumulator` of AdaptDL, Qiao et al. 2021, arXiv 2008.12260.
@@ -99,6 +102,9 @@ class Accumulator:
         """Return the mean of each name over the committed updates, and under "samples" the number of samples.
 
         Every rank has to call it: it takes one all-reduce.
+
+        Raises:
+            RuntimeError: on every rank, if ranks have added values under other names.
         """
         sums = self._sums_over_ranks()
         means = {name: total / samples if samples else math.nan for name, (samples, total) in sums.items()}
@@ -117,9 +123,12 @@ class Accumulator:
         self.reset()
         self._restored = restored
 
-    def commit(self) -> None:
-        """Count the values of the current step. The optimizer calls it when the step is committed."""
-        self._committed = dict(self._pending)
+    def commit(self, *, updated: bool) -> None:
+        """Count the values of the current step, or drop them if it was skipped. The optimizer calls it."""
+        if updated:
+            self._committed = dict(self._pending)
+        else:
+            self.discard()
 
     def discard(self) -> None:
         """Drop the values since the last commit. The optimizer calls it when a step is discarded."""
@@ -172,6 +181,7 @@ class Accumulator:
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
         backend, committed = self._optimizer.backend, dict(sorted(self._committed.items()))
+        _check_same_names([json.loads(names) for names in backend.all_gather_bytes(json.dumps([*committed]).encode())])
         sums = dict(self._restored)
         if not committed:
             return sums
@@ -186,6 +196,16 @@ class Accumulator:
 
     def _to_float(self, parts: Sequence[Tensor]) -> float:
         return sum((self._optimizer.backend.host(part).double().item() for part in parts), 0.0)
+
+
+def _check_same_names(names: Sequence[list[str]]) -> None:
+    """Raise RuntimeError unless all ranks have added values under the same names; by rank."""
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            raise RuntimeError(
+                f"every rank must add values under the same names, but rank 0 has {', '.join(names[0]) or 'none'} and "
+                f"rank {rank} has {', '.join(other) or 'none'}; call add() for every microbatch on every rank"
+            )
 
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
@@ -13,12 +15,108 @@ from typing import TYPE_CHECKING, Any, TextIO, final
 
 from tqdm import tqdm
 
+from variable_batch_size._validation import check_int, type_error
+
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 # At exit, multiprocessing calls finalizers in descending priority. tensorboardX sends its events through a queue of
 # multiprocessing, which is closed at priority 10.
 _BEFORE_QUEUES = 100
+
+SCALARS = "scalars.csv"
+
+
+@final
+class ScalarsFile:
+    """A CSV file with one row for each update and one column for each tag; a cell without a value is empty.
+
+    Rows are appended. Only a new column, or an update before the last one, writes the file anew.
+
+    Args:
+        path: path of the file; an existing one is continued.
+        update: rows from this update on are dropped.
+
+    Raises:
+        ValueError: if the file exists and has not been written by this class.
+    """
+
+    def __init__(self, path: Path, update: int) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._start = 0  # of the last row in the file
+        self._last: dict[str, str] = {}  # the last row
+        self._columns, rows = read_scalars(path)
+        self._write([row for row in rows if int(row["update"]) < update])
+
+    def add(self, update: int, scalars: Mapping[str, float]) -> None:
+        """Write the values of an update, beside those that it has already."""
+        cells = {"update": str(update), **{tag: str(value) for tag, value in scalars.items()}}
+        new = [tag for tag in cells if tag not in self._columns]
+        last = int(self._last["update"]) if self._last else update - 1
+        if new or update < last:
+            rows = {int(row["update"]): row for row in read_scalars(self._path)[1]}
+            rows[update] = rows.get(update, {}) | cells
+            self._columns += new
+            self._write([rows[number] for number in sorted(rows)])
+            return
+        if update == last and self._file is not None:
+            self._file.seek(self._start)
+            self._file.truncate()
+            cells = self._last | cells
+        self._append(cells)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, rows: Sequence[dict[str, str]]) -> None:
+        """Replace the file atomically, and open it behind its last row."""
+        temporary = self._path.with_suffix(f".{os.getpid()}.part")
+        file = temporary.open("w", newline="", encoding="utf-8")
+        if self._file is not None:
+            self._file.close()
+        self._file, self._start, self._last = file, 0, {}
+        csv.writer(file, lineterminator="\n").writerow(self._columns)
+        for row in rows:
+            self._append(row)
+        file.flush()
+        temporary.replace(self._path)
+
+    def _append(self, row: dict[str, str]) -> None:
+        assert self._file is not None
+        self._start, self._last = self._file.tell(), row
+        csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
+        self._file.flush()
+
+
+def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns and the rows of a `ScalarsFile`, without a truncated last row; of a missing file, none.
+
+    Raises:
+        ValueError: if the file is another one.
+    """
+    if not path.exists():
+        return ["update"], []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    complete = text[: text.rfind("\n") + 1]  # a killed process may leave a part of a row
+    found = "text that is no CSV"
+    try:
+        header, *rows = csv.reader(io.StringIO(complete), strict=True) if complete else [["update"]]
+        found = f"the columns {', '.join(header)}"
+        if header[:1] == ["update"] and len(set(header)) == len(header):
+            for number, row in enumerate(rows, 1):
+                found = f"the row {','.join(row)!r:.80}, its number {number}"
+                if len(row) != len(header) or not row[0].isascii() or not row[0].isdecimal():
+                    raise ValueError
+                list(map(float, filter(None, row[1:])))
+            return header, [{tag: cell for tag, cell in zip(header, row, strict=True) if cell} for row in rows]
+    except (ValueError, csv.Error):
+        pass
+    raise ValueError(
+        f"logdir must be new or hold the scalars of a Tracker, but {path} has {found}; choose another logdir"
+    )
 
 
 @final
@@ -36,33 +134,55 @@ class Tracker:
     def __init__(self, logdir: str | os.PathLike[str] | None = None, *, progress: bool = True) -> None:
         self.logdir = None if logdir is None else Path(logdir)
         self._progress = progress
-        self._files: tuple[SummaryWriter, TextIO] | None = None
+        self._files: tuple[SummaryWriter, ScalarsFile] | None = None
         self._close_files: Finalize | None = None
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
 
-    def log(self, update: int, scalars: Mapping[str, float]) -> None:
-        """Write one row of scalars.
+    def check(self, tags: Sequence[str]) -> None:
+        """Check that a training with these tags can be logged here, before it begins. Nothing is written.
 
         Args:
-            update: number of the update, the x axis.
-            scalars: tag -> value, with the same tags at every call. TensorBoard gets the finite ones only.
+            tags: those that begin with "vbs/", of an optimizer.
 
         Raises:
-            ValueError: at the first call, if `scalars.csv` exists with other columns.
+            ValueError: if `scalars.csv` exists and is no file of a Tracker, or has other tags that begin with "vbs/".
         """
         if self.logdir is None:
             return
+        path = self.logdir / SCALARS
+        own = {column for column in read_scalars(path)[0] if column.startswith("vbs/")}
+        if own and own != set(tags):
+            raise ValueError(
+                f"logdir must be new or hold the same scalars, but {path} has {', '.join(sorted(own))} and this training "
+                f"logs {', '.join(sorted(tags))}; choose another logdir, or train with the same rule"
+            )
+
+    def log(self, update: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars of an update; several calls for one update share a row.
+
+        Args:
+            update: number of the update, >= 0, the x axis.
+            scalars: tag -> value. Tags may differ between calls: a new one is a new column, which is empty in the rows
+                of others. TensorBoard gets the finite values only.
+
+        Raises:
+            TypeError: if the update is not an integer, or a value is not a number.
+            ValueError: if a tag is empty or "update"; at the first call, if `scalars.csv` exists and is no file of a Tracker.
+        """
+        update = check_int(update, "update", 0, remedy="pass optimizer.updates")
+        values = {tag: _number(tag, value) for tag, value in scalars.items()}
+        if self.logdir is None:
+            return
         if self._files is None:
-            self._files = self._open(self.logdir, update, ["update", *scalars])
+            self._files = self._open(self.logdir, update)
             # If the user does not call close(): a process started by multiprocessing does not run atexit handlers.
             self._close_files = Finalize(self, _close, self._files, exitpriority=_BEFORE_QUEUES)
         writer, table = self._files
-        for tag, value in scalars.items():
+        table.add(update, values)
+        for tag, value in values.items():
             if math.isfinite(value):  # for others tensorboardX prints a warning
                 writer.add_scalar(tag, value, update)
-        csv.writer(table, lineterminator="\n").writerow([update, *scalars.values()])
-        table.flush()
 
     def show(self, epoch: int, samples: int, total: int) -> None:
         """Draw the progress bar of an epoch.
@@ -101,27 +221,27 @@ class Tracker:
             self._bar = None
 
     @staticmethod
-    def _open(logdir: Path, update: int, columns: Sequence[str]) -> tuple[SummaryWriter, TextIO]:
+    def _open(logdir: Path, update: int) -> tuple[SummaryWriter, ScalarsFile]:
         """Open the files for rows from `update` on; earlier rows of `scalars.csv` are kept as they are."""
         from tensorboardX import SummaryWriter  # sets an environment variable when it is imported
 
         logdir.mkdir(parents=True, exist_ok=True)
-        path, header = logdir / "scalars.csv", ",".join(columns)
-        lines = path.read_text().splitlines() if path.exists() else []
-        if lines and lines[0] != header:
-            raise ValueError(
-                f"logdir must be new or hold the same scalars, but {path} has the columns {lines[0]} instead of "
-                f"{header}; choose another logdir"
-            )
-        complete = [line for line in lines[1:] if line.count(",") == header.count(",")]  # the last may be truncated
-        earlier = [line for line in complete if int(line.partition(",")[0]) < update]
-        temporary = path.with_suffix(f".{os.getpid()}.part")
-        temporary.write_text("".join(f"{line}\n" for line in (header, *earlier)))
-        temporary.replace(path)
-        writer = SummaryWriter(str(logdir), purge_step=update if lines else None)
-        return writer, path.open("a", newline="")
+        resumed = (logdir / SCALARS).exists()
+        table = ScalarsFile(logdir / SCALARS, update)
+        return SummaryWriter(str(logdir), purge_step=update if resumed else None), table
 
 
-def _close(writer: SummaryWriter, table: TextIO) -> None:
+def _number(tag: str, value: Any) -> float:
+    if tag in ("update", ""):
+        raise ValueError(f'a tag must not be empty or "update", the column of the update, got {tag!r}; choose another tag')
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, int):
+        return int(number)
+    if not isinstance(number, numbers.Real):
+        raise type_error(f"the value of {tag} must be a number", value, "pass a float")
+    return float(number)
+
+
+def _close(writer: SummaryWriter, table: ScalarsFile) -> None:
     writer.close()
     table.close()

@@ -384,7 +384,9 @@ class Rank:
         self.must_raise(self.optimizer.step, "step() after an exception inside step()")
         if where == "post_hook":
             self.must_raise(self.optimizer.discard_step, "discard_step() after an exception of the inner step")
-        if how == "discard" and where == "rule":
+        if (
+            how == "discard" and where == "rule" and self.case.noise != "differenced"
+        ):  # it forgets the previous gradient
             self.discard()
             return
         self.load(self.saved[max(self.saved)])

@@ -112,12 +112,10 @@ class CustomSampler(Sampler[list[int]]):
             RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
                 of that epoch are committed.
         """
-        before = self.clock.position
-        if epoch != before.epoch:  # otherwise the next iteration yields again what did not reach step()
+        if epoch != self.clock.epoch.number:  # otherwise the next iteration yields again what did not reach step()
             self._check_stepped()
         self.clock.set_epoch(epoch)
-        if self.clock.position != before:
-            self.iteration = None  # it was checked, and is not of this epoch
+        self.iteration = None  # it was checked
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""

@@ -22,8 +22,8 @@ from variable_batch_size.data.sampler import CustomSampler
 class Watcher(Protocol):
     """An object that also counts microbatches, and must know which of them are committed."""
 
-    def commit(self) -> None:
-        """Handle the commit of the accumulated step."""
+    def commit(self, *, updated: bool) -> None:
+        """Handle the commit of the accumulated step; not `updated`: its update was skipped as non-finite."""
 
     def discard(self) -> None:
         """Handle the discarding of the accumulated step, if any."""
@@ -152,13 +152,13 @@ class Loop:
         self._round += 1
         self.phase = Phase.INSIDE_STEP
 
-    def commit(self) -> None:
-        """Advance to the next step; the sampler's clock follows."""
+    def commit(self, *, updated: bool) -> None:
+        """Advance to the next step; the sampler's clock follows. Not `updated`: its update was skipped as non-finite."""
         self.clock.advance(self.step.batch_size)
         self.sampler.follow(self.clock)
         self._begin_step()
         for watcher in self.watchers:
-            watcher.commit()
+            watcher.commit(updated=updated)
 
     def set_epoch(self, epoch: int) -> Skipped:
         """Move the clock, see `Clock.set_epoch`, and return to the first microbatch of its step."""

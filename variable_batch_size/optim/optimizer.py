@@ -20,7 +20,7 @@ from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim import consistency
+from variable_batch_size.optim import consistency, report
 from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions
@@ -113,6 +113,8 @@ class CustomOptimizer(OptimizerWrapper):
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
         self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
+        if self.tracker is not None and self._backend.world.rank == 0:
+            self.tracker.check(report.tags(noise=self._updater.gradient_noise is not None))
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -213,7 +215,8 @@ class CustomOptimizer(OptimizerWrapper):
     def discard_step(self) -> None:
         """Discard the accumulated microbatches of an incomplete step, so that the step can start over.
 
-        Iterate the loader again afterwards. Call it, or `load_state_dict`, after an exception in `step()`.
+        Iterate the loader again afterwards. Call it, or `load_state_dict`, after an exception in `step()`. With
+        `noise="differenced"` an exception of a rule leaves no previous gradient to compare the next one with.
 
         Raises:
             RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that.
@@ -368,7 +371,7 @@ class CustomOptimizer(OptimizerWrapper):
             self._compare_ranks()
         updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples)
         updater.clear()
-        loop.commit()
+        loop.commit(updated=updated)
         updater.check.begin(several=loop.several_rounds)
         return updated
 
@@ -379,27 +382,7 @@ class CustomOptimizer(OptimizerWrapper):
         used = clock.samples - clock.epoch.samples_before
         self.tracker.show(clock.epoch.number, used, clock.epoch.samples)
         if clock.step % self.log_steps == 0:
-            self.tracker.log(clock.step, self._scalars(passed))
-
-    def _scalars(self, passed: Step) -> dict[str, float]:
-        scalars = {
-            "vbs/global_batch_size": passed.batch_size,
-            "vbs/num_microbatches": passed.num_microbatches,
-            "vbs/world_size": self._backend.world.size,
-            "vbs/lr_effective": self.current_lr(),
-            "vbs/lr_factor": self.lr_factor(),
-            "vbs/samples": self._loop.clock.samples,
-        }
-        if self._updater.gradient_noise is None:
-            return scalars
-        noise = self.noise()
-        return scalars | {
-            "vbs/gain": noise.gain,
-            "vbs/progress": self.progress,
-            "vbs/noise_scale": noise.noise_scale,
-            "vbs/sigma2": noise.sigma2,
-            "vbs/mu2": noise.mu2,
-        }
+            self.tracker.log(clock.step, report.scalars(self, passed, noise=self._updater.gradient_noise is not None))
 
     def _compare_ranks(self) -> None:
         """Before the first update, compare the ranks, which also agree on the parameters that have gradients."""
