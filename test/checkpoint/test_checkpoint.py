@@ -252,6 +252,9 @@ def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> Non
         ("model", 3, TypeError),
         ("optimizer", 3, TypeError),
         ("part", 3, TypeError),
+        ("model", None, TypeError),
+        ("optimizer", None, TypeError),
+        ("part", None, TypeError),
     ],
 )
 def test_rejects_a_wrong_argument(name: str, value: Any, error: type[Exception], tmp_path: Path) -> None:
