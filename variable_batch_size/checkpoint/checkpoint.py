@@ -50,8 +50,15 @@ class Checkpoint:
     see the same folder to restore. A checkpoint is a folder `update-00001234` with two files: `state.pt`, which
     `torch.load(weights_only=True)` reads, and `manifest.json`, which holds the position (epoch, step, samples,
     updates), the fingerprint of the trace, and the size and SHA-256 of the state. The state consists of rank 0's
-    parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and `random`). RNG
-    states are restored in a world of the same size only; RNG states of devices are not saved.
+    parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and `random`).
+
+    In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
+    states, and they are set again when the sampler is next read, because loaders and evaluations draw from them in
+    between. Three things are required. Begin the loop at `optimizer.epoch`, also if that epoch is complete: a loader
+    with persistent workers draws its seed in the first pass only. At the end of an epoch, save before an evaluation
+    that draws random numbers, as `step()` in the loop does. Let a dataset that is read by workers draw from
+    `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other seeds; the loop
+    sets `dataset.epoch`. RNG states of devices are not saved.
 
     Args:
         dir: folder of the checkpoints; created if needed, and locked against other writers until `close()` (POSIX
@@ -183,7 +190,8 @@ class Checkpoint:
         """Restore the newest intact checkpoint, and return whether there is one.
 
         A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning. Reading executes no code
-        from the files.
+        from the files. In a world of the same size, passes over the sampler begin with the saved RNG states until the
+        next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
@@ -312,7 +320,9 @@ class Checkpoint:
             part.load_state_dict(stored.parts[name])
         world = self._backend.world
         if len(stored.rng_states) == world.size:
-            rng_states.set_rng_states(stored.rng_states[world.rank])
+            set_states = partial(rng_states.set_rng_states, stored.rng_states[world.rank])
+            set_states()  # for a loop that begins with the next epoch, whose loader draws its seed from these states
+            self._optimizer.sampler.before_reading(set_states)  # for all others: the loader has drawn a seed by then
         self._backend.mark_step()
         return b""
 

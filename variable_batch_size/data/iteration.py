@@ -28,6 +28,9 @@ class Source(Protocol):
     def check_readable(self) -> None:
         """Raise RuntimeError if continuing to iterate would be wrong."""
 
+    def begin_reading(self) -> None:
+        """Prepare for the first read of an iteration."""
+
 
 @final
 class Iteration:
@@ -67,6 +70,7 @@ class Iteration:
     def __next__(self) -> list[int]:
         if self._reads == 0:
             self._source.check_readable()
+            self._source.begin_reading()
         self._source.iteration, self._reader = self, threading.get_ident()
         self._reads += 1
         if self._row == len(self._rows):
