@@ -41,22 +41,26 @@ class Case:
     stop: float = 0.5  # share of the updates after which the training stops
     evaluates: bool = True  # with a shuffled loader, after every epoch and before the resumed training
     augments: bool = False  # at random, in the process that reads the dataset
+    seeded: bool = False  # the augmentation: by epoch and sample, as the docstring of Checkpoint says
     skips: bool = False  # whether the resumed loop skips an epoch that is complete
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dataset:
     """Float64 samples with noise, if wanted."""
 
     x: Tensor
     target: Tensor
     augments: bool
+    seeded: bool
+    epoch: int = 0
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(3).double() if self.augments else 0
+        generator = torch.Generator().manual_seed(self.epoch * len(self) + index) if self.seeded else None
+        noise = torch.randn(3, generator=generator).double() if self.augments else 0
         return self.x[index] + noise, self.target[index]
 
 
@@ -74,9 +78,9 @@ class Script:
             model=filled(model),
             sampling=sampling,
         )
-        dataset: Any = Dataset(*data(case.dataset_size), augments=case.augments)
+        self.dataset: Any = Dataset(*data(case.dataset_size), augments=case.augments, seeded=case.seeded)
         self.loader = case.kind(
-            dataset,
+            self.dataset,
             batch_sampler=self.run.sampler,
             num_workers=case.workers,
             persistent_workers=case.persistent,
@@ -94,6 +98,7 @@ class Script:
         for epoch in range(first_epoch, self.case.epochs):
             run.sampler.set_epoch(epoch)
             run.optimizer.set_epoch(epoch)
+            self.dataset.epoch = epoch
             for x, target in self.loader:
                 factor = 1 + random.random() + np.random.random()
                 (factor * (run.model(x) - target).square().sum(dim=1).mean()).backward()
@@ -167,11 +172,12 @@ WORKERS = [
     Case(StatefulDataLoader, workers=2),
     Case(StatefulDataLoader, workers=2, persistent=True),
     Case(StatefulDataLoader, workers=2, loader_is_saved=True),
+    Case(workers=2, augments=True, seeded=True),
 ]
 
 
 @pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("case", WORKERS, ids=lambda case: f"{case.kind.__name__}-{case.workers}-{case.persistent}")
+@pytest.mark.parametrize("case", WORKERS, ids=range(len(WORKERS)))
 def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -> None:
     check(replace(case, stop=stop), tmp_path)
 
