@@ -189,9 +189,9 @@ class Checkpoint:
     def restore(self) -> bool:
         """Restore the newest intact checkpoint, and return whether there is one.
 
-        A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning. Reading executes no code
-        from the files. In a world of the same size, passes over the sampler begin with the saved RNG states until the
-        next update.
+        A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor
+        of the model that has another dtype than the saved one. Reading executes no code from the files. In a world of
+        the same size, passes over the sampler begin with the saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
@@ -315,7 +315,7 @@ class Checkpoint:
 
     def _load(self, stored: StoredState) -> bytes:
         stored.check_parts(self._parts)
-        stored.check_model(self._model.state_dict())
+        stored.check_model(self._model.state_dict(), warn=self._backend.world.rank == 0)
         for name, part in self._parts.items():  # the optimizer is first: it raises before it changes anything
             part.load_state_dict(stored.parts[name])
         world = self._backend.world
