@@ -233,7 +233,9 @@ class Tracker:
 
 def _number(tag: str, value: Any) -> float:
     if tag in ("update", ""):
-        raise ValueError(f'a tag must not be empty or "update", the column of the update, got {tag!r}; choose another tag')
+        raise ValueError(
+            f'a tag must not be empty or "update", the column of the update, got {tag!r}; choose another tag'
+        )
     number = value.item() if hasattr(value, "item") else value
     if isinstance(number, int):
         return int(number)

@@ -208,6 +208,32 @@ def test_rejects_another_model_before_anything_changes(saved: Path) -> None:
     assert run.optimizer.updates == 0
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_warns_of_other_dtypes_and_names_a_tensor(
+    before: torch.dtype, after: torch.dtype, world: int, tmp_path: Path
+) -> None:
+    with checkpoint(tmp_path, training(dtype=before).run(1)) as saves:
+        saves.save()
+
+    def restore(backend: Backend) -> Training:
+        run = training(backend=backend, dtype=after)
+        with checkpoint(tmp_path, run) as saves:
+            assert saves.restore()
+        return run
+
+    expected = (
+        rf"update-00000001 is converted to other dtypes: 0.weight \(and 3 others\) is {before} in it and {after} here, "
+        rf"so that .*; create .* by model.to\({before}\)$"
+    )
+    with pytest.warns(UserWarning, match=expected) as warned:
+        runs = run_ranks(restore, world)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    for run in runs:
+        assert_equal(run.weights(), training(dtype=before).run(1).weights(), 1e-6)
+
+
 def test_rejects_another_trace_before_anything_changes(saved: Path) -> None:
     run = training(sizes=[5, 6])
     weights = [weight.copy() for weight in run.weights()]
@@ -252,6 +278,9 @@ def test_save_within_an_accumulation_raises_on_every_rank(tmp_path: Path) -> Non
         ("model", 3, TypeError),
         ("optimizer", 3, TypeError),
         ("part", 3, TypeError),
+        ("model", None, TypeError),
+        ("optimizer", None, TypeError),
+        ("part", None, TypeError),
     ],
 )
 def test_rejects_a_wrong_argument(name: str, value: Any, error: type[Exception], tmp_path: Path) -> None:

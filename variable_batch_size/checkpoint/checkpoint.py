@@ -12,7 +12,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 
 from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.checkpoint import rng_states, stored_state
-from variable_batch_size.checkpoint.background import Background
+from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
 from variable_batch_size.checkpoint.snapshot import Snapshot
@@ -51,8 +50,15 @@ class Checkpoint:
     see the same folder to restore. A checkpoint is a folder `update-00001234` with two files: `state.pt`, which
     `torch.load(weights_only=True)` reads, and `manifest.json`, which holds the position (epoch, step, samples,
     updates), the fingerprint of the trace, and the size and SHA-256 of the state. The state consists of rank 0's
-    parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and `random`). RNG
-    states are restored in a world of the same size only; RNG states of devices are not saved.
+    parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and `random`).
+
+    In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
+    states, and they are set again when the sampler is next read, because loaders and evaluations draw from them in
+    between. Three things are required. Begin the loop at `optimizer.epoch`, also if that epoch is complete: a loader
+    with persistent workers draws its seed in the first pass only. At the end of an epoch, save before an evaluation
+    that draws random numbers, as `step()` in the loop does. Let a dataset that is read by workers draw from
+    `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other seeds; the loop
+    sets `dataset.epoch`. RNG states of devices are not saved.
 
     Args:
         dir: folder of the checkpoints; created if needed, and locked against other writers until `close()` (POSIX
@@ -69,8 +75,9 @@ class Checkpoint:
             Python values.
 
     Raises:
-        TypeError: if `model` is not a Module, `optimizer` is not a CustomOptimizer, another part has no state_dict()
-            or load_state_dict(), `keep` is not an integer, or `every` is neither an integer nor a timedelta.
+        TypeError: if `model` is not a Module, `optimizer` is not a CustomOptimizer, another part is None or has no
+            state_dict() or load_state_dict(), `keep` is not an integer, or `every` is neither an integer nor a
+            timedelta.
         ValueError: if `keep` or `every` is not positive.
         RuntimeError: on every rank, if the folder cannot be written or another writer has locked it.
     """
@@ -87,8 +94,9 @@ class Checkpoint:
         every: int | timedelta | None = None,
         **parts: Stateful,
     ) -> None:
-        named = {"optimizer": optimizer, "model": model, "sampler": sampler, "scheduler": scheduler, **parts}
-        self._parts: dict[str, Stateful] = {name: part for name, part in named.items() if part is not None}
+        optional = {"sampler": sampler, "scheduler": scheduler}
+        passed = {name: part for name, part in optional.items() if part is not None}
+        self._parts: dict[str, Stateful] = {"optimizer": optimizer, "model": model, **passed, **parts}
         for name, part in self._parts.items():
             kind, description = _PART_TYPES.get(name, _OTHER_PART)
             if not isinstance(part, kind):
@@ -97,12 +105,11 @@ class Checkpoint:
         self._keep = check_int(keep, "keep", 1)
         self._every = _check_every(every)
         self._folder = CheckpointFolder(Path(dir))
-        self._snapshot, self._background = Snapshot(self._backend), Background()
-        self._write_unreported = False  # whether rank 0 has started a write whose outcome other ranks do not know
-        self._on_rank_0(self._lock)
+        self._snapshot, self._agreement = Snapshot(self._backend), Agreement(self._backend)
+        self._agreement.on_rank_0(self._lock)
         self._stop: CoordinatedStop | None = None
-        if self._any_rank(lambda: active_preemption() is not None):  # then every rank takes part in the agreement
-            name = self._on_rank_0(lambda: uuid4().hex)
+        if self._agreement.any_rank(lambda: active_preemption() is not None):  # then all ranks take part
+            name = self._agreement.on_rank_0(lambda: uuid4().hex)
             self._stop = CoordinatedStop(self._backend.store(), name, self._backend.world)
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
 
@@ -132,12 +139,14 @@ class Checkpoint:
         def collect() -> bytes:
             parts.update((name, part.state_dict()) for name, part in self._parts.items())
             self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
-            self._wait_for_write()  # after state_dict(), which may communicate: an error here would strand other ranks
+            # After state_dict(), which may communicate: an error here would strand other ranks.
+            self._agreement.wait_for_write()
             return rng_states.get_rng_states().encode()
 
-        states = [state.decode() for state in self._on_every_rank(collect)]
-        path = Path(self._on_rank_0(lambda: str(self._publish(parts, states, wait))))
-        self._write_unreported = not wait
+        states = [state.decode() for state in self._agreement.on_every_rank(collect)]
+        path = Path(self._agreement.on_rank_0(lambda: str(self._publish(parts, states, wait))))
+        if not wait:
+            self._agreement.expect_write()
         self._mark_saved()
         return path
 
@@ -168,7 +177,7 @@ class Checkpoint:
             return False
         if isinstance(self._every, timedelta):
             seconds = self._every.total_seconds()
-            due = self._any_rank(
+            due = self._agreement.any_rank(
                 lambda: self._backend.world.rank == 0 and time.monotonic() - self._saved_time >= seconds
             )
         else:
@@ -180,17 +189,18 @@ class Checkpoint:
     def restore(self) -> bool:
         """Restore the newest intact checkpoint, and return whether there is one.
 
-        A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning. Reading executes no code
-        from the files.
+        A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor
+        of the model that has another dtype than the saved one. Reading executes no code from the files. In a world of
+        the same size, passes over the sampler begin with the saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
                 training, if it is not the same on every rank, or if the previous save failed.
         """
-        self._raise_write_error()
+        self._agreement.raise_write_error()
         damaged: list[str] = []
         stored: StoredState | None = None
-        names = self._on_rank_0(lambda: "/".join(entry.path.name for entry in self._folder.entries()))
+        names = self._agreement.on_rank_0(lambda: "/".join(entry.path.name for entry in self._folder.entries()))
         for name in filter(None, names.split("/")):
             stored = self._read_same(self._folder.path / name)
             if stored is not None:
@@ -200,7 +210,7 @@ class Checkpoint:
             warnings.warn(_damage_report(self._folder.path, damaged, stored), RuntimeWarning, stacklevel=2)
         if stored is None:
             return False
-        self._on_every_rank(partial(self._load, stored))
+        self._agreement.on_every_rank(partial(self._load, stored))
         self._mark_saved()
         return True
 
@@ -226,27 +236,27 @@ class Checkpoint:
     def _close(self, alone: bool) -> None:
         try:
             if alone:
-                self._warn_of_write_error()
+                self._agreement.warn_of_write_error()
             else:
-                self._raise_write_error()
+                self._agreement.raise_write_error()
         finally:
-            if self._background.idle:  # else an interrupt ended the wait, and the thread still writes to the folder
+            if not self._agreement.writing:  # else an interrupt ended the wait, and the thread still writes
                 self._folder.unlock()
 
     def _save_and_exit(self) -> NoReturn:
         try:
-            self._raise_write_error()
+            self._agreement.raise_write_error()
         except RuntimeError as error:  # of the previous save; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         path = self.save()
-        notices = [notice.decode() for notice in self._on_every_rank(lambda: signal_notice().encode())]
+        notices = [notice.decode() for notice in self._agreement.on_every_rank(lambda: signal_notice().encode())]
         earliest = max(notices, key=lambda notice: float(notice.partition(" ")[0] or 0))  # the longest time ago
 
         def report() -> str:
             print(f"Checkpoint {path.name} saved {earliest}; exiting with {EXIT_CODE}.", flush=True)
             return ""
 
-        self._on_rank_0(report)  # all ranks wait for it: a launcher may end rank 0 when another rank has exited
+        self._agreement.on_rank_0(report)  # all ranks wait: a launcher may end rank 0 when another rank has exited
         raise SystemExit(EXIT_CODE)
 
     # On rank 0. --------------------------------------------------------------------------------------------------
@@ -277,7 +287,7 @@ class Checkpoint:
         if wait:
             write()
         else:
-            self._background.start(write)
+            self._agreement.start_write(write)
         return path
 
     # On every rank. ----------------------------------------------------------------------------------------------
@@ -285,24 +295,6 @@ class Checkpoint:
     def _mark_saved(self) -> None:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
-
-    def _wait_for_write(self) -> bytes:
-        """Wait for the write in progress on this rank, and raise its error."""
-        self._write_unreported = False
-        self._background.wait()
-        return b""
-
-    def _warn_of_write_error(self) -> None:
-        """Wait for the write on this rank without other ranks, and warn of its error: another exception propagates."""
-        try:
-            self._wait_for_write()
-        except Exception as error:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-
-    def _raise_write_error(self) -> None:
-        """Wait for the write in progress on rank 0, and raise its error on every rank."""
-        if self._write_unreported:
-            self._on_every_rank(self._wait_for_write)
 
     def _read_same(self, path: Path) -> StoredState | None:
         """Return the checkpoint, or None if it is damaged; raise RuntimeError if ranks read different checkpoints."""
@@ -312,7 +304,7 @@ class Checkpoint:
             read.append(stored_state.read(path))
             return read[0].sha256.encode() if read[0] else b""
 
-        checksums = self._on_every_rank(checksum)
+        checksums = self._agreement.on_every_rank(checksum)
         for rank, found in enumerate(checksums):
             if found != checksums[0]:
                 raise RuntimeError(
@@ -323,36 +315,16 @@ class Checkpoint:
 
     def _load(self, stored: StoredState) -> bytes:
         stored.check_parts(self._parts)
-        stored.check_model(self._model.state_dict())
+        stored.check_model(self._model.state_dict(), warn=self._backend.world.rank == 0)
         for name, part in self._parts.items():  # the optimizer is first: it raises before it changes anything
             part.load_state_dict(stored.parts[name])
         world = self._backend.world
         if len(stored.rng_states) == world.size:
-            rng_states.set_rng_states(stored.rng_states[world.rank])
+            set_states = partial(rng_states.set_rng_states, stored.rng_states[world.rank])
+            set_states()  # for a loop that begins with the next epoch, whose loader draws its seed from these states
+            self._optimizer.sampler.before_reading(set_states)  # for all others: the loader has drawn a seed by then
         self._backend.mark_step()
         return b""
-
-    def _any_rank(self, condition: Callable[[], bool]) -> bool:
-        """Return whether the condition is true on any rank."""
-        return any(self._on_every_rank(lambda: b"yes" * condition()))
-
-    def _on_rank_0(self, work: Callable[[], str]) -> str:
-        """Call `work` on rank 0, and return its result on every rank."""
-        rank = self._backend.world.rank
-        return self._on_every_rank(lambda: b"" if rank else work().encode())[0].decode()
-
-    def _on_every_rank(self, work: Callable[[], bytes]) -> list[bytes]:
-        """Return the results of `work` by rank; if it fails on one rank, raise the same RuntimeError on all."""
-        failure = None
-        try:
-            message = b"+" + work()
-        except Exception as error:
-            failure, message = error, b"-" + str(error).encode()
-        messages = self._backend.all_gather_bytes(message)
-        for message in messages:
-            if not message.startswith(b"+"):
-                raise RuntimeError(message[1:].decode()) from failure
-        return [message[1:] for message in messages]
 
 
 def _check_every(every: int | timedelta | None) -> int | timedelta | None:

@@ -4,6 +4,9 @@ A checkpoint is a folder `update-00001234` with two files: the state, and a mani
 SHA-256 of the state and, under "seal", the SHA-256 of itself. It is written under a name that begins with a dot,
 flushed to disk and then renamed; a checkpoint is renamed to such a name before it is deleted. A name without a dot
 therefore never belongs to an incomplete checkpoint.
+
+Users keep other files in the same folder. What is deleted is therefore recognized as a checkpoint of this package: a
+folder with nothing but these two files in it, and with a sealed manifest or a name `.update-00001234.part` or `.old`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,8 +25,10 @@ from typing import IO, Any, NamedTuple, final
 
 STATE, MANIFEST, LOCK = "state.pt", "manifest.json", ".lock"
 
-_NAME = re.compile(r"update-(\d{8,})(?:-(\d+))?")
+_NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,})(?:-([1-9][0-9]*))?")  # the name of each revision is unique
+_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.(?:part|old)")
 _BLOCK = 1 << 20  # bytes
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # while reading any contents
 
 _unlock_by_file: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # of the locked files, by descriptor
 
@@ -32,7 +36,7 @@ _unlock_by_file: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # of
 def verified_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of the checkpoint in `folder` if its checksums match, else None."""
     try:
-        manifest = _parse_manifest((folder / MANIFEST).read_bytes().decode())
+        manifest = _sealed_manifest(folder)
         state, expected = folder / STATE, manifest["file"]
         if state.stat().st_size != expected["bytes"]:
             return None
@@ -41,13 +45,13 @@ def verified_manifest(folder: Path) -> dict[str, Any] | None:
             while block := file.read(_BLOCK):
                 digest.update(block)
         return manifest if digest.hexdigest() == expected["sha256"] else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except _DAMAGE:
         return None
 
 
 @final
 class Entry(NamedTuple):
-    """A folder with the name of a checkpoint, intact or damaged; a larger entry is newer.
+    """The name of a checkpoint, intact, damaged or of another program; a larger entry is newer.
 
     Each further save of the same update is another revision. The previous revision stays until the new one is
     published.
@@ -75,7 +79,8 @@ class CheckpointFolder:
         """Create the folder and lock it against other writers, until `unlock` or any end of this process.
 
         Raises:
-            OSError: if the folder cannot be created, or another writer has locked it.
+            OSError: if the folder cannot be created, another writer has locked it, or the file `.lock` in it belongs to
+                another program.
         """
         import fcntl  # not on Windows, where the package can still be imported
 
@@ -83,8 +88,13 @@ class CheckpointFolder:
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not b"process ".startswith(os.read(file, 8)):
+                raise OSError(
+                    f"Checkpoint folder {self.path} must not hold a file {LOCK} of another program; choose another "
+                    f"folder, or delete that file"
+                )
             os.ftruncate(file, 0)
-            os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except BlockingIOError:
             writer = os.read(file, 1000).decode(errors="replace").strip()
             os.close(file)
@@ -104,7 +114,7 @@ class CheckpointFolder:
             self._unlock()
 
     def entries(self) -> list[Entry]:
-        """Return all folders with the name of a checkpoint, newest first; they are not verified."""
+        """Return everything that has the name of a checkpoint, newest first; it is not verified."""
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.glob("update-*")]
         return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
 
@@ -120,7 +130,12 @@ class CheckpointFolder:
                 f"process; create another Checkpoint"
             )
         revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
-        return self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
+        while True:
+            path = self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
+            part = _part_of(path)
+            if not os.path.lexists(part) or _is_leftover(part):
+                return path
+            revision += 1  # that name belongs to another program
 
     def publish(self, target: Path, facts: Mapping[str, Any], write: Callable[[IO[bytes]], None]) -> None:
         """Write a checkpoint and rename it to `target` when it is complete.
@@ -134,9 +149,9 @@ class CheckpointFolder:
             OSError: if the checkpoint cannot be written; nothing of it remains.
         """
         self._delete_leftovers()
-        part = target.with_name(f".{target.name}.part")
+        part = _part_of(target)
+        part.mkdir()
         try:
-            part.mkdir()
             with (part / STATE).open("wb") as file:
                 hashing = _HashingFile(file)
                 write(hashing)  # type: ignore[arg-type]
@@ -150,7 +165,7 @@ class CheckpointFolder:
             _flush_folder(part)
             part.rename(target)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            _delete(part)
             raise
         _flush_folder(self.path)
         self._verified.add(target)
@@ -158,17 +173,20 @@ class CheckpointFolder:
     def prune(self, keep: int) -> None:
         """Keep the newest `keep` intact updates, each in its newest intact revision, and delete older entries.
 
-        A damaged entry stays until `keep` newer updates, or a newer revision of the same update, are intact.
+        A damaged entry stays until `keep` newer updates, or a newer revision of the same update, are intact. One whose
+        manifest is damaged always stays, because it may belong to another program.
         """
         kept: set[int] = set()
         for update, _, path in self.entries():
             if update not in kept and len(kept) < keep:
                 if self._is_intact(path):
                     kept.add(update)
-            else:
+            elif _is_checkpoint(path):
                 self._verified.discard(path)
+                old = path.with_name(f".{path.name}.old")
                 with suppress(OSError):  # the next save deletes what remains
-                    self._delete(path.rename(path.with_name(f".{path.name}.old")))
+                    if not os.path.lexists(old):
+                        _delete(path.rename(old))
 
     def newest_after(self, update: int) -> Path | None:
         """Return the newest intact checkpoint of a later update, or None."""
@@ -183,14 +201,8 @@ class CheckpointFolder:
     def _delete_leftovers(self) -> None:
         """Delete the incomplete and half-deleted checkpoints of writers that were killed."""
         for path in self.path.glob(".update-*"):
-            self._delete(path)
-
-    @staticmethod
-    def _delete(path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+            if _is_leftover(path):
+                _delete(path)
 
 
 @final
@@ -217,6 +229,48 @@ class _HashingFile:
 
     def flush(self) -> None:
         """Do nothing: `publish` flushes the file once, at the end."""
+
+
+def _part_of(target: Path) -> Path:
+    """Return the path at which the checkpoint is written."""
+    return target.with_name(f".{target.name}.part")
+
+
+def _holds_nothing_else(path: Path) -> bool:
+    """Return whether `path` is a folder, and not a link, without anything but the two files of a checkpoint."""
+    try:
+        with os.scandir(path) as contents:
+            return not path.is_symlink() and all(
+                item.name in (STATE, MANIFEST) and item.is_file(follow_symlinks=False) for item in contents
+            )
+    except OSError:
+        return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, of which the state may be damaged, and nothing else."""
+    try:
+        return _holds_nothing_else(path) and bool(_sealed_manifest(path))
+    except _DAMAGE:
+        return False
+
+
+def _is_leftover(path: Path) -> bool:
+    """Return whether a folder is an incomplete or half-deleted checkpoint, and nothing else."""
+    return _LEFTOVER.fullmatch(path.name) is not None and _holds_nothing_else(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete the files of a checkpoint, and its folder if nothing else is in it."""
+    with suppress(OSError):
+        for name in (STATE, MANIFEST):
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _sealed_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; raise one of `_DAMAGE` if it is missing or has another checksum."""
+    return _parse_manifest((folder / MANIFEST).read_bytes().decode())
 
 
 def _format_manifest(facts: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
@@ -36,8 +37,12 @@ class StoredState(NamedTuple):
                 f"the parts that were saved, under the same names"
             )
 
-    def check_model(self, state: dict[str, Any]) -> None:
+    def check_model(self, state: dict[str, Any], warn: bool = True) -> None:
         """Check that the model in the checkpoint has the tensors of this state dict, in the same shapes.
+
+        Args:
+            state: state dict of the model that will be restored.
+            warn: whether to warn of tensors with another dtype, to which torch converts them when it loads them.
 
         Raises:
             ValueError: if a tensor is missing or has another shape.
@@ -49,6 +54,17 @@ class StoredState(NamedTuple):
                     f"Checkpoint {self.path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
                     f"in it and {own.get(name, 'missing')} here; create the model that was saved"
                 )
+        saved_dtypes, own_dtypes = _dtypes(self.parts["model"]), _dtypes(state)
+        different = [name for name in own if saved_dtypes[name] != own_dtypes[name]]
+        if different and warn:
+            name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
+            warnings.warn(
+                f"Checkpoint {self.path} is converted to other dtypes: {name}{others} is {saved_dtypes[name]} in it "
+                f"and {own_dtypes[name]} here, so that the training does not resume exactly; create the model with the "
+                f"saved dtypes before the optimizer, for example by model.to({saved_dtypes[name]})",
+                UserWarning,
+                stacklevel=5,  # at restore()
+            )
 
 
 def write(
@@ -92,6 +108,10 @@ def read(path: Path) -> StoredState | None:
         raise
     except Exception:  # another program can have published any content with a valid checksum
         return None
+
+
+def _dtypes(state: dict[str, Any]) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:

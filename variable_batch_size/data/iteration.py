@@ -30,6 +30,9 @@ class Source(Protocol):
     def check_readable(self) -> None:
         """Raise RuntimeError if continuing to iterate would be wrong."""
 
+    def begin_reading(self) -> None:
+        """Prepare for the first read of an iteration."""
+
 
 @final
 class Use(Enum):
@@ -72,6 +75,7 @@ class Iteration:
     def __next__(self) -> list[int]:
         if not self.counts.begun:
             self._source.check_readable()
+            self._source.begin_reading()
         self._source.iteration = self
         self.counts.count_read()
         if self._row == len(self._rows):

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend import current_world
 from variable_batch_size.backend.detection import runs_on_xla
-from variable_batch_size.data.clock import Clock
+from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.shuffle import order
@@ -96,6 +96,7 @@ class CustomSampler(Sampler[list[int]]):
             self.plan.epoch(epochs - 1)
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
+        self._before_reading: tuple[Position, Callable[[], None]] | None = None
         self._attached = False  # whether an optimizer counts what is yielded
         self._followed = False  # whether the clock of that optimizer has ever been followed
 
@@ -206,6 +207,23 @@ class CustomSampler(Sampler[list[int]]):
                 f"an epoch can be iterated until its last update, but all updates of epoch {self.epoch - 1} are "
                 f"committed; call set_epoch({self.epoch}) on the sampler and on the optimizer before the next iteration"
             )
+
+    def before_reading(self, action: Callable[[], None]) -> None:
+        """Call `action` right before an iteration is first read, until the next update or another epoch.
+
+        A `DataLoader` calls `iter()` and draws its seed before it reads; what `action` does is not undone by that.
+        """
+        self._before_reading = self.clock.position, action
+
+    def begin_reading(self) -> None:
+        """Call the action of `before_reading`, if the position is still the same."""
+        if self._before_reading is None:
+            return
+        position, action = self._before_reading
+        if position == self.clock.position:
+            action()
+        else:
+            self._before_reading = None
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""

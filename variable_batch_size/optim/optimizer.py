@@ -97,8 +97,7 @@ class CustomOptimizer(OptimizerWrapper):
                 raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one, or omit it")
         rule = "constant" if rule is None else rule
         rules = rules_for_groups(rule, len(inner.param_groups))
-        references = [check_reference(one, ref_batchsize) for one in rules]
-        reference = references[0]
+        reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
         self._rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
         if isinstance(sampler, CustomSampler):  # otherwise Loop raises
             names: Any = rule if self._rule_per_group else [rule] * len(rules)
@@ -125,6 +124,11 @@ class CustomOptimizer(OptimizerWrapper):
     def backend(self) -> Backend:
         """The backend: how ranks communicate."""
         return self._backend
+
+    @property
+    def sampler(self) -> CustomSampler:
+        """The sampler that feeds the loop."""
+        return self._loop.sampler
 
     @property
     def ref_batchsize(self) -> int | None:

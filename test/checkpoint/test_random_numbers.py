@@ -1,0 +1,204 @@
+"""A stopped and resumed training draws the random numbers of an unbroken one, through loaders that draw seeds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from helpers.checkpoints import checkpoint
+from helpers.reference import Training, assert_equal, data, examples, filled, training
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, its loader, and the random numbers that it draws besides dropout's."""
+
+    kind: type[DataLoader[Any]] = DataLoader
+    workers: int = 0
+    persistent: bool = False
+    loader_is_saved: bool = False  # a StatefulDataLoader as a part of the checkpoint
+    sizes: tuple[int, ...] = (7, 3, 10)  # nine updates in three epochs
+    dataset_size: int = 20
+    minibatch_size: int = 4
+    fixed_shape: bool = True
+    epochs: int = 3
+    stop: float = 0.5  # share of the updates after which the training stops
+    evaluates: bool = True  # with a shuffled loader, after every epoch and before the resumed training
+    augments: bool = False  # at random, in the process that reads the dataset
+    seeded: bool = False  # the augmentation: by epoch and sample, as the docstring of Checkpoint says
+    skips: bool = False  # whether the resumed loop skips an epoch that is complete
+
+
+@dataclass
+class Dataset:
+    """Float64 samples with noise, if wanted."""
+
+    x: Tensor
+    target: Tensor
+    augments: bool
+    seeded: bool
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.epoch * len(self) + index) if self.seeded else None
+        noise = torch.randn(3, generator=generator).double() if self.augments else 0
+        return self.x[index] + noise, self.target[index]
+
+
+class Script:
+    """A user's script."""
+
+    def __init__(self, case: Case) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.4), nn.Linear(4, 2)).double()
+        sampling = {"on_end": "cycle", "fixed_shape": case.fixed_shape}
+        self.case = case
+        self.run: Training = training(
+            sizes=case.sizes,
+            dataset_size=case.dataset_size,
+            minibatch_size=case.minibatch_size,
+            model=filled(model),
+            sampling=sampling,
+        )
+        self.dataset: Any = Dataset(*data(case.dataset_size), augments=case.augments, seeded=case.seeded)
+        self.loader = case.kind(
+            self.dataset,
+            batch_sampler=self.run.sampler,
+            num_workers=case.workers,
+            persistent_workers=case.persistent,
+        )
+        self.parts: dict[str, Any] = {"loader": self.loader} if case.loader_is_saved else {}
+
+    def evaluate(self) -> None:
+        if self.case.evaluates:
+            some: Any = range(5)
+            list(DataLoader(some, batch_size=2, shuffle=True))
+
+    def updates(self, first_epoch: int = 0) -> Iterator[None]:
+        """Train; yield after every update."""
+        run = self.run
+        for epoch in range(first_epoch, self.case.epochs):
+            run.sampler.set_epoch(epoch)
+            run.optimizer.set_epoch(epoch)
+            self.dataset.epoch = epoch
+            for x, target in self.loader:
+                factor = 1 + random.random() + np.random.random()
+                (factor * (run.model(x) - target).square().sum(dim=1).mean()).backward()
+                if run.optimizer.step():
+                    yield
+            self.evaluate()
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def check(case: Case, folder: Path) -> None:
+    seed(1)
+    unbroken = Script(case)
+    number = sum(1 for _ in unbroken.updates())
+    stop = min(number, max(1, round(case.stop * number)))
+
+    seed(1)
+    begun = Script(case)
+    for _ in itertools.islice(begun.updates(), stop):
+        pass
+    with checkpoint(folder, begun.run, **begun.parts) as saves:
+        saves.save()
+    seed(2)
+    resumed = Script(case)
+    resumed.evaluate()
+    with checkpoint(folder, resumed.run, **resumed.parts) as saves:
+        assert saves.restore()
+    if not case.skips:
+        resumed.evaluate()
+    first_epoch = resumed.run.optimizer.epoch + (case.skips and len(resumed.run.sampler) == 0)
+    assert sum(1 for _ in resumed.updates(first_epoch)) == number - stop
+    assert_equal(resumed.run.weights(), unbroken.run.weights())
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    dataset_size = draw(st.integers(1, 40))
+    sizes = draw(st.lists(st.integers(1, min(dataset_size, 20)), min_size=1, max_size=6))
+    kind: Any = draw(st.sampled_from([DataLoader, StatefulDataLoader]))
+    skips = draw(st.booleans())
+    return Case(
+        kind=kind,
+        loader_is_saved=kind is StatefulDataLoader and not skips and draw(st.booleans()),
+        sizes=tuple(sizes),
+        dataset_size=dataset_size,
+        minibatch_size=draw(st.integers(1, 8)),
+        fixed_shape=draw(st.booleans()),
+        stop=draw(st.one_of(st.floats(0, 1), st.sampled_from([1 / 3, 2 / 3, 1]))),
+        evaluates=not skips and draw(st.booleans()),
+        augments=draw(st.booleans()),
+        skips=skips,
+    )
+
+
+@examples(100)
+@given(cases())
+def test_dropout_and_augmentation_resume_with_any_loader_without_workers(case: Case) -> None:
+    with TemporaryDirectory() as folder:
+        check(case, Path(folder))
+
+
+STOPS = [1 / 9, 3 / 9, 5 / 9]  # in an epoch, at the end of one, in the next
+WORKERS = [
+    Case(),
+    Case(workers=2),
+    Case(workers=2, persistent=True),
+    Case(StatefulDataLoader, workers=2),
+    Case(StatefulDataLoader, workers=2, persistent=True),
+    Case(StatefulDataLoader, workers=2, loader_is_saved=True),
+    Case(workers=2, augments=True, seeded=True),
+]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("case", WORKERS, ids=range(len(WORKERS)))
+def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -> None:
+    check(replace(case, stop=stop), tmp_path)
+
+
+def test_dropout_resumes_with_workers_if_the_loop_skips_the_epoch_that_is_complete(tmp_path: Path) -> None:
+    check(Case(workers=2, stop=1 / 3, evaluates=False, skips=True), tmp_path)
+
+
+def test_a_batch_that_is_looked_at_before_the_loop_draws_nothing(tmp_path: Path) -> None:
+    case = Case()
+    seed(1)
+    unbroken = Script(case)
+    list(unbroken.updates())
+    seed(1)
+    begun = Script(case)
+    next(begun.updates())
+    with checkpoint(tmp_path, begun.run) as saves:
+        saves.save()
+    resumed = Script(case)
+    with checkpoint(tmp_path, resumed.run) as saves:
+        assert saves.restore()
+    next(iter(resumed.loader))
+    list(resumed.updates())
+    assert_equal(resumed.run.weights(), unbroken.run.weights())
