@@ -17,7 +17,6 @@ from fuzz.drawing import draw_case
 from fuzz.processes import prepare, run_all
 from fuzz.search import Outcome, run_case, train
 
-
 SHOWN = 5  # findings of a kind
 
 
