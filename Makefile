@@ -1,4 +1,5 @@
-# ARGS is passed to the training script, to pytest or to the search. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
+# ARGS is passed to the training script, to pytest or to the search. PYTHON creates the environments. PIP_FLAGS= shows
+# pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=

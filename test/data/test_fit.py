@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -24,33 +23,43 @@ from helpers.splitting import split_sizes
 # ------------------------------------------------------------------------------------------------- the best split
 
 
-def dealt(microbatches: int, world_size: int) -> tuple[int, int]:
-    """Of the microbatches 0, 1, ..., of which number i goes to rank i mod W: the rounds, and all that are computed."""
-    shares = [len(range(rank, microbatches, world_size)) for rank in range(world_size)]
-    return max(shares), sum(share or 1 for share in shares)  # a rank without a share replays one
+def dealt(sizes: list[int], world_size: int, rows: int | None) -> tuple[int, int]:
+    """Of the microbatches 0, 1, ..., of which number i goes to rank i mod W: the rounds, and the rows of all ranks."""
+    shares = [sizes[rank::world_size] or [sizes[rank % len(sizes)]] for rank in range(world_size)]  # one is replayed
+    return max(map(len, shares)), sum(rows or size for share in shares for size in share)
 
 
-def test_fit_is_the_best_of_all_sizes() -> None:
-    worlds = range(1, 18)
-    deals = {(count, world): dealt(count, world) for count, world in product(range(1, 513), worlds)}
-    for batch in range(1, 513):
+@pytest.mark.parametrize(("fixed_shape", "batches"), [(True, range(1, 257)), (False, range(1, 129))])
+def test_fit_is_the_best_of_all_sizes(fixed_shape: bool, batches: range) -> None:
+    for batch in batches:
         best: dict[int, tuple[int, int, int, int]] = {}
-        for m in range(1, 65):
-            count = len(split_sizes(batch, m, True))
-            for world in worlds:
-                rounds, computed = deals[count, world]
-                tried = rounds, computed * m - batch, m, count
+        for m in range(1, 49):
+            sizes = split_sizes(batch, m, fixed_shape)
+            for world in range(1, 14):
+                rounds, rows = dealt(sizes, world, m if fixed_shape else None)
+                tried = rounds, rows - batch, m, len(sizes)
                 best[world] = min(best.get(world, tried), tried)
-                rounds, _, size, count_of_best = best[world]
-                assert vbs.fit(batch, m, world) == (size, rounds, count_of_best), (batch, m, world)
+                rounds, _, size, count = best[world]
+                assert vbs.fit(batch, m, world, fixed_shape=fixed_shape) == (size, rounds, count), (batch, m, world)
 
 
 @examples(60)
-@given(batch=st.integers(1, 400), largest=st.integers(1, 70), world=st.integers(1, 9), tail=st.integers(0, 20))
-def test_a_sampler_needs_as_many_rounds_as_fit_says(batch: int, largest: int, world: int, tail: int) -> None:
-    size, rounds, microbatches = vbs.fit(batch, largest, world)
+@given(
+    batch=st.integers(1, 400),
+    largest=st.integers(1, 70),
+    world=st.integers(1, 9),
+    tail=st.integers(0, 20),
+    fixed_shape=st.booleans(),
+)
+def test_a_sampler_needs_as_many_rounds_as_fit_says(
+    batch: int, largest: int, world: int, tail: int, fixed_shape: bool
+) -> None:
+    size, rounds, microbatches = vbs.fit(batch, largest, world, fixed_shape=fixed_shape)
     assert size <= largest
-    samplers = [vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold") for rank in range(world)]
+    samplers = [
+        vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold", fixed_shape=fixed_shape)
+        for rank in range(world)
+    ]
     first_step = [sampler.plan.step(sampler.plan.epoch(0), 0) for sampler in samplers]
     dealt = [step.rounds(sampler.world) for step, sampler in zip(first_step, samplers, strict=True)]
     assert max(dealt) == rounds
@@ -60,17 +69,17 @@ def test_a_sampler_needs_as_many_rounds_as_fit_says(batch: int, largest: int, wo
 
 
 def test_fit_of_a_large_batch_uses_the_same_split() -> None:
-    fit = vbs.fit(65536, 4096, 8)
+    fit = vbs.fit(65536, 4096, 8, fixed_shape=True)
     assert fit == vbs.Fit(minibatch_size=4096, rounds=2, microbatches=16)
-    size, rounds, count = vbs.fit(65521, 4000, 7)
+    size, rounds, count = vbs.fit(65521, 4000, 7, fixed_shape=True)
     assert (rounds, count) == (3, len(split_sizes(65521, size, True)))
-    assert vbs.fit(2**53, 1024, 8).rounds == 2**40
+    assert vbs.fit(2**53, 1024, 8, fixed_shape=True).rounds == 2**40
 
 
 def test_fit_spreads_a_small_batch_over_the_ranks() -> None:
-    assert vbs.fit(12, 32, 4) == (3, 1, 4)
-    assert vbs.fit(7, 8, 4) == (2, 1, 4)  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
-    assert vbs.fit(3, 8, 8) == (1, 1, 3)
+    assert vbs.fit(12, 32, 4, fixed_shape=True) == (3, 1, 4)
+    assert vbs.fit(7, 8, 4, fixed_shape=True) == (2, 1, 4)  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
+    assert vbs.fit(3, 8, 8, fixed_shape=True) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", 2**53 + 1, None])

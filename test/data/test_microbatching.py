@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.reference import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.data.microbatching import divisors, microbatch_counts, partial_sizes
+from variable_batch_size.data.microbatching import Cut, cut, divisors, microbatch_counts, partial_sizes
 
 
 @pytest.mark.parametrize("minibatch_size", range(1, 65))
@@ -18,7 +18,6 @@ def test_the_remainder_is_split_greedily_into_divisors(minibatch_size: int) -> N
         assert sum(partial_sizes(remainder, minibatch_size)) == remainder
         assert all(minibatch_size % size == 0 for size in partial_sizes(remainder, minibatch_size))
         assert list(partial_sizes(remainder, minibatch_size)) == sorted(partial_sizes(remainder, minibatch_size))
-        assert partial_sizes(remainder, minibatch_size, False) == ((remainder,) if remainder else ())
 
 
 def test_known_and_longest_splits() -> None:
@@ -27,17 +26,43 @@ def test_known_and_longest_splits() -> None:
     assert max(len(partial_sizes(remainder, 61)) for remainder in range(61)) == 60  # a prime
 
 
+def sizes_of(cut: Cut) -> list[int]:
+    return [cut.locate(number)[1] for number in range(cut.microbatches)]
+
+
+@given(st.integers(1, 3000), st.integers(1, 200), st.booleans())
+@examples(300)
+def test_a_cut_holds_every_sample_once(batch_size: int, minibatch_size: int, fixed_shape: bool) -> None:
+    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape)
+    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape)
+    assert sum(sizes_of(found)) == batch_size
+    starts = [found.locate(number)[0] for number in range(found.microbatches)]
+    assert starts == [sum(sizes_of(found)[:number]) for number in range(found.microbatches)]
+
+
+@given(st.integers(1, 3000), st.integers(1, 200))
+@examples(300)
+def test_without_a_fixed_shape_sizes_differ_by_at_most_one(batch_size: int, minibatch_size: int) -> None:
+    sizes = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False))
+    assert len(sizes) == -(-batch_size // minibatch_size)
+    assert max(sizes) <= minibatch_size
+    assert max(sizes) - min(sizes) <= 1
+    if batch_size > 1 and minibatch_size >= 3:  # with 2, three samples are 1 + 2
+        assert min(sizes) >= 2
+
+
+@pytest.mark.parametrize("fixed_shape", [True, False])
 @pytest.mark.parametrize("largest", [*range(1, 27), 61, 64])
-def test_microbatch_counts_equal_those_of_the_split(largest: int) -> None:
+def test_microbatch_counts_equal_those_of_the_cut(largest: int, fixed_shape: bool) -> None:
     for batch_size in (*range(1, 140), 4001):
-        expected = [batch_size // m + len(partial_sizes(batch_size % m, m)) for m in range(1, largest + 1)]
-        assert microbatch_counts(batch_size, largest).tolist() == expected
+        expected = [cut(batch_size, m, fixed_shape=fixed_shape).microbatches for m in range(1, largest + 1)]
+        assert microbatch_counts(batch_size, largest, fixed_shape=fixed_shape).tolist() == expected
 
 
-def test_microbatch_counts_of_large_batches_equal_those_of_the_split() -> None:
-    found = microbatch_counts(2**53 - 111, 4096)
+def test_microbatch_counts_of_large_batches_equal_those_of_the_cut() -> None:
+    found = microbatch_counts(2**53 - 111, 4096, fixed_shape=True)
     for m in (1, 2, 63, 64, 65, 3600, 4032, 4093, 4096):
-        assert found[m - 1] == (2**53 - 111) // m + len(partial_sizes((2**53 - 111) % m, m))
+        assert found[m - 1] == cut(2**53 - 111, m, fixed_shape=True).microbatches
 
 
 @given(st.integers(1, 10**6))

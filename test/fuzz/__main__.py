@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -15,6 +16,8 @@ from fuzz.case import FEATURES
 from fuzz.drawing import draw_case
 from fuzz.processes import prepare, run_all
 from fuzz.search import Outcome, run_case, train
+
+SHOWN = 5  # findings of a kind
 
 
 def main() -> int:
@@ -48,8 +51,13 @@ def report(outcomes: list[Outcome], without: frozenset[str], seconds: float) -> 
     for feature in FEATURES:
         print(f"  {feature:18}{cases[feature]:7} cases{failed[feature]:7} findings")
     flags = f" --without {' '.join(sorted(without))}" if without else ""
+    alike: dict[str, list[Outcome]] = {}
     for outcome in findings:
-        print(f"python -m fuzz --case {outcome.seed}{flags}  # {outcome.message}")
+        alike.setdefault(re.sub(r"[0-9.e-]+", "#", outcome.message)[:60], []).append(outcome)
+    for group in sorted(alike.values(), key=len):
+        print(f"{len(group)} findings like")
+        for outcome in group[:SHOWN]:
+            print(f"  python -m fuzz --case {outcome.seed}{flags}  # {outcome.message}")
     return int(bool(findings))
 
 

@@ -40,6 +40,7 @@ FEATURES = {
     "other_cut": 0.2,  # resume with another fixed_shape: the saved one wins
     "other_microbatch": 0.4,  # resume with another minibatch_size
     "loaders": 0.3,
+    "read_ahead": 0.15,  # a loader that has read microbatches which the loop has not trained on
     "workers": 0.002,
     "zero_grad": 0.4,
     "stray_backward": 0.15,  # a backward() for no microbatch between two steps, then optimizer.zero_grad()

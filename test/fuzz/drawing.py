@@ -115,7 +115,8 @@ def _segments(draw: Draw, updates: int, fixed_shape: bool, minibatch_size: int, 
     rng = draw.rng("segments")
     stops = sorted(rng.randint(0, updates) for _ in range(rng.choice([1, 1, 2]))) if draw.feature("resume") else []
     worlds = [1, 1, 2, 3] if draw.feature("worlds") else [1]
-    loaders = ["loader", "stateful", "ahead"] if draw.feature("loaders") else ["sampler"]
+    loaders = ["loader", "stateful"] if draw.feature("loaders") else ["sampler"]
+    loaders += ["ahead"] if draw.feature("read_ahead") else []
     other_size = draw.feature("other_microbatch", bool(stops) and not measured)
     other_cut = draw.feature("other_cut", bool(stops))
     segments = []

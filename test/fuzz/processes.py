@@ -15,6 +15,12 @@ import torch
 from fuzz.search import Outcome, run_case
 
 SECONDS = 120  # that a case may take
+EXPECTED_WARNINGS: list[tuple[str, type[Warning]]] = [  # beginning of the message, category
+    ("Skipped an update", RuntimeWarning),
+    ("The gradient noise could not be estimated", UserWarning),
+    ("AdaScale's gain is meant for SGD", UserWarning),
+    (".*fork.*", DeprecationWarning),
+]
 
 
 def run_all(cases: list[int], without: frozenset[str], processes: int) -> Iterator[Outcome]:
@@ -28,10 +34,8 @@ def prepare() -> None:
     """Use one thread a process; any warning that is not expected is an error."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="Skipped an update", category=RuntimeWarning)
-    warnings.filterwarnings("ignore", message="AdaScale's gain is meant for SGD", category=UserWarning)
-    warnings.filterwarnings("ignore", message="The gradient noise could not be estimated", category=UserWarning)
-    warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+    for message, category in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
 
 
 def run_within_time(seed: int, without: frozenset[str]) -> Outcome:

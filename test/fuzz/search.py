@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fuzz.case import Case
 from fuzz.drawing import draw_case
+from fuzz.objects import State, loaders_of, through_file
 from fuzz.ranks import run_world
-from fuzz.training import Rank, Record, State, loaders_of, through_file
+from fuzz.training import Rank, Record
 from fuzz.twin import Expected, expected
 from variable_batch_size.backend import Backend
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from fuzz.processes import EXPECTED_WARNINGS
 from fuzz.search import run_case
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Skipped an update:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:AdaScale's gain is meant for SGD:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The gradient noise could not be estimated:UserWarning"),
+    pytest.mark.filterwarnings(f"ignore:{message}:{category.__name__}") for message, category in EXPECTED_WARNINGS
 ]
 
 

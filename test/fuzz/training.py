@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-import variable_batch_size as vbs
-from fuzz.case import Case, Event, RuleCase, Segment
+from fuzz.case import Case, Event, Segment
 from fuzz.model import FEATURES, Data, Net, seed_masks
-from fuzz.twin import parameter_groups
-from helpers.strategies import read_ahead
+from fuzz.objects import PlantedError, State, create_inner, create_loader, create_optimizer, create_rule, create_sampler
 from variable_batch_size.backend import Backend
-
-State = dict[str, Any]
-
-
-class PlantedError(Exception):
-    """Raised inside `step()` on purpose."""
 
 
 class WrongError(AssertionError):
@@ -47,38 +36,6 @@ class Record:
     lr_factor: float
 
 
-@dataclass
-class FailingRule:
-    """A rule that raises once, when `armed`."""
-
-    rule: Any
-    armed: bool = False
-
-    def __repr__(self) -> str:
-        return f"FailingRule({self.rule})"
-
-    @property
-    def needs_noise(self) -> bool:
-        return bool(getattr(self.rule, "needs_noise", False))
-
-    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
-        if self.armed:
-            self.armed = False
-            raise PlantedError("rule")
-        scaling: vbs.Scaling = self.rule(update)
-        return scaling
-
-
-class ReadAhead:
-    """A loader that reads a few microbatches ahead, as one with workers does."""
-
-    def __init__(self, sampler: vbs.CustomSampler) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return read_ahead(self.sampler, 4)
-
-
 class Rank:
     """The objects of a user's script on one rank, for one segment of a case."""
 
@@ -90,11 +47,12 @@ class Rank:
         self.open_rows: list[list[int]] = []  # of the microbatches of the step under way
         self.epoch: int | None = None  # the last one that was set
         self.events = [event for event in case.events if start <= event.update < segment.end]
-        self.faulty: list[FailingRule] = []
-        self.inner = self.create_inner()
-        self.sampler = self.create_sampler()
-        self.optimizer = self.create_optimizer()
-        self.loader = self.create_loader()
+        self.inner = create_inner(case, self.model)
+        self.sampler = create_sampler(case, segment, backend.world)
+        faulty = any(event.kind == "fault" and event.detail.startswith("rule") for event in self.events)
+        self.rules = [create_rule(rule, faulty) for rule in case.rules]
+        self.optimizer = create_optimizer(case, self.inner, self.sampler, self.rules, backend)
+        self.loader = create_loader(segment.loader, self.sampler)
         self.saved: dict[int, State] = {}
         self.fault: Event | None = None
         self.final: State = {}  # after the last update
@@ -104,73 +62,6 @@ class Rank:
             rank = backend.world.rank
             if state["loaders"] is not None:
                 self.loader.load_state_dict(copy.deepcopy(state["loaders"][rank]))
-
-    # The objects. -------------------------------------------------------------------------------------------------
-
-    def create_inner(self) -> torch.optim.Optimizer:
-        named = dict(self.model.named_parameters())
-        groups = [
-            {"params": [named[name] for name in names], **hyperparameters}
-            for names, hyperparameters in zip(
-                parameter_groups(self.model, len(self.case.groups)), self.case.groups, strict=True
-            )
-        ]
-        inner: torch.optim.Optimizer = getattr(torch.optim, self.case.optimizer)(groups, lr=0.5)
-        return inner
-
-    def create_sampler(self) -> vbs.CustomSampler:
-        case, world = self.case, self.backend.world
-        return vbs.CustomSampler(
-            case.dataset_size,
-            case.trace.argument(),
-            world.size,
-            world.rank,
-            self.segment.minibatch_size,
-            case.sampler_seed,
-            shuffle=case.shuffle,
-            drop_last=case.drop_last,
-            on_end=case.trace.on_end if case.trace.kind == "list" else None,  # type: ignore[arg-type]
-            fixed_shape=self.segment.fixed_shape,
-            epochs=case.epochs,
-        )
-
-    def create_optimizer(self) -> vbs.CustomOptimizer:
-        case = self.case
-        faulty = any(event.kind == "fault" and event.detail.startswith("rule") for event in self.events)
-        rules = [self.create_rule(rule, faulty) for rule in case.rules]
-        options: dict[str, Any] = {"find_unused_parameters": True} if case.find_unused else {}
-        options |= {"accumulation": "buffered"} if case.buffered else {}
-        return vbs.CustomOptimizer(
-            self.inner,
-            self.sampler,
-            case.ref_batchsize,
-            rule=rules if len(rules) > 1 else rules[0],
-            noise=case.noise,  # type: ignore[arg-type]
-            reduction=case.reduction,  # type: ignore[arg-type]
-            max_grad_norm=case.max_grad_norm,
-            backend=self.backend,
-            **options,
-        )
-
-    def create_rule(self, rule: RuleCase, faulty: bool) -> Any:
-        if rule.by_name and not faulty:
-            return rule.name
-        created: Any = vbs.RULES[rule.name](**({"warmup_updates": rule.warmup} if rule.name == "legw" else {}))
-        created = vbs.ConstantTimescale(created) if rule.timescale else created
-        if faulty:
-            created = FailingRule(created)
-            self.faulty.append(created)
-        return created
-
-    def create_loader(self) -> Any:
-        kind, dataset = self.segment.loader, range(self.case.dataset_size)
-        if kind == "sampler":
-            return self.sampler
-        if kind == "ahead":
-            return ReadAhead(self.sampler)
-        if kind == "stateful":
-            return StatefulDataLoader(dataset, batch_sampler=self.sampler)
-        return DataLoader(dataset, batch_sampler=self.sampler, num_workers=int(kind == "workers"))  # type: ignore[arg-type]
 
     # The state. ---------------------------------------------------------------------------------------------------
 
@@ -363,7 +254,7 @@ class Rank:
         self.fault = event
         where = event.detail.split()[0]
         if where == "rule":
-            self.faulty[-1].armed = True
+            self.rules[-1].armed = True
             return
 
         def fail(*_: object) -> None:
@@ -410,21 +301,3 @@ class Rank:
         except RuntimeError:
             return
         raise WrongError(f"{what} must raise RuntimeError, but it returned")
-
-
-def through_file(state: State) -> State:
-    """The state as it comes back from a file that holds data only."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    loaded: State = torch.load(buffer, weights_only=True)
-    return loaded
-
-
-def loaders_of(states: Iterable[State], before: Segment, after: Segment, case: Case) -> list[Any] | None:
-    """The states of the loaders, if the next segment can restore them: in the middle of an epoch, the same split."""
-    same = (before.loader, before.world, before.minibatch_size) == (after.loader, after.world, after.minibatch_size)
-    inside = 0 < before.end < len(case.updates) and not case.updates[before.end - 1].ends_epoch
-    if before.loader != "stateful" or not same or not inside or before.fixed_shape != after.fixed_shape:
-        return None
-    return [state["loaders"] for state in states]

@@ -241,7 +241,7 @@ def training(
         backend.world.size,
         backend.world.rank,
         minibatch_size,
-        **{"on_end": "hold", **(sampling or {})},
+        **{"on_end": "hold", "fixed_shape": False, **(sampling or {})},
     )
     x, target = (tensor.to(dtype) for tensor in data(dataset_size))
     optimizer = wrap(kind, inner(model.parameters(), **hyperparameters), sampler, backend=backend, **options)

@@ -211,7 +211,7 @@ def test_rejects_parameters_of_one_group_that_begin_at_different_updates() -> No
     model[0].requires_grad_(True)
     run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})  # fixes the membership again
     before = terms(run)
-    with pytest.raises(ValueError, match="those of parameter group 0 have made 0 or 2; put the parameters that"):
+    with pytest.raises(ValueError, match="those of parameter group 0 have made 0 or 2; put parameters that"):
         run.run(1)
     run.optimizer.discard_step()
     assert terms(run) == before

@@ -113,7 +113,9 @@ class CustomSampler(Sampler[list[int]]):
             RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
                 of that epoch are committed.
         """
-        if epoch != self.clock.epoch.number:  # otherwise the next iteration yields again what did not reach step()
+        if (
+            check_int(epoch, "epoch", 0, remedy="count epochs from 0") > self.clock.epoch.number
+        ):  # otherwise the next iteration yields again what did not reach step()
             self._check_stepped()
         self.clock.set_epoch(epoch)
         self.iteration = None  # it was checked

@@ -168,8 +168,9 @@ class Loop:
 
     def restart(self) -> None:
         """Return to the first microbatch of the step at which the clock stands; it must come from a new iteration."""
-        if self._iteration is not None:
-            self._iteration.use = Use.STALE
+        for iteration in (self._iteration, self.sampler.iteration):
+            if iteration is not None:
+                iteration.use = Use.STALE
         self._begin_step()
         self._iteration = None
         for watcher in self.watchers:
