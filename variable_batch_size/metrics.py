@@ -46,8 +46,8 @@ class Accumulator:
     too. It never waits for the device. Values of a step that is discarded, by `discard_step()`, `set_epoch()` or
     `load_state_dict()` of the optimizer, are discarded too, and so are those of an update that was skipped because
     the host found a non-finite gradient, although `optimizer.samples` counts it; on a device that the host does not
-    read (AdaScale on XLA) such an update is not known, and its values count. Sums are kept in float64, or as pairs of float32 on devices
-    without float64, so that a sum over a million microbatches loses no digits.
+    read (AdaScale on XLA) such an update is not known, and its values count. Sums are kept in float64, or as pairs of
+    float32 on devices without float64, so that a sum over a million microbatches loses no digits.
 
     Source: `Accumulator` of AdaptDL, Qiao et al. 2021, arXiv 2008.12260.
 

@@ -154,8 +154,8 @@ class Tracker:
         own = {column for column in read_scalars(path)[0] if column.startswith("vbs/")}
         if own and own != set(tags):
             raise ValueError(
-                f"logdir must be new or hold the same scalars, but {path} has {', '.join(sorted(own))} and this training "
-                f"logs {', '.join(sorted(tags))}; choose another logdir, or train with the same rule"
+                f"logdir must be new or hold the same scalars, but {path} has {', '.join(sorted(own))} and this "
+                f"training logs {', '.join(sorted(tags))}; choose another logdir, or train with the same rule"
             )
 
     def log(self, update: int, scalars: Mapping[str, float]) -> None:
@@ -168,7 +168,8 @@ class Tracker:
 
         Raises:
             TypeError: if the update is not an integer, or a value is not a number.
-            ValueError: if a tag is empty or "update"; at the first call, if `scalars.csv` exists and is no file of a Tracker.
+            ValueError: if a tag is empty or "update"; at the first call, if `scalars.csv` exists and is no file of a
+                Tracker.
         """
         update = check_int(update, "update", 0, remedy="pass optimizer.updates")
         values = {tag: _number(tag, value) for tag, value in scalars.items()}

@@ -87,7 +87,8 @@ def test_a_wrong_loop_is_refused_or_has_no_effect(
     try:
         runs = run_ranks(train, world)
     except RuntimeError as error:
-        assert re.search(REFUSED, str(error))
+        if not re.search(REFUSED, str(error)):
+            raise
         return
     assert not after
     for run in runs:  # there was nothing to change: each step had one microbatch, or there is a buffer

@@ -1,4 +1,4 @@
-"""An exception in `step()` that the loop survives: nothing goes on by accident, and every way out that is named works."""
+"""An exception in `step()` that the loop survives: nothing goes on by accident, and each way out that is named works."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AFTER = (
 )
 
 
-class Planted(Exception):
+class PlantedError(Exception):
     """An exception that a test has planted."""
 
 
@@ -89,7 +89,7 @@ OTHER_CALLS: list[Callable[[Training], Any]] = [
 @given(
     where=st.sampled_from(EARLY + LATE),
     at=st.integers(1, 8),
-    kind=st.sampled_from([Planted, KeyboardInterrupt, torch.OutOfMemoryError]),
+    kind=st.sampled_from([PlantedError, KeyboardInterrupt, torch.OutOfMemoryError]),
     by_state=st.booleans(),
     options=st.sampled_from([{}, {"noise": "microbatches"}, {"noise": "differenced"}]),
 )
@@ -102,7 +102,7 @@ def test_nothing_goes_on_and_the_ways_out_lead_on(
     run.optimizer.register_step_post_hook(lambda *_: None)
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch, run, where, at, kind)
-        with pytest.raises(kind):
+        with pytest.raises(kind):  # noqa: PT012
             for end in range(1, 5):
                 loop(run, end)
                 states[end] = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
@@ -133,8 +133,8 @@ def test_a_checkpoint_is_not_saved_of_an_interrupted_step(tmp_path: Any) -> None
     run = training()
     checkpoint = vbs.Checkpoint(tmp_path, model=run.model, optimizer=run.optimizer, every=1)
     loop(run, 2)
-    run.optimizer.register_step_post_hook(Trap(lambda *_: None, 1, Planted, False))
-    with pytest.raises(Planted):
+    run.optimizer.register_step_post_hook(Trap(lambda *_: None, 1, PlantedError, False))
+    with pytest.raises(PlantedError):
         loop(run, 3)
     with pytest.raises(RuntimeError, match=AFTER):
         checkpoint.save()

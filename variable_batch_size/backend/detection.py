@@ -57,7 +57,7 @@ def current_world() -> World:
 
 
 def runs_on_xla() -> bool:
-    """Return whether PyTorch/XLA defines the world: torch_xla is imported, and no other process group is initialized."""
+    """Return whether PyTorch/XLA defines the world: torch_xla is imported, and no process group of another backend."""
     if dist.is_available() and dist.is_initialized():
         return str(dist.get_backend()) == "xla"
     return "torch_xla" in sys.modules
@@ -69,6 +69,6 @@ def _check_not_launched() -> None:
     if size.isdecimal() and int(size) > 1:
         raise RuntimeError(
             f"several processes need torch.distributed, but WORLD_SIZE is {size} and it is not initialized: each would "
-            f"train a copy of its own; call torch.distributed.init_process_group() first, or pass num_replicas and rank "
-            f"to the sampler"
+            f"train a copy of its own; call torch.distributed.init_process_group() first, or pass num_replicas and "
+            f"rank to the sampler"
         )

@@ -31,9 +31,9 @@ class Skipped(NamedTuple):
 class Clock:
     """A position in the training, which only a commit moves on and only `load_state_dict` moves back.
 
-    There are two kinds: the sampler's clock tells where its next iteration begins, and each optimizer's clock counts its
-    own committed updates. They are separate because several optimizers may share a sampler, as the two of a GAN do: one
-    of them commits a step before the other. A commit of any of them advances the sampler's clock.
+    There are two kinds: the sampler's clock tells where its next iteration begins, and each optimizer's clock counts
+    its own committed updates. They are separate because several optimizers may share a sampler, as the two of a GAN do:
+    one of them commits a step before the other. A commit of any of them advances the sampler's clock.
 
     Attributes:
         plan: the plan.

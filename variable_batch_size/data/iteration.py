@@ -136,7 +136,8 @@ class Iteration:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Resume at a saved position.
 
-        A loader that was saved after the last update of an epoch may not have met its end. If the next epoch is due, the
+        A loader that was saved after the last update of an epoch may not have met its end. If the next epoch is due,
+        the
         iteration continues there: at once, or when it has read on to that end.
 
         Raises:

@@ -46,7 +46,7 @@ class Epoch:
 @final
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update: `batch_size` samples from position `start` of the epoch's order, and their split into microbatches."""
+    """One update: `batch_size` samples from position `start` of the epoch's order, and their cut into microbatches."""
 
     number: int
     batch_size: int

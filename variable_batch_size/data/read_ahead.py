@@ -3,10 +3,10 @@
 A sampler sees when microbatches are read, and an optimizer when they reach `step()`. In between a loader may prefetch,
 and nobody tells either of them how many. Three heuristics tell prefetched microbatches from lost ones:
 
-1. Loaders prefetch a constant number. The lead of the reads over the calls of `step()`, as the first of these calls finds
-   it, stays the same until the sampler is exhausted: if it grows, the loop has skipped microbatches.
-2. A loader that reads in a thread of its own, like the device loader of torch_xla, may be ahead by any number. Nothing is
-   concluded from its lead.
+1. Loaders prefetch a constant number. The lead of the reads over the calls of `step()`, as the first of these calls
+   finds it, stays the same until the sampler is exhausted: if it grows, the loop has skipped microbatches.
+2. A loader that reads in a thread of its own, like the device loader of torch_xla, may be ahead by any number. Nothing
+   is concluded from its lead.
 3. Where the lead is unknown, an epoch that was read to its end is incomplete if at most half of it reached `step()`.
 """
 

@@ -29,8 +29,8 @@ class CustomSampler(Sampler[list[int]]):
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
     `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch. A step of B
     samples is split into ceil(B / `minibatch_size`) microbatches whose sizes differ by at most one; or, with a fixed
-    shape, into full ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so that
-    the mean loss over the rows is the mean over the samples. A rank without a share in a step replays one of its
+    shape, into full ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so
+    that the mean loss over the rows is the mean over the samples. A rank without a share in a step replays one of its
     microbatches, which `CustomOptimizer` weighs with 0.
 
     Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
@@ -48,10 +48,10 @@ class CustomSampler(Sampler[list[int]]):
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one; otherwise it
             is shortened.
         on_end: what follows the last step of the trace: "error", "hold" or "cycle". Default: what the trace says.
-        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, so that XLA compiles one graph. Default:
-            whether this process trains with PyTorch/XLA, that is, torch_xla is imported and no process group of
-            another backend is initialized. A restored state brings its own, because the noise and normalization layers
-            depend on it.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, so that XLA compiles one graph.
+            Default: whether this process trains with PyTorch/XLA, that is, torch_xla is imported and no process group
+            of another backend is initialized. A restored state brings its own, because the noise and normalization
+            layers depend on it.
         epochs: number of epochs that will be trained, if known; a trace that is too short then raises now.
 
     Raises:

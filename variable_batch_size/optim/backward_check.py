@@ -1,10 +1,10 @@
 """What `backward()` has added to the gradients since the last `step()`, and whether anything else has changed them.
 
-Each `step()` compares `.grad` with what the last one left there. It sees a missing `backward()`, and gradients that were
-cleared or replaced within a step. In the first updates of a run, where a wrong loop is wrong from the start, hooks also
-count the accumulations of autograd: a gradient whose version is not that of the last `step()` plus one for each of them
-was changed by the loop, for example by `clip_grad_norm_` or `zero_grad(set_to_none=False)`. Changes of `.grad.data` have
-no version and cannot be seen.
+Each `step()` compares `.grad` with what the last one left there. It sees a missing `backward()`, and gradients that
+were cleared or replaced within a step. In the first updates of a run, where a wrong loop is wrong from the start, hooks
+also count the accumulations of autograd: a gradient whose version is not that of the last `step()` plus one for each of
+them was changed by the loop, for example by `clip_grad_norm_` or `zero_grad(set_to_none=False)`. Changes of
+`.grad.data` have no version and cannot be seen.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
 _REMEDY = (
-    "clip with max_grad_norm=, change gradients in optimizer.register_step_pre_hook(), remove model.zero_grad(), because "
-    'optimizer.step() clears the gradients, and pass accumulation="buffered" if other backwards run within a step'
+    "clip with max_grad_norm=, change gradients in optimizer.register_step_pre_hook(), remove model.zero_grad(), "
+    'because optimizer.step() clears the gradients, and pass accumulation="buffered" if other backwards run in a step'
 )
 
 

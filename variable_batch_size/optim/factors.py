@@ -53,8 +53,9 @@ def _factor(rule: Rule, name: str, value: Any, device: torch.device | None) -> F
             if name in _MAY_STAY_ON_DEVICE:
                 return value.detach().reshape(())
             raise TypeError(
-                f"on {value.device.type} the factor {name} must be a number that does not depend on the noise, which the "
-                f"host does not read there, but {rule} returned a tensor; scale only lr, gradient and progress by it"
+                f"on {value.device.type} the factor {name} must be a number that does not depend on the noise, which "
+                f"the host does not read there, but {rule} returned a tensor; use the noise for lr, gradient and "
+                f"progress only"
             )
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

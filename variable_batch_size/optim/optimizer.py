@@ -197,8 +197,8 @@ class CustomOptimizer(OptimizerWrapper):
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
 
-        An incomplete step is discarded. Nothing but `load_state_dict` moves back. After an epoch that was trained to its
-        end, `sampler.set_epoch(epoch)` alone is enough.
+        An incomplete step is discarded. Nothing but `load_state_dict` moves back. After an epoch that was trained to
+        its end, `sampler.set_epoch(epoch)` alone is enough.
 
         Raises:
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
@@ -210,8 +210,8 @@ class CustomOptimizer(OptimizerWrapper):
         self._clear()
         if skipped.updates and self._loop.clock.position != before:
             warnings.warn(
-                f"set_epoch({epoch}) skips {skipped.updates} updates and {skipped.samples} samples, which are not trained "
-                f"on; call it with optimizer.epoch to go on",
+                f"set_epoch({epoch}) skips {skipped.updates} updates and {skipped.samples} samples, which are not "
+                f"trained on; call it with optimizer.epoch to go on",
                 UserWarning,
                 stacklevel=2,
             )

@@ -1,6 +1,7 @@
 """Which parameters take part in an update: those that have a gradient, on some rank.
 
-In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger world
+In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger
+world
 the ranks must sum the same gradients: either they agree on the parameters at their first update, and a flag in each
 message tells all of them if one has others; or all parameters are summed, and counts in each message tell which of
 them no rank has used.
@@ -172,8 +173,8 @@ class AgreedParticipation(Participation):
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
             self._flags = self._due = None
             raise RuntimeError(
-                f"the same parameters must have gradients in every update, as agreed at the first one, but on some rank "
-                f"one had a gradient that had none, or none although it had one; {_REMEDY}, or restore the last "
+                f"the same parameters must have gradients in every update, as agreed at the first one, but on some "
+                f"rank one had a gradient that had none, or none although it had one; {_REMEDY}, or restore the last "
                 f"checkpoint with parameters frozen as they were"
             )
 

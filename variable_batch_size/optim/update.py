@@ -322,8 +322,8 @@ class Updater:
             return
         if inside_step:
             raise RuntimeError(
-                "all microbatches of a step must reach the optimizer through the GradScaler, or none, but the first ones "
-                "of this step did not; call scaler.step(optimizer) for each of them"
+                "all microbatches of a step must reach the optimizer through the GradScaler, or none, but the first "
+                "ones of this step did not; call scaler.step(optimizer) for each of them"
             )
         self.accumulation = BufferedAccumulation(self.parameters, self._backend)
 
@@ -351,8 +351,9 @@ class Updater:
         if self._unmeasured == _UNMEASURED:
             self._unmeasured = -1
             warnings.warn(
-                f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a single "
-                f'microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the sampler',
+                f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a "
+                f'single microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the '
+                f"sampler",
                 UserWarning,
                 stacklevel=6,
             )
