@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, final
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend import Backend
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -101,7 +103,7 @@ class Accumulator:
     def read(self) -> dict[str, float]:
         """Return the mean of each name over the committed updates, and under "samples" the number of samples.
 
-        Every rank has to call it: it takes one all-reduce.
+        Every rank has to call it: it takes two small all-reduces.
 
         Raises:
             RuntimeError: on every rank, if ranks have added values under other names.
@@ -113,7 +115,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the samples and sums over all ranks, as numbers that do not depend on the world.
 
-        Every rank has to call it: it takes one all-reduce. Save it with the state of the optimizer of the same update.
+        Every rank has to call it: it takes two small all-reduces. Save it with the optimizer's state of the same update.
         """
         return {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in self._sums_over_ranks().items()}
 
@@ -181,12 +183,12 @@ class Accumulator:
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
         backend, committed = self._optimizer.backend, dict(sorted(self._committed.items()))
-        _check_same_names([json.loads(names) for names in backend.all_gather_bytes(json.dumps([*committed]).encode())])
+        device = self._optimizer.param_groups[0]["params"][0].device
+        _check_same_names([*committed], backend, device)
         sums = dict(self._restored)
         if not committed:
             return sums
         numbers = [number for own in committed.values() for number in (own.samples, self._to_float(own.parts))]
-        device = self._optimizer.param_groups[0]["params"][0].device
         rows = backend.all_gather_floats(split_into_float32(numbers), device).double()  # (ranks, 3 * numbers)
         totals = rows.view(backend.world.size, 3, len(committed), 2).sum(dim=1).sum(dim=0)  # (names, 2)
         for name, (samples, total) in zip(committed, totals.tolist(), strict=True):
@@ -198,14 +200,19 @@ class Accumulator:
         return sum((self._optimizer.backend.host(part).double().item() for part in parts), 0.0)
 
 
-def _check_same_names(names: Sequence[list[str]]) -> None:
-    """Raise RuntimeError unless all ranks have added values under the same names; by rank."""
-    for rank, other in enumerate(names):
-        if other != names[0]:
-            raise RuntimeError(
-                f"every rank must add values under the same names, but rank 0 has {', '.join(names[0]) or 'none'} and "
-                f"rank {rank} has {', '.join(other) or 'none'}; call add() for every microbatch on every rank"
-            )
+def _check_same_names(names: Sequence[str], backend: Backend, device: torch.device) -> None:
+    """Check that all ranks have added values under the same names; otherwise raise RuntimeError on every rank."""
+    text = json.dumps(names).encode()
+    crc = zlib.crc32(text)
+    rows = backend.all_gather_floats([crc >> 16, crc & 0xFFFF], device)  # (ranks, 2): halves that float32 represents
+    if (rows == rows[0]).all():
+        return
+    by_rank = [json.loads(message) for message in backend.all_gather_bytes(text)]
+    rank, other = next((rank, other) for rank, other in enumerate(by_rank) if other != by_rank[0])
+    raise RuntimeError(
+        f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} and rank "
+        f"{rank} has {', '.join(other) or 'none'}; call add() for every microbatch on every rank"
+    )
 
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""An exception in `step()` that the loop survives: nothing goes on by accident, and each way out that is named works."""
+"""An exception in `step()` that the loop survives: nothing goes on by accident, and each way out works."""
 
 from __future__ import annotations
 

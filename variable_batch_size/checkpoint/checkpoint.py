@@ -29,6 +29,7 @@ from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_man
 from variable_batch_size.checkpoint.snapshot import Snapshot
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
+from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
 
@@ -102,6 +103,7 @@ class Checkpoint:
             if not isinstance(part, kind):
                 raise type_error(f"{name} must be {description}", part, "pass one")
         self._model, self._optimizer, self._backend = model, optimizer, optimizer.backend
+        check_model(model, optimizer.sampler)
         self._keep = check_int(keep, "keep", 1)
         self._every = _check_every(every)
         self._folder = CheckpointFolder(Path(dir))

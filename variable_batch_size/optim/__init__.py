@@ -12,6 +12,7 @@ from variable_batch_size.optim.named import (
     RootRuleOptimizer,
     SqrtSDERuleOptimizer,
 )
+from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "RootRuleOptimizer",
     "SqrtSDERuleOptimizer",
     "broadcast_parameters",
+    "check_model",
 ]

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.data_parallel import REDUCED_TWICE
+from variable_batch_size.optim.normalization import remember
 from variable_batch_size.optim.update import Updater
 
 _DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
@@ -39,6 +40,7 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
     tensors = [*model.parameters(), *model.buffers()]
     if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
         raise TypeError(REDUCED_TWICE)
+    remember(model)
     backend = backend or detect(tensors)
     if backend.world.size == 1 or not tensors:
         return

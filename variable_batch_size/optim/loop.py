@@ -153,7 +153,7 @@ class Loop:
         self.phase = Phase.INSIDE_STEP
 
     def commit(self, *, updated: bool) -> None:
-        """Advance to the next step; the sampler's clock follows. Not `updated`: the update was skipped as non-finite."""
+        """Advance to the next step; the sampler's clock follows. Not `updated`: it was skipped as non-finite."""
         self.clock.advance(self.step.batch_size)
         self.sampler.follow(self.clock)
         self._begin_step()

@@ -23,7 +23,8 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency, report
 from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
-from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions
+from variable_batch_size.optim.normalization import check_seen
+from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.rule_check import check_named_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.update import Updater
@@ -90,11 +91,7 @@ class CustomOptimizer(OptimizerWrapper):
         backend: Backend | None = None,
     ) -> None:
         super().__init__(inner)
-        value: Any
-        kind: Any
-        for name, value, kind in (("tracker", tracker, Tracker), ("backend", backend, Backend)):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one, or omit it")
+        check_objects(tracker, backend)
         rule = "constant" if rule is None else rule
         rules = rules_for_groups(rule, len(inner.param_groups))
         reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
@@ -197,8 +194,7 @@ class CustomOptimizer(OptimizerWrapper):
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
 
-        An incomplete step is discarded. Nothing but `load_state_dict` moves back. After an epoch that was trained to
-        its end, `sampler.set_epoch(epoch)` alone is enough.
+        An incomplete step is discarded. After an epoch that was trained to its end, `sampler.set_epoch` is enough.
 
         Raises:
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
@@ -379,14 +375,15 @@ class CustomOptimizer(OptimizerWrapper):
         updater.check.begin(several=loop.several_rounds)
         return updated
 
-    def _track(self, passed: Step) -> None:
-        clock = self._loop.clock
+    def _track(self, step: Step) -> None:
         if self.tracker is None or self._backend.world.rank:
             return
-        used = clock.samples - clock.epoch.samples_before
-        self.tracker.show(clock.epoch.number, used, clock.epoch.samples)
+        clock, noise = self._loop.clock, self._updater.gradient_noise
+        self.tracker.show(clock.epoch.number, step.start + step.batch_size, clock.epoch.samples)
         if clock.step % self.log_steps == 0:
-            self.tracker.log(clock.step, report.scalars(self, passed, noise=self._updater.gradient_noise is not None))
+            of_noise = {} if noise is None else report.noise_scalars(noise.noise(), self.progress)
+            world, rates = self._backend.world.size, (self.current_lr(), self.lr_factor())
+            self.tracker.log(clock.step, report.scalars(step, world, *rates, clock.samples) | of_noise)
 
     def _compare_ranks(self) -> None:
         """Before the first update, compare the ranks, which also agree on the parameters that have gradients."""
@@ -399,4 +396,5 @@ class CustomOptimizer(OptimizerWrapper):
             }
             consistency.check_same_on_all_ranks(facts, self._backend, updater.parameters[0].device)
             updater.agree()
+        check_seen(updater.parameters, loop.sampler)
         updater.agreed = True

@@ -49,6 +49,14 @@ class UpdateOptions(NamedTuple):
         return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm))
 
 
+def check_objects(tracker: object, backend: object) -> None:
+    """Raise TypeError unless `tracker` is a Tracker and `backend` a Backend, or None."""
+    kinds: tuple[tuple[str, object, type], ...] = ("tracker", tracker, Tracker), ("backend", backend, Backend)
+    for name, value, kind in kinds:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a vbs.{kind.__name__}, got {value!r:.60}; pass one, or omit it")
+
+
 def _check_max_grad_norm(max_grad_norm: float | None) -> float | None:
     if max_grad_norm is None:
         return None

@@ -67,14 +67,14 @@ class Participation(ABC):
         """
         return None
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
         """Raise RuntimeError if a rank had other parameters than agreed, as far as the device has computed it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return on which parameters the ranks have agreed; an empty dict if there is nothing to agree on."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
         """Restore a state; without one, the next update agrees."""
 
 

@@ -1,0 +1,87 @@
+"""Batch normalization and small microbatches: it normalizes each microbatch by the statistics of its own rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from variable_batch_size._validation import type_error
+from variable_batch_size.data.microbatching import cut
+from variable_batch_size.data.plan import STEPS_PER_DEAL
+from variable_batch_size.data.sampler import CustomSampler
+
+ENOUGH = 8  # distinct samples in a microbatch
+
+_seen: WeakSet[torch.nn.Module] = WeakSet()  # models that `broadcast_parameters` has seen
+_warned: WeakSet[torch.nn.Module] = WeakSet()
+
+
+class _Smallest(NamedTuple):
+    samples: int  # distinct samples of the smallest microbatch
+    batch_size: int  # samples of its step
+
+
+def check_model(model: torch.nn.Module, sampler: CustomSampler) -> None:
+    """Warn, once for a model, if its batch normalization gets very small microbatches in the present epoch.
+
+    With a fixed shape the remainder of a step is split into microbatches of few distinct samples, which are repeated:
+    fewer than 8 of them, and fewer than `minibatch_size`, make the variance too small. Otherwise only a microbatch of
+    a single sample is too small, and torch raises there. `Checkpoint` calls this function, and so does the first
+    update for a model that was passed to `broadcast_parameters`.
+
+    Args:
+        model: the model; layers in evaluation mode do not count.
+        sampler: the sampler that feeds it.
+
+    Raises:
+        TypeError: if `model` is not a Module, or `sampler` is not a CustomSampler.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise type_error("model must be a torch.nn.Module", model, "pass the model")
+    if not isinstance(sampler, CustomSampler):
+        raise type_error("sampler must be a vbs.CustomSampler", sampler, "pass the one that feeds the loop")
+    if model in _warned or not any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
+        return
+    plan, smallest = sampler.plan, _smallest(sampler)
+    if smallest.samples >= (min(ENOUGH, plan.minibatch_size) if plan.fixed_shape else 2):
+        return
+    _warned.add(model)
+    consequence = "whose repetition makes its variance too small" if plan.fixed_shape else "with which torch raises"
+    other = ", and fixed_shape=False where nothing is compiled" if plan.fixed_shape else ", and a larger minibatch_size"
+    warnings.warn(
+        f"Batch normalization gets microbatches of {smallest.samples} distinct samples, {consequence}: a step of "
+        f"{smallest.batch_size} samples with minibatch_size={plan.minibatch_size}; remedies are GroupNorm, "
+        f"trace.round_to({plan.minibatch_size}) with drop_last=True{other}",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def remember(model: torch.nn.Module) -> None:
+    """Let the first update check a model, see `check_seen`."""
+    _seen.add(model)
+
+
+def check_seen(parameters: Sequence[Tensor], sampler: CustomSampler) -> None:
+    """Check the remembered models that have one of these parameters."""
+    own = {*map(id, parameters)} if _seen else set()
+    for model in list(_seen):
+        if not own.isdisjoint(map(id, model.parameters())):
+            _seen.discard(model)
+            check_model(model, sampler)
+
+
+def _smallest(sampler: CustomSampler) -> _Smallest:
+    """Return the smallest microbatch of the present epoch."""
+    plan, epoch = sampler.plan, sampler.clock.epoch
+    deals = (plan.deal(epoch, step, sampler.world) for step in range(epoch.first_step, epoch.end_step, STEPS_PER_DEAL))
+    batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
+    cuts = ((cut(size, plan.minibatch_size, fixed_shape=plan.fixed_shape), size) for size in batch_sizes)
+    return min(_Smallest(found.locate(0)[1], size) for found, size in cuts)
