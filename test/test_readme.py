@@ -42,7 +42,7 @@ def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[s
     for block in blocks("python"):
         exec(block, names)
     assert isinstance(names["optimizer"], vbs.CustomOptimizer)
-    assert (names["minibatch_size"], names["rounds"], names["microbatches"]) == (40, 2, 5)
+    assert (names["minibatch_size"], names["rounds"], names["microbatches"]) == (34, 2, 6)
     assert names["means"]["samples"] == 1000  # type: ignore[index]
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 ")
 

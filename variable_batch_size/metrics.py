@@ -115,7 +115,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the samples and sums over all ranks, as numbers that do not depend on the world.
 
-        Every rank has to call it: it takes two small all-reduces. Save it with the optimizer's state of the same update.
+        Every rank has to call it: it takes two small all-reduces. Save it with the optimizer's state of the update.
         """
         return {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in self._sums_over_ranks().items()}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import variable_batch_size as vbs
-from helpers.reference import EQUATIONS, HYPERPARAMETERS, data, network, wrap
+from helpers.reference import EQUATIONS, HYPERPARAMETERS, data, filled, network, wrap
 
 SAMPLES = 50
 
@@ -216,3 +216,47 @@ def counters(met: Any) -> dict[str, int]:
     transfers = met.metric_data("TransferFromDeviceTime")
     host = {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
     return {"compiled": met.counter_value("UncachedCompile") or 0, "to host": transfers[0] if transfers else 0, **host}
+
+
+class Rare(nn.Module):
+    """The samples whose number is divisible by 5 use an additional layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor, numbers: Sequence[int]) -> Tensor:
+        y: Tensor = self.common(x)
+        uses = [number % 5 == 0 for number in numbers]
+        if any(uses):
+            y = y + self.rare(x) * torch.tensor(uses).to(x).unsqueeze(1)
+        return y
+
+
+def rare_loss(model: nn.Module, indices: Sequence[int], device: torch.device) -> Tensor:
+    x, target = (tensor[indices].to(device) for tensor in data(SAMPLES))
+    loss: Tensor = (model(x, indices) - target).square().sum(dim=1).mean()
+    return loss
+
+
+def train_rare(folder: Path, sizes: Sequence[int], options: dict[str, Any]) -> None:
+    """Train a model whose second layer has no gradient in some updates; rank r writes its weights, or the error."""
+    import torch_xla
+
+    backend = vbs.XlaBackend()
+    model = filled(Rare()).to(torch_xla.device())
+    sampler = vbs.CustomSampler(SAMPLES, list(sizes), minibatch_size=4, on_end="hold")
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = vbs.ConstantOptimizer(inner, sampler, **options)
+    error = ""
+    try:
+        for indices in sampler:
+            rare_loss(model, indices, torch_xla.device()).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if optimizer.updates == len(sizes):
+                optimizer.state_dict()
+                break
+    except RuntimeError as caught:
+        error = str(caught)
+    weights = [backend.host(parameter) for parameter in model.parameters()]
+    torch.save((weights, error), folder / f"rare{backend.world.rank}.pt")

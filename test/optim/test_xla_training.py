@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.reference import EQUATIONS, assert_equal, batches, data, training, twin
+from helpers.reference import EQUATIONS, assert_equal, batches, data, filled, training, twin
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -19,10 +20,13 @@ import variable_batch_size as vbs  # noqa: E402
 from helpers.xla_training import (  # noqa: E402
     SAMPLES,
     Case,
+    Rare,
     gains,
     measure,
     overflow,
+    rare_loss,
     train,
+    train_rare,
     unsupported_optimizers,
     watch,
 )
@@ -159,3 +163,32 @@ def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla
     assert "at least 32 bits" in half
     assert "some are torch.bfloat16; keep the parameters in float32" in half
     assert timescale.endswith("use the rule without ConstantTimescale")
+
+
+@pytest.mark.parametrize(
+    ("cores", "options"), [(1, {}), (1, {"accumulation": "buffered"}), (2, {"find_unused_parameters": True})], ids=str
+)
+def test_a_parameter_without_a_gradient_does_not_move_on_xla(
+    cores: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = (3, 2, 9, 1, 2, 4, 3, 7)
+    launch(train_rare, (tmp_path, sizes, options), cores=cores)
+    model = filled(Rare())
+    inner, used = torch.optim.AdamW(model.parameters(), lr=0.05), []
+    for batch in batches(sizes, SAMPLES):
+        inner.zero_grad()
+        rare_loss(model, batch.tolist(), torch.device("cpu")).backward()
+        used.append(model.rare.weight.grad is not None)  # type: ignore[union-attr]
+        inner.step()
+    assert len(set(used)) == 2
+    for rank in range(cores):
+        weights, error = torch.load(tmp_path / f"rare{rank}.pt")
+        assert error == ""
+        assert_equal([weight.numpy() for weight in weights], [p.detach().numpy() for p in model.parameters()])
+
+
+def test_several_ranks_are_told_of_a_parameter_without_a_gradient_on_xla(tmp_path: Path) -> None:
+    launch(train_rare, (tmp_path, (20, 20, 1, 2, 3), {}), cores=2)
+    for rank in range(2):
+        _, error = torch.load(tmp_path / f"rare{rank}.pt")
+        assert "pass find_unused_parameters=True to the optimizer" in error
