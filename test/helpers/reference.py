@@ -87,7 +87,7 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
         options={"warmup_epochs": WARMUP},
     ),
     vbs.AdaScaleOptimizer: Equation(  # Johnson et al. 2020, section 3
-        lambda at: vbs.Scaling(lr=at.gain, progress=at.gain), noise=True
+        lambda at: vbs.Scaling(lr=at.gain, progress=at.gain), inners=(torch.optim.SGD,), noise=True
     ),
     vbs.AdamScaleOptimizer: Equation(  # Qiao et al. 2021, section 3.2
         lambda at: vbs.Scaling(lr=at.gain**0.5, progress=at.gain),

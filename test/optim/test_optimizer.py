@@ -86,7 +86,7 @@ def test_the_due_microbatch_gives_its_weight_in_a_mean() -> None:
         run, samples = training(sizes=SIZES, dataset_size=sum(SIZES), backend=backend), [0] * len(SIZES)
         for indices in run.sampler:
             due = run.optimizer.microbatch
-            assert due.rows == len(indices) == 4
+            assert due.rows == len(indices) <= 4
             assert due.samples in (0, len(set(indices)))  # 0 in a replay
             samples[due.step] += due.samples
             run.loss(indices).backward()

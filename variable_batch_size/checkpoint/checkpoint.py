@@ -26,6 +26,7 @@ from variable_batch_size.checkpoint import rng_states, stored_state
 from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
+from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.checkpoint.snapshot import Snapshot
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
@@ -54,12 +55,11 @@ class Checkpoint:
     parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and `random`).
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
-    states, and they are set again when the sampler is next read, because loaders and evaluations draw from them in
-    between. Three things are required. Begin the loop at `optimizer.epoch`, also if that epoch is complete: a loader
-    with persistent workers draws its seed in the first pass only. At the end of an epoch, save before an evaluation
-    that draws random numbers, as `step()` in the loop does. Let a dataset that is read by workers draw from
-    `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other seeds; the loop
-    sets `dataset.epoch`. RNG states of devices are not saved.
+    states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
+    from them in between. Two things are required. At the end of an epoch, save before an evaluation that draws random
+    numbers, as `step()` in the loop does, and repeat the evaluation after `restore()`. Let a dataset that is read by
+    workers draw from `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other
+    seeds; the loop sets `dataset.epoch`. RNG states of devices are not saved.
 
     Args:
         dir: folder of the checkpoints; created if needed, and locked against other writers until `close()` (POSIX
@@ -322,9 +322,9 @@ class Checkpoint:
             part.load_state_dict(stored.parts[name])
         world = self._backend.world
         if len(stored.rng_states) == world.size:
-            set_states = partial(rng_states.set_rng_states, stored.rng_states[world.rank])
-            set_states()  # for a loop that begins with the next epoch, whose loader draws its seed from these states
-            self._optimizer.sampler.before_reading(set_states)  # for all others: the loader has drawn a seed by then
+            states = RNGStates(stored.rng_states[world.rank])
+            states.set()  # at the end of an epoch: the loader draws its seed of the next one from these states
+            self._optimizer.sampler.set_before_reading(states)  # within one: the loader has drawn a seed by then
         self._backend.mark_step()
         return b""
 

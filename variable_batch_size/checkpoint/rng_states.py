@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import final
 
 import numpy as np
 import torch
@@ -29,3 +30,19 @@ def set_rng_states(text: str) -> None:
     np.random.set_state(states["numpy"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+@final
+class RNGStates:
+    """Saved states of this process's host RNGs, for a sampler that sets them when it is read."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def set(self) -> None:
+        """Set the RNGs to the states."""
+        set_rng_states(self._text)
+
+    def keep(self) -> None:
+        """Take the states that the RNGs have now."""
+        self._text = get_rng_states()

@@ -40,6 +40,7 @@ class Clock:
         epoch: the epoch under way; or the one that has just ended.
         step: the next update in the trace.
         samples: number of samples of the committed updates, over all ranks.
+        just_loaded: whether no update was committed since the clock was made or loaded.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -47,8 +48,8 @@ class Clock:
         self.epoch = plan.epoch(0)
         self.step = self.epoch.first_step
         self.samples = 0
+        self.just_loaded = True
         self._committed = self.epoch, self.step  # from which on `set_epoch` may choose
-        self._just_loaded = True  # no update was committed since the clock was made or loaded
 
     @property
     def position(self) -> Position:
@@ -68,7 +69,7 @@ class Clock:
     @property
     def finished_now(self) -> bool:
         """Whether the last update of the epoch was committed in this run, so that reading on would be a mistake."""
-        return self.finished and not self._just_loaded
+        return self.finished and not self.just_loaded
 
     def set_epoch(self, number: int) -> Skipped:
         """Move to the first step of a later epoch; in the epoch under way, to the update after the last committed one.
@@ -102,13 +103,13 @@ class Clock:
         """Commit the next update, of so many samples."""
         self.step += 1
         self.samples += samples
-        self._committed, self._just_loaded = (self.epoch, self.step), False
+        self._committed, self.just_loaded = (self.epoch, self.step), False
 
     def follow(self, other: Clock) -> None:
         """Take the plan and the position of another clock."""
         self.plan = other.plan
         self.epoch, self.step, self.samples = other.epoch, other.step, other.samples
-        self._committed, self._just_loaded = other._committed, other._just_loaded
+        self._committed, self.just_loaded = other._committed, other.just_loaded
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and the samples as plain integers, valid in every world."""
@@ -130,4 +131,4 @@ class Clock:
             )
         self.epoch, self.step = epoch, position.step
         self.samples = check_int(state.get("samples", self.plan.samples_before(epoch, position.step)), "samples")
-        self._committed, self._just_loaded = (self.epoch, self.step), True
+        self._committed, self.just_loaded = (self.epoch, self.step), True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
+from types import FrameType
 from typing import Any, final
 
 from torch.utils.data import Sampler
@@ -15,6 +17,7 @@ from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.random_states import RandomStates, starts_persistent_workers
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.world import World
@@ -96,7 +99,7 @@ class CustomSampler(Sampler[list[int]]):
             self.plan.epoch(epochs - 1)
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
-        self._before_reading: tuple[Position, Callable[[], None]] | None = None
+        self._restored: tuple[Position, RandomStates] | None = None
         self._attached = False  # whether an optimizer counts what is yielded
         self._followed = False  # whether the clock of that optimizer has ever been followed
 
@@ -122,6 +125,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""
+        self._keep_random_states(sys._getframe(1))
         return Iteration(self, self.clock.position)
 
     def __len__(self) -> int:
@@ -210,22 +214,34 @@ class CustomSampler(Sampler[list[int]]):
                 f"committed; call set_epoch({self.epoch}) on the sampler and on the optimizer before the next iteration"
             )
 
-    def before_reading(self, action: Callable[[], None]) -> None:
-        """Call `action` right before an iteration is first read, until the next update or another epoch.
+    def set_before_reading(self, states: RandomStates) -> None:
+        """Set `states` right before an iteration is first read, until the next update or another epoch.
 
-        A `DataLoader` calls `iter()` and draws its seed before it reads; what `action` does is not undone by that.
+        A `DataLoader` calls `iter()` and draws its seed before it reads; the states are set after that.
         """
-        self._before_reading = self.clock.position, action
+        self._restored = self.clock.position, states
 
     def begin_reading(self) -> None:
-        """Call the action of `before_reading`, if the position is still the same."""
-        if self._before_reading is None:
+        """Set the states of `set_before_reading`, if the position is still the same."""
+        if self._restored is None:
             return
-        position, action = self._before_reading
+        position, states = self._restored
         if position == self.clock.position:
-            action()
+            states.set()
         else:
-            self._before_reading = None
+            self._restored = None
+
+    def _keep_random_states(self, caller: FrameType) -> None:
+        """At the beginning of an epoch after a restore, undo what only a loader with persistent workers draws.
+
+        It draws a seed when it starts its workers. In the uninterrupted run they were there already.
+        """
+        if self._restored is None or self._restored[0] == self.clock.position or not self.clock.just_loaded:
+            return
+        if starts_persistent_workers(caller):
+            states = self._restored[1]
+            states.keep()
+            self.set_before_reading(states)
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
