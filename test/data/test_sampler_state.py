@@ -46,6 +46,7 @@ def test_resumes_at_any_update_in_any_world(case: Case, data: st.DataObject) -> 
         for name in loads:
             getattr(run, name).load_state_dict(states[0][name])
         assert run.optimizer.updates == stop
+        assert run.sampler.plan.fixed_shape == case.fixed_shape  # the saved cut wins
         return run.train()
 
     begun, states = zip(*run_ranks(begin, size), strict=True)

@@ -127,13 +127,16 @@ def test_an_update_makes_one_collective_call(kind: Kind) -> None:
     before=st.tuples(st.integers(1, 9), st.integers(1, 4)),
     after=st.tuples(st.integers(1, 9), st.integers(1, 4)),
     choice=st.integers(0, 2),
+    fixed_shape=st.booleans(),
 )
 def test_resumes_in_another_world(
-    kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], choice: int
+    kind: Kind, stop: int, before: tuple[int, int], after: tuple[int, int], choice: int, fixed_shape: bool
 ) -> None:
+    """Also where the default for `fixed_shape` is another one: the noise depends on the saved one."""
     inners = EQUATIONS[kind].inners
     inner = inners[choice % len(inners)]
-    options: dict[str, Any] = {"inner": inner}
+    options: dict[str, Any] = {"inner": inner, "sampling": {"fixed_shape": fixed_shape}}
+    other = {"sampling": {"fixed_shape": not fixed_shape}}
     if EQUATIONS[kind].noise:
         after = before[0], after[1]  # the microbatches are what the noise is measured from
 
@@ -144,7 +147,7 @@ def test_resumes_in_another_world(
         return file.getvalue()
 
     def resume(backend: Backend) -> Training:
-        run = training(kind, SIZES, minibatch_size=after[0], backend=backend, **options)
+        run = training(kind, SIZES, minibatch_size=after[0], backend=backend, **options | other)
         model, optimizer = torch.load(io.BytesIO(saved[0]), weights_only=True)
         run.model.load_state_dict(model)
         run.optimizer.load_state_dict(optimizer)
@@ -155,7 +158,8 @@ def test_resumes_in_another_world(
     for rank in run_ranks(resume, after[1]):
         assert_equal(rank.weights(), unbroken.weights())
         assert rank.optimizer.progress == pytest.approx(unbroken.optimizer.progress, rel=1e-12)
-    assert_equal(unbroken.weights(), twin(kind, SIZES, inner=inner, minibatch_size=after[0]))
+    expected = twin(kind, SIZES, inner=inner, minibatch_size=after[0], fixed_shape=fixed_shape)
+    assert_equal(unbroken.weights(), expected)
 
 
 # ---------------------------------------------------------------------- law 7: the user's optimizer stays the user's
