@@ -137,8 +137,7 @@ class Iteration:
         """Resume at a saved position.
 
         A loader that was saved after the last update of an epoch may not have met its end. If the next epoch is due,
-        the
-        iteration continues there: at once, or when it has read on to that end.
+        the iteration continues there: at once, or when it has read on to that end.
 
         Raises:
             ValueError: if the position is within a step that is split differently here.

@@ -1,9 +1,8 @@
 """Which parameters take part in an update: those that have a gradient, on some rank.
 
 In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger
-world
-the ranks must sum the same gradients: either they agree on the parameters at their first update, and a flag in each
-message tells all of them if one has others; or all parameters are summed, and counts in each message tell which of
+world the ranks must sum the same gradients: either they agree on the parameters at their first update, and a flag in
+each message tells all of them if one has others; or all parameters are summed, and counts in each message tell which of
 them no rank has used.
 """
 
