@@ -209,6 +209,9 @@ def clipped(gradients: Gradients, most: float | None) -> Gradients:
     return {name: g * min(1.0, most / (norm + 1e-6)) for name, g in gradients.items()}
 
 
-def expected(case: Case) -> list[Expected]:
-    """What must be true after each update of a case."""
-    return Twin(copy.copy(case)).train()
+def expected(case: Case, shift: float = 0.0) -> list[Expected]:
+    """What must be true after each update of a case, from initial weights that are greater by a relative `shift`."""
+    twin = Twin(copy.copy(case))
+    for parameter in twin.model.parameters():
+        parameter.data *= 1 + shift
+    return twin.train()
