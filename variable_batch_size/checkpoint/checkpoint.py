@@ -20,6 +20,7 @@ from typing import Any, NoReturn, final
 from uuid import uuid4
 
 import torch
+from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.checkpoint import rng_states, stored_state
@@ -27,7 +28,7 @@ from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
 from variable_batch_size.checkpoint.rng_states import RNGStates
-from variable_batch_size.checkpoint.snapshot import Snapshot
+from variable_batch_size.checkpoint.snapshot import Snapshot, check_storable
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.optim.normalization import check_model
@@ -80,7 +81,8 @@ class Checkpoint:
             state_dict() or load_state_dict(), `keep` is not an integer, or `every` is neither an integer nor a
             timedelta.
         ValueError: if `keep` or `every` is not positive.
-        RuntimeError: on every rank, if the folder cannot be written or another writer has locked it.
+        RuntimeError: on every rank, if the folder cannot be written or another writer has locked it, or the state of a
+            part holds other values. `step()` looks once more after the first update.
     """
 
     def __init__(
@@ -108,6 +110,9 @@ class Checkpoint:
         self._every = _check_every(every)
         self._folder = CheckpointFolder(Path(dir))
         self._snapshot, self._agreement = Snapshot(self._backend), Agreement(self._backend)
+        self._updated = False  # whether an update was made since then
+        if not optimizer.inside_step:
+            self._agreement.on_every_rank(self._check_storable)
         self._agreement.on_rank_0(self._lock)
         self._stop: CoordinatedStop | None = None
         if self._agreement.any_rank(lambda: active_preemption() is not None):  # then all ranks take part
@@ -168,6 +173,9 @@ class Checkpoint:
         if updates == self._last_update or self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, updates
+        if not self._updated:  # an update may have added to the state what no checkpoint can hold
+            self._updated = True
+            self._agreement.on_every_rank(self._check_storable)
         if self._stop is None and active_preemption() is not None:
             raise RuntimeError(
                 "Checkpoint does not handle the signals of a Preemption that was entered after the Checkpoint was "
@@ -297,6 +305,17 @@ class Checkpoint:
     def _mark_saved(self) -> None:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
+
+    def _check_storable(self) -> bytes:
+        """Collect the state and drop it, so that what cannot be saved raises before there is anything to lose.
+
+        A loader begins to iterate when it is asked for its state; before the first update it is left out.
+        """
+        parts = self._parts.items()
+        asked = {name: part for name, part in parts if self._updated or not isinstance(part, DataLoader)}
+        check_storable({name: part.state_dict() for name, part in asked.items()})
+        self._backend.mark_step()
+        return b""
 
     def _read_same(self, path: Path) -> StoredState | None:
         """Return the checkpoint, or None if it is damaged; raise RuntimeError if ranks read different checkpoints."""

@@ -75,6 +75,15 @@ class Snapshot:
         return state
 
 
+def check_storable(parts: dict[str, Any]) -> None:
+    """Check that a checkpoint can hold these states.
+
+    Raises:
+        TypeError: if a state holds a value that `torch.load(weights_only=True)` cannot read.
+    """
+    _map_tensors(parts, lambda tensor: tensor)
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether `copy_` can fill a strided buffer on the host from this tensor."""
     return (
