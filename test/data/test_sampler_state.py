@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.reference import examples
-from helpers.strategies import Case, Run, cases, minibatch_sizes, together
+from helpers.strategies import Case, Run, cases, minibatch_sizes, sizes, together
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
@@ -54,6 +55,55 @@ def test_resumes_at_any_update_in_any_world(case: Case, data: st.DataObject) -> 
     first = together(run.log for run in begun)
     assert first == case.steps[:stop]
     assert first + together(run.log for run in run_ranks(resume, then)) == case.steps
+
+
+@given(cases(largest_dataset=60), st.data())
+@examples(100)
+def test_the_future_of_the_trace_may_change(case: Case, data: st.DataObject) -> None:
+    """What is over stays as it was: also where the new sizes would have ended the epoch elsewhere."""
+    stop = data.draw(st.integers(0, len(case.steps)), label="stop")
+    state = Run(case).train(updates=stop).optimizer.state_dict()
+    sizes_made = case.trace.batch_sizes(range(stop)).tolist()
+    future = data.draw(sizes(min(case.dataset_size, 60)), label="future")
+    other_trace = vbs.BatchTrace.from_sizes(sizes_made + future, on_end=data.draw(st.sampled_from(["hold", "cycle"])))
+    other = replace(case, trace=other_trace, begin=after(case, stop))
+    run = Run(other)
+    with pytest.warns(UserWarning, match=rf"after the {stop} updates") if is_other(case, other) else nullcontext():
+        run.optimizer.load_state_dict(state)
+    assert together([run.train().log]) == other.steps
+
+
+def after(case: Case, stop: int) -> tuple[int, int, int]:
+    """Where the next update begins."""
+    made = [(update, update is of_epoch[-1]) for of_epoch in case.updates for update in of_epoch][:stop]
+    if not made:
+        return 0, 0, 0
+    last, ended = made[-1]
+    return (last.epoch + 1, stop, 0) if ended else (last.epoch, stop, last.start + last.batch_size)
+
+
+def is_other(case: Case, other: Case) -> bool:
+    return case.trace != other.trace
+
+
+def test_an_epoch_that_has_ended_stays_ended() -> None:
+    """Three steps of 40, 40, 50 in epochs of 100 samples that drop the rest; then the third is 20, and would fit."""
+    before = replace(CASE, trace=vbs.BatchTrace.of([40, 40, 50, 50]), dataset_size=100, drop_last=True, epochs=2)
+    after = replace(before, trace=vbs.BatchTrace.of([40, 40, 20, 80, 50, 50]))
+    for updates in (2, 3):
+        other = after if updates == 2 else replace(after, trace=vbs.BatchTrace.of([40, 40, 50, 20, 30]))
+        state = Run(before).train(updates=updates).optimizer.state_dict()
+        run = Run(replace(other, begin=(1, 2, 0)))
+        with pytest.warns(UserWarning, match=f"goes on differently .* after the {updates} updates that were made"):
+            run.optimizer.load_state_dict(state)
+        assert [step for _, step, _ in together([run.train().log])] == list(range(updates, 4 if updates == 2 else 5))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_trace_that_is_shorter_than_what_was_trained_is_refused(strict: bool) -> None:
+    state = Run(CASE).train(updates=4).sampler.state_dict()
+    with pytest.raises(ValueError, match=r"the trace must have the steps that were trained, but it has 3 and .* step 4"):
+        replace(CASE, trace=vbs.BatchTrace.of([7, 3, 12]), dataset_size=20).sampler().load_state_dict(state, strict)
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -160,16 +210,17 @@ DIFFERENT = {
     "dataset_size": replace(CASE, dataset_size=41),
     "seed": replace(CASE, seed=4),
     "drop_last": replace(CASE, drop_last=True),
-    "trace": replace(CASE, trace=vbs.BatchTrace.from_sizes([7, 3, 12, 1, 6], on_end="cycle")),
-    "on_end": replace(CASE, trace=vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5] * 9, on_end="hold")),
+    "trace": replace(CASE, trace=vbs.BatchTrace.from_sizes([7, 4, 12, 1, 5], on_end="cycle")),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_rejects_a_state_of_other_samples_if_strict(name: str) -> None:
     state, sampler = Run(DIFFERENT[name]).train(updates=2).sampler.state_dict(), CASE.sampler()
-    found = "trace" if name == "on_end" else name
-    with pytest.raises(ValueError, match=rf"^a state .* but {found} was \S+ and is \S+; restore .* strict=False"):
+    found = (
+        "the first 2 batch sizes of the trace are not the same" if name == "trace" else rf"{name} was \S+ and is \S+"
+    )
+    with pytest.raises(ValueError, match=rf"^a state .* but {found}; restore .* strict=False"):
         sampler.load_state_dict(state)
     assert sampler.state_dict()["step"] == 0
     sampler.load_state_dict(state, strict=False)
@@ -193,7 +244,6 @@ def test_accepts_a_state_of_another_trace_form_world_and_minibatch_size() -> Non
 
 
 def test_rejects_a_position_outside_the_plan() -> None:
-    state = {**CASE.sampler().state_dict(), "epoch": 1, "step": 40}
-    for strict in (True, False):
-        with pytest.raises(ValueError, match=r"epoch 1 has the steps 8 to 15 and the state is at step 40; restore"):
-            CASE.sampler().load_state_dict(state, strict)
+    state = {**CASE.sampler().state_dict(), "epoch": 1, "first_step": 8, "step": 40}
+    with pytest.raises(ValueError, match=r"epoch 1 has the steps 8 to 15 and the state is at step 40; restore"):
+        CASE.sampler().load_state_dict(state, strict=False)

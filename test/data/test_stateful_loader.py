@@ -253,12 +253,12 @@ def test_states_of_different_times_never_train_on_wrong_samples(case: Case, data
         assert not of_loader.ends_update or of_loader.updates != of_optimizer.updates
 
 
-def test_a_prefetching_loader_of_an_earlier_epoch_raises_at_the_first_step() -> None:
+def test_a_loader_of_an_earlier_epoch_raises() -> None:
     every = moments(CASE)
     loader, optimizer = every[2], next(moment for moment in every if moment.epoch == 1 and moment.ends_update)
     run = Run(CASE)
     run.optimizer.load_state_dict(optimizer.optimizer)
-    with pytest.raises(RuntimeError, match="began at epoch 0, step 1 and the optimizer is at epoch 1, step 9"):
+    with pytest.raises(ValueError, match="saved at epoch 0, step 1 and the optimizer is at epoch 1, step 9"):
         list(microbatches(run, Resumed(run, loader.iterator, 0, 50)))
     assert run.log == []
 

@@ -64,6 +64,7 @@ class Case:
     fixed_shape: bool
     seed: int
     epochs: int
+    begin: tuple[int, int, int] = (0, 0, 0)  # epoch, step, and place in its order, at which a resumed run begins
 
     def plan(self, minibatch_size: int | None = None) -> Plan:
         size = minibatch_size or self.minibatch_size
@@ -83,7 +84,7 @@ class Case:
     @cached_property
     def updates(self) -> list[list[Update]]:
         """The updates of each epoch."""
-        return updates(self.trace, self.dataset_size, self.drop_last, self.epochs)
+        return updates(self.trace, self.dataset_size, self.drop_last, self.epochs, self.begin)
 
     @cached_property
     def steps(self) -> Steps:
@@ -93,7 +94,7 @@ class Case:
         return [(u.epoch, u.step, orders[u.epoch][u.start : u.start + u.batch_size].tolist()) for u in every]
 
     def epoch_of(self, step: int) -> int:
-        return next(epoch for epoch, of_epoch in enumerate(self.updates) if step <= of_epoch[-1].step)
+        return next(epoch for epoch, of_epoch in enumerate(self.updates) if of_epoch and step <= of_epoch[-1].step)
 
 
 @st.composite
@@ -121,12 +122,14 @@ class Update:
     batch_size: int
 
 
-def updates(trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int) -> list[list[Update]]:
-    """The slow twin of `Plan.epoch` and `Plan.step`: the updates of epochs 0, 1, ..."""
-    step, result = 0, []
-    for epoch in range(epochs):
+def updates(
+    trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int, begin: tuple[int, int, int] = (0, 0, 0)
+) -> list[list[Update]]:
+    """The slow twin of `Plan.epoch` and `Plan.step`: the updates of epochs 0, 1, ...; none before `begin`."""
+    first, step, start = begin
+    result: list[list[Update]] = [[] for _ in range(min(first, epochs))]
+    for epoch in range(first, epochs):
         result.append([])
-        start = 0
         while start < dataset_size:
             size = trace.batch_size(step)
             if drop_last and size > dataset_size - start:
@@ -135,6 +138,7 @@ def updates(trace: BatchTrace, dataset_size: int, drop_last: bool, epochs: int) 
             result[-1].append(Update(epoch, step, start, size))
             start += size
             step += 1
+        start = 0
     return result
 
 

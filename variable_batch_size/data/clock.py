@@ -45,7 +45,7 @@ class Clock:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.epoch = plan.epoch(0)
+        self.epoch = plan.epoch(plan.first_epoch)
         self.step = self.epoch.first_step
         self.samples = 0
         self.just_loaded = True
@@ -112,11 +112,13 @@ class Clock:
         self._committed, self.just_loaded = other._committed, other.just_loaded
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and the samples as plain integers, valid in every world."""
-        return {**self.position._asdict(), "samples": self.samples}
+        """Return the position, the samples and the past of the epoch as plain integers, valid in every world."""
+        epoch = self.epoch
+        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before, "ended": self.finished}
+        return {**self.position._asdict(), "samples": self.samples, **past}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to a saved position.
+        """Move to a saved position, in a plan that `Plan.resumed` has returned for it.
 
         Raises:
             ValueError: if this plan has no such position.
@@ -130,5 +132,5 @@ class Clock:
                 f"with the trace and the dataset size that it was saved with"
             )
         self.epoch, self.step = epoch, position.step
-        self.samples = check_int(state.get("samples", self.plan.samples_before(epoch, position.step)), "samples")
+        self.samples = check_int(state["samples"], "samples")
         self._committed, self.just_loaded = (self.epoch, self.step), True

@@ -140,7 +140,8 @@ class Iteration:
         the iteration continues there: at once, or when it has read on to that end.
 
         Raises:
-            ValueError: if the position is within a step that is split differently here.
+            ValueError: if the position is within a step that is split differently here, or in an epoch before that in
+                which the training was resumed.
         """
         saved = {key: state_dict[key] for key in self._split()}
         if state_dict["round"] and saved != self._split():
@@ -150,7 +151,16 @@ class Iteration:
                 f"snapshot_every_n_steps=1"
             )
         self.resumed = saved == self._split()
-        self._start_at(Position(state_dict["epoch"], state_dict["step"]), state_dict["round"])
+        position = Position(state_dict["epoch"], state_dict["step"])
+        here = self._source.clock.position
+        if self.resumed and position == (self.plan.first_epoch - 1, here.step) and not state_dict["round"]:
+            position = here  # the loader was saved when the epoch before had ended
+        if position.epoch < self.plan.first_epoch:
+            raise ValueError(
+                f"loader and optimizer must be at the same update, but the loader was saved at {position} and the "
+                f"optimizer is at {here}; restore both from the same checkpoint"
+            )
+        self._start_at(position, state_dict["round"])
         if self._next_step == self._epoch.end_step and self._next_epoch_is_due:
             self._start_at(self._source.clock.position, 0)
 

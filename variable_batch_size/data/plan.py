@@ -7,8 +7,8 @@ that both give the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.data.deal import Deal
 from variable_batch_size.data.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.trace.batch_trace import BatchTrace
+from variable_batch_size.trace.past import Past
 from variable_batch_size.world import World
 
 STEPS_PER_DEAL = 4096  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
@@ -90,6 +91,7 @@ class Plan:
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one, so that the
             tail of the epoch is not used; otherwise the step is shortened.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
+        begin: the epoch in which a resumed run began, with which the plan begins; None: epoch 0 of the trace.
 
     Raises:
         TypeError: if a size is not an integer.
@@ -101,6 +103,8 @@ class Plan:
     minibatch_size: int
     drop_last: bool = False
     fixed_shape: bool = True
+    begin: Epoch | None = None
+    _past: Past = field(init=False, repr=False, compare=False)
     _latest: list[Epoch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,17 +115,58 @@ class Plan:
                 f"every batch size of the trace must be at most the dataset's size of {self.dataset_size} samples, but "
                 f"the trace has a batch size of {self.trace.max_batch_size}; use a larger dataset or limit the trace"
             )
+        object.__setattr__(self, "_past", Past(self.trace))
+
+    @property
+    def first_epoch(self) -> int:
+        """The number of the first epoch that the plan knows."""
+        return 0 if self.begin is None else self.begin.number
+
+    def past(self, step: int) -> str:
+        """Return a fingerprint of the batch sizes before a step.
+
+        Raises:
+            ValueError: if the trace ends earlier and has `on_end="error"`.
+        """
+        self._check_trace_reaches(step)
+        return self._past.fingerprint(step)
+
+    def resumed(self, state: dict[str, Any]) -> Plan:
+        """Return the plan of a run that resumes: the saved cut of steps, and the epochs from the saved one on.
+
+        What lies before the saved step is taken from the state, because the rest of the trace may be another one: the
+        first step of the epoch, the samples of earlier ones, and whether it has ended.
+
+        Raises:
+            ValueError: if the trace ends inside the epoch, or before the step, and has `on_end="error"`.
+        """
+        number, step, first_step, before = (
+            check_int(state[key], key, 0) for key in ("epoch", "step", "first_step", "samples_before")
+        )
+        self._check_trace_reaches(step)
+        if state["ended"]:
+            offset = self.trace.offset(first_step)
+            samples = min(self.dataset_size, self.trace.offset(step) - offset)
+            begin = Epoch(number, first_step, step, samples, offset, before)
+        else:
+            begin = self._next_epoch(number, first_step, before)
+        return replace(self, fixed_shape=bool(state["fixed_shape"]), begin=begin)
 
     def epoch(self, number: int) -> Epoch:
         """Return the steps of epoch `number`; epochs follow one another along the trace.
 
         Raises:
-            ValueError: if the number is negative, or the trace ends inside the epoch and has `on_end="error"`.
+            ValueError: if the number is negative, the epoch lies before that of `begin`, or the trace ends inside the
+                epoch and has `on_end="error"`.
         """
         if number < 0:
             raise ValueError(f"an epoch must be an integer >= 0, got {number}; count epochs from 0")
+        if number < self.first_epoch:
+            raise ValueError(
+                f"a resumed run knows its epochs from {self.first_epoch} on, got epoch {number}; load an earlier state"
+            )
         if not self._latest or self._latest[0].number > number:
-            self._latest[:] = [self._next_epoch(0, 0, 0)]
+            self._latest[:] = [self.begin or self._next_epoch(0, 0, 0)]
         while self._latest[0].number < number:
             last = self._latest[0]
             self._latest[:] = [self._next_epoch(last.number + 1, last.end_step, last.samples_before + last.samples)]
@@ -136,6 +181,14 @@ class Plan:
             end_step -= 1
         samples = min(self.dataset_size, self.trace.offset(end_step) - offset)
         return Epoch(number, first_step, end_step, samples, offset, samples_before)
+
+    def _check_trace_reaches(self, step: int) -> None:
+        trace = self.trace
+        if trace.steps is not None and trace.on_end == "error" and step > trace.steps:
+            raise ValueError(
+                f"the trace must have the steps that were trained, but it has {trace.steps} and the state is at step "
+                f'{step}; pass the trace of the saved run, or on_end="hold" or on_end="cycle"'
+            )
 
     def _check_trace_covers(self, number: int, first_step: int, end_sample: int) -> None:
         trace = self.trace

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import replace
 from types import FrameType
 from typing import Any, final
 
@@ -141,61 +141,79 @@ class CustomSampler(Sampler[list[int]]):
         return clock
 
     def follow(self, clock: Clock) -> None:
-        """Take the position of an optimizer's clock, which counts the committed updates from now on."""
+        """Take the position and the plan of an optimizer's clock, which counts the committed updates from now on."""
         self._followed = True
-        self.clock.follow(clock)
+        self.adopt(clock)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what must be the same for a saved position to mean the same samples."""
-        return {
-            "dataset_size": self.plan.dataset_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.plan.drop_last,
-            "trace": self.plan.trace.fingerprint,
-        }
+        """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
+        return {**self._order_of_samples(), "trace": self.plan.trace.fingerprint}
 
-    def cut(self) -> dict[str, bool]:
-        """Return what a restored state brings: how a step is split into microbatches."""
-        return {"fixed_shape": self.plan.fixed_shape}
+    def state_of(self, clock: Clock) -> dict[str, Any]:
+        """Return the position of a clock, what must be the same for it to mean the same samples, and the cut.
 
-    def adopt_cut(self, state: dict[str, Any]) -> Plan:
-        """Split steps as in the run that saved a state, from now on; return the plan."""
-        fixed_shape = bool(state.get("fixed_shape", self.plan.fixed_shape))
-        if fixed_shape != self.plan.fixed_shape:
-            self.plan = self.clock.plan = replace(self.plan, fixed_shape=fixed_shape)
-        return self.plan
+        All are plain numbers and strings, without rank, world or prefetched items. The past of the trace must be the
+        same; its future may change.
+        """
+        past, cut = {"past": self.plan.past(clock.step)}, {"fixed_shape": self.plan.fixed_shape}
+        return {**clock.state_dict(), **self.fingerprint(), **past, **cut}
 
-    def check_fingerprint(self, state: dict[str, Any]) -> None:
-        """Check that a state was saved with the same samples.
+    def check_samples(self, state: dict[str, Any]) -> None:
+        """Check that a state was saved with the same samples up to its position, and tell if later ones differ.
 
         Raises:
             ValueError: if not, naming each difference.
         """
-        own = self.fingerprint()
+        own, step = self._order_of_samples(), int(state["step"])
         different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
+        if self.plan.past(step) != state["past"]:
+            different.append(f"the first {step} batch sizes of the trace are not the same")
         if different:
             raise ValueError(
                 f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
                 f"these arguments, or pass strict=False to resume regardless"
             )
+        if self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
+            warnings.warn(
+                f"The trace goes on differently than in the saved run, after the {step} updates that were made; that "
+                f"is allowed",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the committed position and the fingerprint: plain numbers, without rank, world or prefetched items."""
-        return {**self.clock.state_dict(), **self.fingerprint(), **self.cut()}
+        """Return the committed position and what determines its samples: plain numbers, without rank or world."""
+        return self.state_of(self.clock)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Move to a saved position, unless an optimizer's clock already defines the position.
 
+        The past of the trace must be that of the saved run; its future may change, which a UserWarning tells.
+
         Raises:
-            ValueError: if the state was saved with another dataset size, seed or trace, unless `strict` is False.
+            ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is
+                False; or if there is no such position.
         """
-        if strict:
-            self.check_fingerprint(state_dict)
         if not self._followed:
-            self.adopt_cut(state_dict)
-            self.clock.load_state_dict(state_dict)
+            if strict:
+                self.check_samples(state_dict)
+            self.adopt(self.resumed_clock(state_dict))
         self.iteration = None
+
+    def resumed_clock(self, state: dict[str, Any]) -> Clock:
+        """Return a clock at a saved position, with the plan that leads on from there.
+
+        Raises:
+            ValueError: if there is no such position.
+        """
+        clock = Clock(self.plan.resumed(state))
+        clock.load_state_dict(state)
+        return clock
+
+    def adopt(self, clock: Clock) -> None:
+        """Take the position and the plan of a clock."""
+        self.plan = clock.plan
+        self.clock.follow(clock)
 
     def check_readable(self) -> None:
         """Check that an iteration may be read now.
@@ -246,6 +264,11 @@ class CustomSampler(Sampler[list[int]]):
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
         return order(self.plan.dataset_size, self.seed, epoch, shuffle=self.shuffle)
+
+    def _order_of_samples(self) -> dict[str, Any]:
+        plan = self.plan
+        own = {"seed": self.seed, "shuffle": self.shuffle}
+        return {"dataset_size": plan.dataset_size, **own, "drop_last": plan.drop_last}
 
     def _check_stepped(self) -> None:
         last = self.iteration

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend, detect
-from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
@@ -309,27 +308,27 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: in the middle of a step.
         """
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        clock = self._loop.clock
-        own = {**clock.state_dict(), **self._updater.state_dict()}
-        sampler = self._loop.sampler
-        return {**self.inner.state_dict(), "vbs": {**own, **sampler.fingerprint(), **sampler.cut()}}
+        position = self._loop.sampler.state_of(self._loop.clock)
+        return {**self.inner.state_dict(), "vbs": {**position, **self._updater.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
 
+        The past of the trace must be that of the saved run; its future may change, which a UserWarning tells.
+
         Args:
             state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
-            strict: whether to raise if the state was saved with another dataset size, seed or trace.
+            strict: whether to raise if the state was saved with another dataset size, seed or past of the trace.
 
         Raises:
             ValueError: if the state does not match; then nothing has changed.
         """
-        sampler, clock = self._loop.sampler, Clock(self._loop.sampler.plan)
+        sampler, clock = self._loop.sampler, None
         position = state_dict.get("vbs")
         if position is not None:
             if strict:
-                sampler.check_fingerprint(position)
-            clock.load_state_dict(position)
+                sampler.check_samples(position)
+            clock = sampler.resumed_clock(position)
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -339,8 +338,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {})
-        if position is not None:
-            clock.plan = sampler.adopt_cut(position)
+        if clock is not None:
             self._loop.clock.follow(clock)
             sampler.follow(clock)
 
