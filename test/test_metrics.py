@@ -15,49 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
+from helpers.measured import HITS, VALUES, Measured
 from helpers.reference import SIZES, batches, examples, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.metrics import compensated_add, split_into_float32
 from variable_batch_size.testing import run_ranks
-
-VALUES = np.random.default_rng(3).normal(5, 2, size=1000)  # (samples,)
-HITS = VALUES > 5  # (samples,)
 
 
 def expected(sizes: Sequence[int], dataset_size: int, updates: slice = slice(None)) -> dict[str, float]:
     """Return the means over the samples of these updates, in float64."""
     used = [sample for batch in list(batches(sizes, dataset_size))[updates] for sample in batch]
     return {"value": float(VALUES[used].mean()), "hit": float(HITS[used].mean()), "samples": len(used)}
-
-
-class Measured:
-    """A training with an accumulator."""
-
-    def __init__(self, sizes: Sequence[int] = SIZES, dataset_size: int = 50, **options: Any) -> None:
-        self.training = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size, **options)
-        self.optimizer = self.training.optimizer
-        self.metrics = vbs.Accumulator(self.optimizer)
-
-    def microbatch(self, indices: list[int]) -> bool:
-        """Add the values of one microbatch and step; return whether the weights changed."""
-        run = self.training
-        self.metrics.add(value=torch.from_numpy(VALUES[indices]).mean(), hit=float(HITS[indices].mean()))
-        run.loss(indices).backward()
-        return run.optimizer.step()
-
-    def run(self, updates: int) -> Measured:
-        """Train for `updates` more updates, over as many epochs as needed."""
-        run = self.training
-        while updates:
-            if len(run.sampler) == 0:
-                epoch = run.optimizer.epoch
-                run.sampler.set_epoch(epoch)
-                run.optimizer.set_epoch(epoch)
-            for indices in run.sampler:
-                updates -= self.microbatch(indices)
-                if updates == 0:
-                    break
-        return self
 
 
 # ------------------------------------------------------------------------------------------------ the right mean

@@ -256,7 +256,7 @@ def test_refuses_the_columns_of_another_rule_when_the_optimizer_is_made(tmp_path
     assert (tmp_path / "scalars.csv").read_text() == before
 
 
-@pytest.mark.parametrize("bad", [{"a": "1"}, {"a": None}, {"a": 1j}])
+@pytest.mark.parametrize("bad", [{"a": "1"}, {"a": None}, {"a": 1j}, {"a": torch.zeros(2)}])
 def test_refuses_values_that_are_no_numbers(bad: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^the value of a must be a number, got"):
         vbs.Tracker(tmp_path).log(1, bad)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -37,7 +37,7 @@ class _Sum(NamedTuple):
 
 @final
 class Accumulator:
-    """Means over all samples of the committed updates, on all ranks, since the last `reset()`.
+    """Means over all samples of the committed updates, on all ranks, of an epoch or since the last `reset()`.
 
     mean = sum_j n_j v_j / sum_j n_j over the microbatches j, where n_j is the number of distinct samples of microbatch
     j and v_j is the mean of the value over its rows: the loss, or `(output.argmax(1) == target).float().mean()` for
@@ -67,6 +67,7 @@ class Accumulator:
                 f"the wrapper, not the inner optimizer"
             )
         self._optimizer = optimizer
+        self._epoch: int | None = None  # that of `set_epoch`
         self._restored: dict[str, tuple[int, float]] = {}  # name -> samples and sum over all ranks, from a checkpoint
         self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
         self._pending: dict[str, _Sum] = {}  # the same, with the microbatches of the current step
@@ -76,8 +77,17 @@ class Accumulator:
 
     def reset(self) -> None:
         """Start again with no samples."""
-        self._restored, self._committed = {}, {}
+        self._restored, self._committed, self._epoch = {}, {}, None
         self.discard()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start again with no samples, unless the sums are those of this epoch, as after a restore in the middle of it.
+
+        Call it at the beginning of each epoch, like `set_epoch` of the sampler and the optimizer.
+        """
+        if check_int(epoch, "epoch", 0, remedy="count epochs from 0") != self._epoch:
+            self.reset()
+            self._epoch = epoch
 
     @torch.no_grad()
     def add(self, **means: Tensor | float) -> None:
@@ -117,13 +127,19 @@ class Accumulator:
 
         Every rank has to call it: it takes two small all-reduces. Save it with the optimizer's state of the update.
         """
-        return {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in self._sums_over_ranks().items()}
+        sums = self._sums_over_ranks().items()
+        state = {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in sums}
+        if SAMPLES in state and self._epoch is not None:
+            state[SAMPLES]["epoch"] = self._epoch
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, float]]) -> None:
         """Replace the sums by a result of `state_dict()`, in any world; every rank loads the same."""
         restored = {name: (int(saved[SAMPLES]), float(saved["sum"])) for name, saved in state_dict.items()}
         self.reset()
         self._restored = restored
+        epoch = state_dict.get(SAMPLES, {}).get("epoch")
+        self._epoch = None if epoch is None else int(epoch)
 
     def commit(self, *, updated: bool) -> None:
         """Count the values of the current step, or drop them if it was skipped. The optimizer calls it."""
@@ -155,7 +171,8 @@ class Accumulator:
         if name in known:
             raise RuntimeError(
                 f"a microbatch takes one value for each name, but {name!r} was added twice in step "
-                f"{self._optimizer.updates}; call add() once between backward() and step()"
+                f"{self._optimizer.updates}; call add() once between backward() and step(), and after an exception "
+                f"optimizer.discard_step()"
             )
         if isinstance(mean, Tensor):
             if mean.numel() != 1:

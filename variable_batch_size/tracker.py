@@ -237,7 +237,10 @@ def _number(tag: str, value: Any) -> float:
         raise ValueError(
             f'a tag must not be empty or "update", the column of the update, got {tag!r}; choose another tag'
         )
-    number = value.item() if hasattr(value, "item") else value
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError) as error:  # a tensor or an array of several elements
+        raise type_error(f"the value of {tag} must be a number", value, "pass a float") from error
     if isinstance(number, int):
         return int(number)
     if not isinstance(number, numbers.Real):

@@ -34,7 +34,7 @@ class FailingRule:
     armed: bool = False
 
     def __repr__(self) -> str:
-        return f"FailingRule({self.rule})"
+        return repr(self.rule)  # a state tells its rule
 
     @property
     def needs_noise(self) -> bool:

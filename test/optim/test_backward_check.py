@@ -101,7 +101,12 @@ def test_the_error_names_the_remedy(change: str) -> None:
     with pytest.raises(RuntimeError, match=REFUSED) as caught:
         wrong_loop(run, (AFTER_BACKWARD | BEFORE_BACKWARD)[change], after_backward=after, updates=4)
     assert run.optimizer.updates == 0
-    for remedy in ("max_grad_norm=", "register_step_pre_hook()", "remove model.zero_grad()", 'accumulation="buffered"'):
+    for remedy in (
+        "max_grad_norm=",
+        "register_step_pre_hook()",
+        "remove zero_grad() of the model and of the inner optimizer",
+        'accumulation="buffered"',
+    ):
         assert remedy in str(caught.value)
 
 
@@ -176,3 +181,16 @@ def test_a_grad_scaler_may_unscale() -> None:
         scaler.step(run.optimizer)
         scaler.update()
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+@pytest.mark.parametrize("minibatch_size", [4, 50])
+def test_clipping_unscaled_gradients_in_the_loop_is_refused(minibatch_size: int) -> None:
+    """The recipe of torch's documentation, which clips the microbatches and not the update."""
+    run, scaler = training(minibatch_size=minibatch_size), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for indices in run.sampler:
+        scaler.scale(run.loss(indices)).backward()
+        scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        with pytest.raises(RuntimeError, match="something else has changed them; clip with max_grad_norm="):
+            scaler.step(run.optimizer)
+        return

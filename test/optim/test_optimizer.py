@@ -154,7 +154,7 @@ def test_clearing_gradients_within_a_step_raises(clear: Callable[[Training], Non
     next(steps)
     clear(run)
     with pytest.raises(
-        RuntimeError, match=r"must stay in \.grad .* but they were (cleared|replaced) .* model\.zero_grad"
+        RuntimeError, match=r"must stay in \.grad .* but they were (cleared|replaced) .* remove zero_grad"
     ):
         next(steps)
 
@@ -211,3 +211,19 @@ def test_accepts_numpy_numbers() -> None:
     run = training(ref_batchsize=np.int32(64), max_grad_norm=np.float64(0.5)).run(3)
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:3], max_grad_norm=0.5))
     assert type(run.optimizer.ref_batchsize) is int
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        (vbs.RootRuleOptimizer, {}, r"rule was LinearRule\(\) and is RootRule\(\)"),
+        (vbs.LinearRuleOptimizer, {"ref_batchsize": 16}, "ref_batchsize was 64 and is 16"),
+        (vbs.CustomOptimizer, {"rule": "root", "ref_batchsize": 9}, r"RootRule\(\), ref_batchsize was 64 and is 9"),
+    ],
+)
+def test_a_state_of_another_rule_tells_it(kind: type[vbs.CustomOptimizer], options: Any, told: str) -> None:
+    state = training(vbs.LinearRuleOptimizer).run(2).optimizer.state_dict()
+    run = training(kind, **options)
+    with pytest.warns(UserWarning, match=f"^The training goes on differently: .*{told}$"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 2

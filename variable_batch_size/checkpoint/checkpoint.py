@@ -28,9 +28,11 @@ from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
 from variable_batch_size.checkpoint.rng_states import RNGStates
+from variable_batch_size.checkpoint.scheduler_check import check_scheduler
 from variable_batch_size.checkpoint.snapshot import Snapshot, check_storable
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
+from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
@@ -57,18 +59,20 @@ class Checkpoint:
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
     states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
-    from them in between. Two things are required. At the end of an epoch, save before an evaluation that draws random
-    numbers, as `step()` in the loop does, and repeat the evaluation after `restore()`. Let a dataset that is read by
-    workers draw from `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other
-    seeds; the loop sets `dataset.epoch`. RNG states of devices are not saved.
+    from them in between. Two things are required. Evaluate once after `restore()`, too, if every epoch ends with an
+    evaluation: each pass over a `DataLoader` draws a random number, and after the last update of an epoch the saved
+    states are those before its evaluation. Let a dataset that is read by workers draw from
+    `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other seeds; the loop sets
+    `dataset.epoch`. RNG states of devices are not saved.
 
     Args:
         dir: folder of the checkpoints; created if needed, and locked against other writers until `close()` (POSIX
             only).
-        model: the model, with the same state on all ranks, as after any update.
+        model: the model. Its parameters are the same on all ranks; of its buffers, such as the running statistics of
+            batch normalization, those of rank 0 are saved.
         optimizer: the wrapper whose updates are counted.
         sampler: the sampler; optional, because the state of the optimizer includes its state.
-        scheduler: a `ProgressScheduler` or a scheduler of torch.
+        scheduler: a `ProgressScheduler`, or the scheduler of torch whose `step()` the loop calls.
         keep: number of checkpoints to keep, >= 1; older ones are deleted.
         every: interval at which `step()` saves, none by default. A number of updates, >= 1: it saves when the training
             has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0,
@@ -80,7 +84,7 @@ class Checkpoint:
         TypeError: if `model` is not a Module, `optimizer` is not a CustomOptimizer, another part is None or has no
             state_dict() or load_state_dict(), `keep` is not an integer, or `every` is neither an integer nor a
             timedelta.
-        ValueError: if `keep` or `every` is not positive.
+        ValueError: if `keep` or `every` is not positive, or a part is a scheduler that a `ProgressScheduler` steps.
         RuntimeError: on every rank, if the folder cannot be written or another writer has locked it, or the state of a
             part holds other values. `step()` looks once more after the first update.
     """
@@ -106,6 +110,7 @@ class Checkpoint:
                 raise type_error(f"{name} must be {description}", part, "pass one")
         self._model, self._optimizer, self._backend = model, optimizer, optimizer.backend
         check_model(model, optimizer.sampler)
+        check_scheduler(list(self._parts.values()), optimizer)
         self._keep = check_int(keep, "keep", 1)
         self._every = _check_every(every)
         self._folder = CheckpointFolder(Path(dir))
@@ -196,8 +201,12 @@ class Checkpoint:
             self.save(wait=False)
         return due
 
-    def restore(self) -> bool:
+    def restore(self, strict: bool = True) -> bool:
         """Restore the newest intact checkpoint, and return whether there is one.
+
+        Args:
+            strict: whether to raise if it was saved with other samples: another dataset size, seed or past of the
+                trace. Another future of the trace, another rule and another `ref_batchsize` are told in any case.
 
         A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor
         of the model that has another dtype than the saved one. Reading executes no code from the files. In a world of
@@ -220,7 +229,7 @@ class Checkpoint:
             warnings.warn(_damage_report(self._folder.path, damaged, stored), RuntimeWarning, stacklevel=2)
         if stored is None:
             return False
-        self._agreement.on_every_rank(partial(self._load, stored))
+        self._agreement.on_every_rank(partial(self._load, stored, strict))
         self._mark_saved()
         return True
 
@@ -334,11 +343,14 @@ class Checkpoint:
                 )
         return read[0]
 
-    def _load(self, stored: StoredState) -> bytes:
+    def _load(self, stored: StoredState, strict: bool) -> bytes:
         stored.check_parts(self._parts)
         stored.check_model(self._model.state_dict(), warn=self._backend.world.rank == 0)
         for name, part in self._parts.items():  # the optimizer is first: it raises before it changes anything
-            part.load_state_dict(stored.parts[name])
+            if isinstance(part, (CustomOptimizer, CustomSampler)):
+                part.load_state_dict(stored.parts[name], strict)
+            else:
+                part.load_state_dict(stored.parts[name])
         world = self._backend.world
         if len(stored.rng_states) == world.size:
             states = RNGStates(stored.rng_states[world.rank])

@@ -13,14 +13,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
 _REMEDY = (
-    "clip with max_grad_norm=, change gradients in optimizer.register_step_pre_hook(), remove model.zero_grad(), "
-    'because optimizer.step() clears the gradients, and pass accumulation="buffered" if other backwards run in a step'
+    "clip with max_grad_norm=, change gradients in optimizer.register_step_pre_hook(), remove zero_grad() of the model "
+    "and of the inner optimizer, because optimizer.step() clears the gradients, and pass "
+    'accumulation="buffered" if other backwards run in a step or gradients are set by hand'
 )
 
 
@@ -66,7 +68,7 @@ class BackwardCheck:
         """
         if accumulating:
             self._check_kept()
-        if self._hooks and not unscaled and (self._changed or not self._ends_with_accumulations()):
+        if self._hooks and (self._changed or not self._ends_with_accumulations(unscaled)):
             raise RuntimeError(
                 f"only backward() may change gradients between two calls of step(), but something else has changed "
                 f"them; {_REMEDY}"
@@ -132,12 +134,25 @@ class BackwardCheck:
                     f"{'cleared' if gradient is None else 'replaced'} before it; {_REMEDY}"
                 )
 
-    def _ends_with_accumulations(self) -> bool:
-        """Return whether the gradients are those after the last accumulation; gradients set by hand have none."""
+    def _ends_with_accumulations(self, unscaled: bool) -> bool:
+        """Return whether the gradients are those after the last accumulation; gradients set by hand have none.
+
+        Those that a `GradScaler` has unscaled may have the version after that.
+        """
         return all(
-            (gradient := self._parameters[index].grad) is None or _is(gradient, seen)
+            (gradient := self._parameters[index].grad) is None
+            or _is(gradient, seen)
+            or (unscaled and gradient is seen.gradient and gradient._version == seen.version + _unscaling(gradient))
             for index, seen in self._accumulated.items()
         )
+
+
+def _unscaling(gradient: Tensor) -> int:
+    """Return by how much `GradScaler.unscale_` raises the version of a gradient: 0 in torch 2.9."""
+    probe, zero = gradient.detach().flatten()[:0].clone(), torch.zeros(1, device=gradient.device)
+    before = probe._version
+    torch._amp_foreach_non_finite_check_and_unscale_([probe], zero, zero)
+    return probe._version - before
 
 
 def _is(gradient: Tensor, seen: _Seen | None) -> bool:

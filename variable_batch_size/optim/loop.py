@@ -42,7 +42,7 @@ class Phase(Enum):
 _WAY_OUT = {
     Phase.INSIDE_STEP: "call it when optimizer.step() has returned True, or call discard_step() first",
     Phase.INTERRUPTED: "call optimizer.discard_step() and iterate the loader again, or load a state",
-    Phase.HALF_UPDATED: "load a state, such as the last checkpoint, because the weights may be half updated",
+    Phase.HALF_UPDATED: "restore the states of model and optimizer, such as those of the last checkpoint",
 }
 
 
@@ -90,9 +90,12 @@ class Loop:
         """
         if self.phase in allowed:
             return
-        state = "has accumulated only some of its microbatches"
-        if self.phase is not Phase.INSIDE_STEP:
-            state = "was interrupted by an exception"
+        state = {
+            Phase.INSIDE_STEP: "has accumulated only some of its microbatches",
+            Phase.INTERRUPTED: "was interrupted by an exception",
+            Phase.HALF_UPDATED: "was interrupted by an exception in the inner optimizer's step, or in a hook of it, "
+            "so that the weights may be half updated",
+        }[self.phase]
         when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
         raise RuntimeError(f"{what} must be called {when}, but step {self.clock.step} {state}; {_WAY_OUT[self.phase]}")
 
@@ -140,8 +143,9 @@ class Loop:
         if skipped := iteration.counts.count_step(self._received):
             raise RuntimeError(
                 f"step() must follow the backward() of every microbatch, but {skipped} of those that were read did not "
-                f"reach step() before step {microbatch.step} continued; call it once per microbatch, skip none, and "
-                f"pass the sampler to the loader as batch_sampler"
+                f"reach step() before step {microbatch.step} continued; call it once per microbatch, skip none (after "
+                f"an exception call discard_step() and iterate the loader again), pass the sampler to the loader as "
+                f"batch_sampler, and give an optimizer that steps more rarely a sampler of its own"
             )
         self._received += 1
         return microbatch

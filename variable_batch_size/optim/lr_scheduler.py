@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, final, get_args
+from weakref import WeakSet
 
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -20,7 +21,14 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 
 By = Literal["progress", "samples", "updates"]
 
+_stepped: WeakSet[LRScheduler] = WeakSet()  # by a ProgressScheduler
+
 DELAY = 2  # updates; after that many, any device has computed the progress and reading it does not wait
+
+
+def is_stepped_by_progress(scheduler: object) -> bool:
+    """Return whether a `ProgressScheduler` steps this scheduler."""
+    return isinstance(scheduler, LRScheduler) and scheduler in _stepped
 
 
 @final
@@ -75,6 +83,7 @@ class ProgressScheduler:
                 "one without",
                 'give the optimizer its ref_batchsize, or pass by="updates"',
             )
+        _stepped.add(scheduler)
         self._one_cycles = [part for part in _parts(scheduler) if isinstance(part, OneCycleLR)]
         self._optimizer, self._by, self._total = optimizer, by, _check_total(total)
         self._steps = 0  # number of steps of the scheduler

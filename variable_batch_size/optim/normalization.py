@@ -53,15 +53,26 @@ def check_model(model: torch.nn.Module, sampler: CustomSampler) -> None:
     if smallest.samples >= (min(ENOUGH, plan.minibatch_size) if plan.fixed_shape else 2):
         return
     _warned.add(model)
+    number = "1 distinct sample" if smallest.samples == 1 else f"{smallest.samples} distinct samples"
     consequence = "whose repetition makes its variance too small" if plan.fixed_shape else "with which torch raises"
-    other = ", and fixed_shape=False where nothing is compiled" if plan.fixed_shape else ", and a larger minibatch_size"
     warnings.warn(
-        f"Batch normalization gets microbatches of {smallest.samples} distinct samples, {consequence}: a step of "
-        f"{smallest.batch_size} samples with minibatch_size={plan.minibatch_size}; remedies are GroupNorm, "
-        f"trace.round_to({plan.minibatch_size}) with drop_last=True{other}",
+        f"Batch normalization gets microbatches of {number}, {consequence}: a step of {smallest.batch_size} with "
+        f"minibatch_size={plan.minibatch_size}; remedies are {_remedies(sampler, smallest)}",
         UserWarning,
         stacklevel=3,
     )
+
+
+def _remedies(sampler: CustomSampler, smallest: _Smallest) -> str:
+    plan = sampler.plan
+    last = plan.step(sampler.clock.epoch, sampler.clock.epoch.end_step - 1)
+    rest = smallest.batch_size == last.batch_size < plan.trace.batch_size(last.number)
+    tail = ["drop_last=True, because the step is the rest of an epoch"] if rest else []
+    if plan.fixed_shape:
+        whole = f"a trace of multiples of {plan.minibatch_size} (BatchTrace.round_to)"
+        return ", ".join([*tail, whole, "fixed_shape=False where nothing is compiled, and GroupNorm"])
+    larger = "a larger minibatch_size" if smallest.batch_size > 1 else "a trace without such steps"
+    return ", ".join([*tail, f"{larger}, and GroupNorm"])
 
 
 def remember(model: torch.nn.Module) -> None:

@@ -104,6 +104,7 @@ class AgreedParticipation(Participation):
         self._flags: Tensor | None = None  # their sum over ranks and updates, (1,), on a device that is not read
         self._due: Tensor | None = None  # that sum of some updates ago, which is read next
         self._updates = 0  # since the last read
+        self._first_change = ""  # on this rank since the last restored state
 
     def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
         """Agree on the parameters, unless they are known."""
@@ -128,6 +129,8 @@ class AgreedParticipation(Participation):
     def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
         """Return a flag, (1,): 1 if this rank has other parameters than agreed."""
         differs = not replay and tuple(has_gradient) != self._members
+        if differs and not self._first_change:
+            self._first_change = self._change(has_gradient)
         like = next(
             compress(self.parameters, self._members or ()), self.parameters[0]
         )  # of a dtype that is sent anyway
@@ -166,15 +169,24 @@ class AgreedParticipation(Participation):
         members = state.get("has_gradient")
         fits = members is not None and len(members) == len(self.parameters)
         self._members = tuple(map(bool, members)) if fits else None  # type: ignore[arg-type]
-        self._flags = self._due = None
+        self._flags, self._due, self._first_change = None, None, ""
+
+    def _change(self, has_gradient: Sequence[bool]) -> str:
+        """Say which parameter has a gradient now and had none, or the other way round."""
+        pairs = zip(has_gradient, self._members or (), strict=True)
+        number = next(number for number, (has, had) in enumerate(pairs) if has != had)
+        which = (
+            f"parameter {number}, of shape {tuple(self.parameters[number].shape)}, on rank {self._backend.world.rank}"
+        )
+        return f"{which} has {'one' if has_gradient[number] else 'none'}"
 
     def _raise_if(self, flags: Tensor | None) -> None:
         if flags is not None and flags.cpu().abs().item() != 0:  # without a step marker, which would cut the graph
+            change, self._first_change = self._first_change or "that has changed on another rank", ""
             self._flags = self._due = None
             raise RuntimeError(
-                f"the same parameters must have gradients in every update, as agreed at the first one, but on some "
-                f"rank one had a gradient that had none, or none although it had one; {_REMEDY}, or restore the last "
-                f"checkpoint with parameters frozen as they were"
+                f"the same parameters must have gradients in every update as in the first one, but {change}; "
+                f"{_REMEDY}, or restore the last checkpoint with parameters frozen as they were"
             )
 
 

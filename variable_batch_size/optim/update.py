@@ -11,6 +11,7 @@ The stages of `Updater.apply`, in their order:
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -174,7 +175,8 @@ class Updater:
             raise RuntimeError(
                 "zero_grad() within a step must leave the microbatches that step() has accumulated, but a backward() "
                 'has added to their gradients in .grad since; pass accumulation="buffered" to the optimizer, which '
-                "keeps them apart, or set requires_grad_(False) for these parameters during that backward()"
+                "keeps them apart, or set requires_grad_(False) for these parameters during that backward(); after an "
+                "exception call discard_step()"
             )
 
     def apply(self, step: Step, updates: int, samples: int) -> bool:
@@ -209,10 +211,17 @@ class Updater:
         self.participation.check()
         noise = {} if self.gradient_noise is None else {"noise": self.gradient_noise.state_dict()}
         own = {"progress": float(self.progress), **self.participation.state_dict()}
-        return {**own, **noise, **self._scaling.state_dict()}
+        return {**self._reference(), **own, **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; noise and bias correction are reset if it has none, and the progress stays."""
+        """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
+
+        A UserWarning tells if it was saved with other rules or another reference.
+        """
+        own = self._reference()
+        changed = [f"{key} was {state[key]} and is {own[key]}" for key in own if state.get(key, own[key]) != own[key]]
+        if changed and self._backend.world.rank == 0:
+            warnings.warn(f"The training goes on differently: {', '.join(changed)}", UserWarning, stacklevel=3)
         if "progress" in state:
             self.progress = Progress(float(state["progress"]))
         self.participation.load_state_dict(state)
@@ -313,6 +322,11 @@ class Updater:
         with self._scaling.applied(scalings), stepping(self._inner):
             self.inner_step_begun = True
             self._inner.step()
+
+    def _reference(self) -> dict[str, Any]:
+        """Return what scales the hyperparameters, in words, without memory addresses."""
+        rules = [re.sub(r"(?i) at 0x[0-9a-f]+", "", repr(rule)) for rule in self.rules]
+        return {"rule": ", ".join(dict.fromkeys(rules)), "ref_batchsize": self.ref_batchsize}
 
     # Details. ----------------------------------------------------------------------------------------------------
 

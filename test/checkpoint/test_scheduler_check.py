@@ -1,0 +1,35 @@
+"""A checkpoint without the scheduler of the training warns, and one of the wrong scheduler is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint
+from helpers.reference import training
+
+
+def test_a_forgotten_scheduler_warns(tmp_path: Path) -> None:
+    run = training()
+    cosine = CosineAnnealingLR(run.optimizer, T_max=9)
+    with pytest.warns(UserWarning, match=r"^The checkpoint has no scheduler, but one was .*; pass scheduler=$"):
+        checkpoint(tmp_path / "a", run).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(tmp_path / "b", run, scheduler=cosine).close()
+        checkpoint(tmp_path / "c", run, under_another_name=cosine).close()
+        checkpoint(tmp_path / "d", training()).close()
+
+
+def test_the_scheduler_inside_a_progress_scheduler_is_refused(tmp_path: Path) -> None:
+    run = training()
+    cosine = CosineAnnealingLR(run.optimizer, T_max=9)
+    progress = vbs.ProgressScheduler(cosine, run.optimizer)
+    with pytest.raises(ValueError, match=r"got a CosineAnnealingLR that a ProgressScheduler steps; pass the Progress"):
+        checkpoint(tmp_path, run, scheduler=cosine)
+    checkpoint(tmp_path, run, scheduler=progress).close()
+    checkpoint(tmp_path, run, scheduler=progress, cosine=cosine).close()
