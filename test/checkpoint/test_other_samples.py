@@ -15,9 +15,9 @@ def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
     with checkpoint(tmp_path, run) as saves:
         saves.save()
     longer = training(dataset_size=73, sampling={"on_end": "error"})
-    with checkpoint(tmp_path, longer) as saves:
-        with pytest.warns(UserWarning, match=r"^The trace goes on differently than in the saved run, after the 5 up"):
-            assert saves.restore()
+    told = pytest.warns(UserWarning, match=r"^The trace goes on differently than in the saved run, after the 5 updates")
+    with checkpoint(tmp_path, longer) as saves, told:
+        assert saves.restore()
     assert longer.optimizer.updates == 5
     assert_equal(longer.weights(), run.weights(), 0)
 

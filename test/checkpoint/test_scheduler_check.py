@@ -13,9 +13,10 @@ from helpers.checkpoints import checkpoint
 from helpers.reference import training
 
 
-def test_a_forgotten_scheduler_warns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_forgotten_scheduler_warns(inner: bool, tmp_path: Path) -> None:
     run = training()
-    cosine = CosineAnnealingLR(run.optimizer, T_max=9)
+    cosine = CosineAnnealingLR(run.optimizer.inner if inner else run.optimizer, T_max=9)
     with pytest.warns(UserWarning, match=r"^The checkpoint has no scheduler, but one was .*; pass scheduler=$"):
         checkpoint(tmp_path / "a", run).close()
     with warnings.catch_warnings():

@@ -32,7 +32,6 @@ from variable_batch_size.checkpoint.scheduler_check import check_scheduler
 from variable_batch_size.checkpoint.snapshot import Snapshot, check_storable
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
-from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
@@ -347,7 +346,7 @@ class Checkpoint:
         stored.check_parts(self._parts)
         stored.check_model(self._model.state_dict(), warn=self._backend.world.rank == 0)
         for name, part in self._parts.items():  # the optimizer is first: it raises before it changes anything
-            if isinstance(part, (CustomOptimizer, CustomSampler)):
+            if isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
                 part.load_state_dict(stored.parts[name], strict)
             else:
                 part.load_state_dict(stored.parts[name])

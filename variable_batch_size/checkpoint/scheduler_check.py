@@ -24,7 +24,8 @@ def check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> No
                     f"a {type(part).__name__} that a ProgressScheduler steps",
                     "pass the ProgressScheduler",
                 )
-    scheduled = any("initial_lr" in group for group in optimizer.param_groups)  # set by every scheduler of torch
+    # Every scheduler of torch wraps the method step() of its optimizer, to warn if it is not called.
+    scheduled = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (optimizer, optimizer.inner))
     if scheduled and not any(hasattr(part, "get_last_lr") for part in parts) and optimizer.backend.world.rank == 0:
         warnings.warn(
             "The checkpoint has no scheduler, but one was created for the optimizer: a restored training would begin "
