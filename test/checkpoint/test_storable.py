@@ -34,7 +34,7 @@ def test_a_scheduler_whose_state_holds_a_function_is_refused_at_once(tmp_path: P
     scheduler: Any = SWALR(run.optimizer, swa_lr=0.1)
     with pytest.raises(RuntimeError, match=r"got a builtins\.function at scheduler\['anneal_func'\]; return numbers"):
         checkpoint(tmp_path, run, scheduler=scheduler)
-    with checkpoint(tmp_path, run) as saves:  # the folder is not locked
+    with checkpoint(tmp_path, training()) as saves:  # the folder is not locked
         saves.save()
 
 

@@ -257,7 +257,7 @@ def test_raises_if_the_loader_batches_microbatches() -> None:
     """`DataLoader(data, sampler=sampler, batch_size=4)` yields four of them at a time."""
     run = begun()
     loader = DataLoader(TensorDataset(torch.arange(40)), sampler=run.sampler, batch_size=4)
-    with pytest.raises(RuntimeError, match=EACH.format(3) + r".* batch_sampler$"):  # noqa: PT012
+    with pytest.raises(RuntimeError, match=EACH.format(3) + r".* pass the sampler to the loader as batch_sampler, and"):  # noqa: PT012
         for _ in loader:
             run.weight.sum().backward()
             run.optimizer.step()
