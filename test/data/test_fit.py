@@ -216,6 +216,17 @@ def test_a_trial_includes_the_state_of_the_optimizer() -> None:
     assert sizes == [0, 1]
 
 
+def test_trials_leave_the_random_generator_as_it_was() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return mean(model, nn.functional.dropout(batch))
+
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    vbs.find_minibatch_size(lambda: Device(3), loss, torch.ones(1, 3), limit=9)
+    assert torch.equal(torch.rand(3), expected)
+
+
 @pytest.mark.parametrize(
     ("example", "error", "match"),
     [

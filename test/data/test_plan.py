@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -96,3 +97,17 @@ def test_accepts_a_trace_that_ends_with_the_epoch(drop_last: bool) -> None:
     assert [plan.epoch(number).end_step for number in (0, 1)] == [2, 4]
     with pytest.raises(ValueError, match="epoch 2, which begins at step 4, needs 10 samples more"):
         plan.epoch(2)
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 200), st.booleans(), st.sampled_from(["hold", "cycle"]))
+@examples(100)
+def test_a_far_epoch_is_the_one_that_is_reached_step_by_step(
+    size: int, more: int, number: int, drop_last: bool, on_end: Any
+) -> None:
+    """Epochs of a constant batch size are not counted one by one."""
+    sizes = [7, 3, size] if more % 2 else [size]
+    plans = [Plan(BatchTrace.from_sizes(sizes, on_end=on_end), size + more + 7, 4, drop_last) for _ in range(2)]
+    for each in range(number):
+        plans[0].epoch(each)
+    assert plans[0].epoch(number) == plans[1].epoch(number)
+    assert plans[0].epoch(0) == plans[1].epoch(0)

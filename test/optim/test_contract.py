@@ -144,6 +144,7 @@ def test_resumes_in_another_world(
         run = training(kind, SIZES, minibatch_size=before[0], backend=backend, **options).run(stop)
         file = io.BytesIO()
         torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
+        rates.append((run.optimizer.lr_factor(), run.optimizer.current_lr()))
         return file.getvalue()
 
     def resume(backend: Backend) -> Training:
@@ -151,8 +152,10 @@ def test_resumes_in_another_world(
         model, optimizer = torch.load(io.BytesIO(saved[0]), weights_only=True)
         run.model.load_state_dict(model)
         run.optimizer.load_state_dict(optimizer)
+        assert (run.optimizer.lr_factor(), run.optimizer.current_lr()) == rates[0]
         return run.run(len(SIZES) - stop)
 
+    rates: list[tuple[float, float]] = []
     saved = run_ranks(begin, before[1])
     unbroken = training(kind, SIZES, minibatch_size=after[0], **options).run(len(SIZES))
     for rank in run_ranks(resume, after[1]):

@@ -49,13 +49,13 @@ VARIANTS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
-def by_hand(make: Callable[..., Optimizer], hyperparameters: dict[str, Any]) -> list[Array]:
-    """The linear rule around a plain optimizer, as a user would write it: one big batch an update."""
+def by_hand(make: Callable[..., Optimizer], hyperparameters: dict[str, Any], scaled: bool) -> list[Array]:
+    """The linear or constant rule around a plain optimizer, as a user would write it: one big batch an update."""
     run = training(inner=make, hyperparameters=hyperparameters)
     inner, lr = make(run.model.parameters(), **hyperparameters), hyperparameters["lr"]
     for batch in batches(SIZES, 50):
         run.loss(batch.tolist()).backward()
-        inner.param_groups[0]["lr"] = lr * (len(batch) / REF)
+        inner.param_groups[0]["lr"] = lr * (len(batch) / REF if scaled else 1)
         inner.step()
         inner.zero_grad()
     return run.weights()
@@ -66,12 +66,14 @@ def test_every_torch_optimizer_steps_as_it_does_unwrapped(kind: type[Optimizer],
     def make(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
         return kind([p for p in parameters if p.ndim == 2 or kind is not torch.optim.Muon], **hyperparameters)
 
-    hyperparameters = {"lr": 0.02} | options
-    run = training(inner=make, hyperparameters=hyperparameters).run(len(SIZES))
+    hyperparameters, scaled = {"lr": 0.02} | options, kind not in (torch.optim.ASGD, torch.optim.Rprop)
+    wrapper = vbs.LinearRuleOptimizer if scaled else vbs.ConstantOptimizer
+    run = training(wrapper, inner=make, hyperparameters=hyperparameters).run(len(SIZES))
     tolerance = 1e-2 if kind is torch.optim.Muon else 1e-10  # Muon's iteration runs in bfloat16
-    assert_equal(run.weights(), by_hand(make, hyperparameters), tolerance)
+    assert_equal(run.weights(), by_hand(make, hyperparameters, scaled), tolerance)
     assert run.optimizer.param_groups[0]["lr"] is hyperparameters["lr"]
-    assert run.optimizer.progress == pytest.approx(sum(map(len, batches(SIZES, 50))) / REF)
+    samples = sum(map(len, batches(SIZES, 50)))
+    assert run.optimizer.progress == pytest.approx(samples / REF if scaled else len(SIZES))
 
 
 @pytest.mark.parametrize("kind", sorted(REJECTED, key=label), ids=label)
@@ -125,3 +127,23 @@ def test_add_param_group_raises_in_the_middle_of_a_step() -> None:
     with pytest.raises(RuntimeError, match=r"^add_param_group\(\) must be called between steps"):
         run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
     assert len(run.optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"), [(torch.optim.Rprop, "in its first step only"), (torch.optim.ASGD, "next step")]
+)
+def test_refuses_optimizers_that_do_not_apply_lr_in_the_same_step(kind: Any, when: str) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__} .* {when}; use the constant rule, or another optimizer"):
+        training(vbs.RootRuleOptimizer, inner=kind, hyperparameters={"lr": 0.02})
+    training(vbs.ConstantOptimizer, inner=kind, hyperparameters={"lr": 0.02}).run(3)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_refuses_the_state_of_another_kind_of_optimizer(strict: bool) -> None:
+    """In plain torch Adam raises KeyError at its next step."""
+    state = training(vbs.ConstantOptimizer).run(2).optimizer.state_dict()
+    other = training(vbs.ConstantOptimizer, inner=torch.optim.Adam, hyperparameters={"lr": 0.1})
+    with pytest.raises(ValueError, match="its parameter group 0 has no betas and no eps, which Adam needs; create the"):
+        other.optimizer.load_state_dict(state, strict)
+    assert other.optimizer.updates == 0
+    other.run(1)

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
-from helpers.strategies import Run, read_ahead, together
+from helpers.reference import examples
+from helpers.strategies import Case, Run, cases, read_ahead, together
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -143,3 +148,20 @@ def test_the_sampler_may_be_passed_as_sampler_with_batch_size_none() -> None:
     for (batch,) in DataLoader(data, sampler=run.sampler, batch_size=None):
         run.take(batch)
     assert together([run.log]) == epoch_steps(0)
+
+
+@given(cases(largest_dataset=60), st.integers(0, 9), st.integers(1, 3))
+@examples(60)
+def test_a_loop_may_read_whole_updates_before_it_steps_through_them(case: Case, ahead: int, world: int) -> None:
+    def train(backend: Backend) -> Run:
+        run = Run(case, backend)
+        for epoch in range(case.epochs):
+            run.set_epoch(epoch)
+            batches = read_ahead(run.sampler, ahead)
+            for update in case.updates[epoch]:
+                rounds = run.sampler.plan.step(run.sampler.plan.epoch(epoch), update.step).rounds(backend.world)
+                for batch in list(itertools.islice(batches, rounds)):
+                    run.take(batch)
+        return run
+
+    assert together(run.log for run in run_ranks(train, world)) == case.steps

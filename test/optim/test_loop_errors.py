@@ -156,29 +156,30 @@ def test_loading_a_state_forgets_what_was_read() -> None:
 @pytest.mark.parametrize("every", [2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1])
 def test_raises_if_the_loop_accumulates_by_itself(every: int, first: int, ahead: int) -> None:
-    """`if number % every == 0: optimizer.step()`: raises at the second call."""
-    run = begun()
-    calls = 0
-    with pytest.raises(RuntimeError, match=EACH.format(every - 1)):  # noqa: PT012
+    """`if number % every == 0: optimizer.step()`: raises before the first update, of three microbatches, ends."""
+    run, calls, last = begun(), 0, 3 if every == 2 else 2
+    with pytest.raises(RuntimeError, match=EACH.format((last - 1) * (every - 1))):  # noqa: PT012
         for number, _ in enumerate(read_ahead(run.sampler, ahead)):
             run.weight.sum().backward()
             if number % every == (every - 1) * first:
                 calls += 1
                 run.optimizer.step()
-    assert calls == 2
+    assert calls == last
+    assert run.optimizer.updates == 0
 
 
 @with_prefetching
 @pytest.mark.parametrize("left_out", range(1, 17))
 def test_raises_if_a_microbatch_is_skipped(left_out: int, ahead: int) -> None:
-    """`if loss.isnan(): continue`: raises at the next call, and after the last microbatch of an epoch in set_epoch."""
+    """`if loss.isnan(): continue`: raises before the update ends, and after the last one of an epoch in set_epoch."""
     run = begun()
+    until = next(end for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]) if end > left_out)
 
     def loop() -> None:
         for number, batch in enumerate(read_ahead(run.sampler, ahead)):
             if number != left_out:
                 run.take(batch)
-            assert number <= left_out
+            assert number <= until
         if not ahead:
             run.set_epoch(1)
 

@@ -311,3 +311,31 @@ def test_the_test_trace_covers_five_epochs_of_mnist_and_difficult_sizes():
 def test_the_readme_describes_every_trace():
     text = (TRACES / "README.md").read_text()
     assert all(f"- `{path.name}`: " in text for path in TRACES.glob("*.csv"))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@for_all(epochs=st.lists(st.integers(2, 6), min_size=2, max_size=4))
+def test_steps_that_are_numbered_from_0_in_each_epoch_are_read_on(tmp_path_factory, reader, epochs):
+    """The example trace of the evaluation module of ETH has such a column."""
+    rows = [f"{step},{7 + step}" for length in epochs for step in range(length)]
+    path = write(tmp_path_factory.getbasetemp(), "\n".join(["step,batchsize", *rows]))
+    told = (
+        rf"^The column step begins again at 0 in row {epochs[0] + 1} \(.*:{epochs[0] + 2}\), .* as with renumber=True$"
+    )
+    with pytest.warns(UserWarning, match=told) as warned:
+        found = read(path, reader)
+    assert len(warned) == 1
+    assert found == BatchTrace.from_sizes([7 + step for length in epochs for step in range(length)])
+    path.write_text(path.read_text() + "\n9,9")
+    with (
+        pytest.raises(ValueError, match=r"step must be \d, because .*, got 9; fix the column, or ignore it with renum"),
+        pytest.warns(UserWarning, match="begins again"),
+    ):
+        read(path, reader)
+
+
+def test_an_unclosed_quote_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"trace line \(.*a\.csv:3\) must be valid CSV, got unexpected end of data; fix"
+    ):
+        BatchTrace.from_csv(write(tmp_path, 'step,batchsize\n0,64\n1,"32'))

@@ -100,7 +100,7 @@ def find_minibatch_size(
 
     The size is doubled from `start` until memory is exhausted; then the interval is bisected. A trial creates a model
     and runs forward and backward on two microbatches, the second one beside the gradients of the first, as in an
-    accumulation. Trials release their memory, also failed ones.
+    accumulation. Trials release their memory, also failed ones; torch's random generators stay.
 
     Only what a trial allocates is counted: pass `optimizer_fn` to include the state of the optimizer (it steps once
     between the two microbatches), and leave room for another copy of the gradients if the noise is measured, as
@@ -149,8 +149,11 @@ def _try(
 ) -> str | None:
     """Return None if memory suffices, otherwise the message of the device."""
     message = None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     try:
-        _compute(model_fn(), loss_fn, _repeated(example, rows), optimizer_fn)
+        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
+            _compute(model_fn(), loss_fn, _repeated(example, rows), optimizer_fn)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise

@@ -167,9 +167,15 @@ class Plan:
             )
         if not self._latest or self._latest[0].number > number:
             self._latest[:] = [self.begin or self._next_epoch(0, 0, 0)]
+        constant_from = self.trace.constant_from
         while self._latest[0].number < number:
             last = self._latest[0]
-            self._latest[:] = [self._next_epoch(last.number + 1, last.end_step, last.samples_before + last.samples)]
+            if constant_from is not None and last.first_step >= constant_from:  # all later epochs are alike
+                later, steps = number - last.number, last.end_step - last.first_step
+                first_step, before = last.first_step + later * steps, last.samples_before + later * last.samples
+                self._latest[:] = [self._next_epoch(number, first_step, before)]
+            else:
+                self._latest[:] = [self._next_epoch(last.number + 1, last.end_step, last.samples_before + last.samples)]
         return self._latest[0]
 
     def _next_epoch(self, number: int, first_step: int, samples_before: int) -> Epoch:

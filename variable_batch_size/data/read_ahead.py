@@ -4,7 +4,9 @@ A sampler sees when microbatches are read, and an optimizer when they reach `ste
 and nobody tells either of them how many. Three heuristics tell prefetched microbatches from lost ones:
 
 1. Loaders prefetch a constant number. The lead of the reads over the calls of `step()`, as the first of these calls
-   finds it, stays the same until the sampler is exhausted: if it grows, the loop has skipped microbatches.
+   finds it, stays the same until the sampler is exhausted: if it grows, the loop has skipped microbatches. A loop may
+   read a whole update before it steps through it, so that the lead may be greater by what is left of the update. At
+   the last microbatch nothing is left; so nothing that was skipped gets into an update.
 2. A loader that reads in a thread of its own, like the device loader of torch_xla, may be ahead by any number. Nothing
    is concluded from its lead.
 3. Where the lead is unknown, an epoch that was read to its end is incomplete if at most half of it reached `step()`.
@@ -43,17 +45,22 @@ class ReadAhead:
         self._reader = threading.get_ident()
         self._reads += 1
 
-    def count_step(self, received: int) -> int:
+    def count_step(self, received: int, ends_at: int) -> int:
         """Count a microbatch that reached `step()` after `received` others; return how many were skipped before it.
 
         The result is 0 if it is not known (heuristics 1 and 2).
+
+        Args:
+            received: number of microbatches that reached `step()` before.
+            ends_at: that number at the end of the update of this microbatch.
         """
         self.stepped = max(self.stepped, received + 1)
         if self._reader != threading.get_ident():
             return 0
         lead = self._reads - received
         self._lead = lead if self._lead is None else self._lead
-        return max(0, lead - self._lead)
+        left = ends_at - received - 1
+        return lead - self._lead if lead > self._lead + left else 0
 
     @property
     def incomplete(self) -> bool:

@@ -140,7 +140,8 @@ class Loop:
                 f"{self._received + 1}; pass the same CustomSampler to the optimizer and, as batch_sampler, to the "
                 f"loader, and call step() once per microbatch"
             )
-        if skipped := iteration.counts.count_step(self._received):
+        ends_at = self._received - self._round + self.step.rounds(self._world)
+        if skipped := iteration.counts.count_step(self._received, ends_at):
             raise RuntimeError(
                 f"step() must follow the backward() of every microbatch, but {skipped} of those that were read did not "
                 f"reach step() before step {microbatch.step} continued; call it once per microbatch, skip none (after "

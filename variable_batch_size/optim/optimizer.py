@@ -24,10 +24,10 @@ from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
 from variable_batch_size.optim.normalization import check_seen
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
-from variable_batch_size.optim.rule_check import check_named_rules
+from variable_batch_size.optim.rule_check import check_applies_lr, check_named_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import OptimizerWrapper
+from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters
 from variable_batch_size.rules import Noise, Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
@@ -104,6 +104,7 @@ class CustomOptimizer(OptimizerWrapper):
         options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters)
         self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
+        check_applies_lr(inner, rules)
         self._loop = Loop(sampler, self._backend)
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
@@ -334,6 +335,7 @@ class CustomOptimizer(OptimizerWrapper):
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
                 "of a plain optimizer; pass strict=False to load the inner optimizer's state only"
             )
+        check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self._clear()
         self._loop.restart()

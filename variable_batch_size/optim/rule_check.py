@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import ASGD, Optimizer, Rprop
 
-from variable_batch_size.rules import Rule, RuleContext
+from variable_batch_size.rules import ConstantRule, Rule, RuleContext
+
+
+def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
+    """Check that a factor on lr in an update has its effect in this update.
+
+    Raises:
+        TypeError: if a rule scales the learning rate of an optimizer that does not apply it so.
+    """
+    scaling = [rule for rule in rules if not isinstance(rule, ConstantRule)]
+    reads = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
+    for kind, when in reads.items():
+        if scaling and isinstance(inner, kind):
+            raise TypeError(
+                f"a rule that scales the learning rate needs an optimizer that applies it in the same step, but "
+                f"{type(inner).__name__} {when}; use the constant rule, or another optimizer"
+            )
 
 
 def check_named_rules(

@@ -210,7 +210,9 @@ class Updater:
         """Return progress and, if there are any, participation, noise and bias correction."""
         self.participation.check()
         noise = {} if self.gradient_noise is None else {"noise": self.gradient_noise.state_dict()}
-        own = {"progress": float(self.progress), **self.participation.state_dict()}
+        rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
+        own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
+        own |= self.participation.state_dict()
         return {**self._reference(), **own, **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,6 +226,9 @@ class Updater:
             warnings.warn(f"The training goes on differently: {', '.join(changed)}", UserWarning, stacklevel=3)
         if "progress" in state:
             self.progress = Progress(float(state["progress"]))
+            rates = state["last_rates"]
+            self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
+            self.reference_lr = rates["reference_lr"]
         self.participation.load_state_dict(state)
         self.agreed = False
         self._scaling.load_state_dict(state)

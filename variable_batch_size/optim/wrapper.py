@@ -107,6 +107,24 @@ class OptimizerWrapper(Optimizer):
         )
 
 
+def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Check that a state has the hyperparameters of an optimizer, which torch would miss only in the next step.
+
+    Flags may be missing: newer versions of torch add some.
+
+    Raises:
+        ValueError: if a group of the state lacks one that is a number or a tuple of numbers.
+    """
+    needed = {name for name, value in inner.defaults.items() if isinstance(value, (float, int, tuple, Tensor))}
+    needed -= {name for name, value in inner.defaults.items() if isinstance(value, bool)}
+    for number, group in enumerate(state_dict["param_groups"]):
+        if missing := sorted(needed - group.keys()):
+            raise ValueError(
+                f"a state must be that of an optimizer of the same kind, but its parameter group {number} has no "
+                f"{' and no '.join(missing)}, which {type(inner).__name__} needs; create the optimizer that was saved"
+            )
+
+
 def _checked(inner: Optimizer) -> Optimizer:
     remedies = {
         OptimizerWrapper: "wrap the optimizer inside it instead",

@@ -278,6 +278,13 @@ class BatchTrace:
         """Return the largest global batch size (samples) of any step."""
         return int(self._size.max())
 
+    @property
+    def constant_from(self) -> int | None:
+        """Return the first step after which the batch size never changes; None if there is none, or the trace ends."""
+        if len(self._size) == 1 and self.on_end != "error":
+            return 0
+        return int(self._first_step[-1]) if self.steps is None or self.on_end == "hold" else None
+
     def round_to(self, multiple: int) -> BatchTrace:
         """Return the trace of multiples of `multiple` that stays closest to the cumulative samples of this one.
 

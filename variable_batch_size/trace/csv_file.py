@@ -7,6 +7,7 @@ import io
 import os
 import re
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def read_csv(path: str, renumber: bool) -> IntArray:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not a trace; the message names the first wrong row, its line and its value.
+        ValueError: if the file is not a trace; the message names the first wrong row, its line and its value. Steps
+            that are numbered from 0 again, as in each epoch, are read on with a warning.
     """
     data = _read_bytes(path)
     lines = _lines(data, path)
@@ -86,7 +88,7 @@ def _read_bytes(path: str) -> bytes:
 
 def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number in the file and the stripped cells of every line that is not blank."""
-    reader = csv.reader(io.StringIO(data.decode(), newline=None), skipinitialspace=True)
+    reader = csv.reader(io.StringIO(data.decode(), newline=None), skipinitialspace=True, strict=True)
     try:
         for row in reader:
             cells = [cell.strip() for cell in row]
@@ -118,18 +120,32 @@ def _shown(header: list[str]) -> str:
 def _read_exactly(
     lines: Iterator[tuple[int, list[str]]], header: list[str], step_column: int | None, size_column: int, path: str
 ) -> list[int]:
-    """Return the batch sizes of the rows that follow the header."""
+    """Return the batch sizes of the rows that follow the header; warn if the steps are numbered from 0 again."""
     sizes: list[int] = []
+    begun = 0  # row at which the numbering of the steps has begun
     for line, cells in lines:
         try:
             if len(cells) != len(header):
                 raise value_error(f"it must have {len(header)} cells, like the header", len(cells), "fix the row")
             if step_column is not None:
-                _check_step(cells[step_column], len(sizes))
+                if len(sizes) - begun > 1 and _parsed(cells[step_column]) == 0:  # not a row that is there twice
+                    if not begun:
+                        _warn_of_restart(len(sizes) + 1, f"{path}:{line}")
+                    begun = len(sizes)
+                _check_step(cells[step_column], len(sizes) - begun)
             sizes.append(_checked_size(cells[size_column], header[size_column]))
         except ValueError as error:
             raise ValueError(f"trace row {len(sizes) + 1} ({path}:{line}): {error}") from None
     return sizes
+
+
+def _warn_of_restart(row: int, where: str) -> None:
+    warnings.warn(
+        f"The column step begins again at 0 in row {row} ({where}), for example with each epoch; all rows are taken in "
+        f"their order, as with renumber=True",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _check_step(cell: str, expected: int) -> None:

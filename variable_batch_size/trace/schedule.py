@@ -8,23 +8,24 @@ from variable_batch_size._validation import MAX_INT, check_int, type_error, valu
 
 EXAMPLE = '"0:128 2000:256 10K:1024"'
 _ENTRY = re.compile(r"([0-9]{1,20})([kKmM]?):([0-9]{1,20})([kKmM]?)")
-_BEGINNING = re.compile(r"\s*[0-9]+[kKmM]?\s*:")
+_BEGINNING = re.compile(r"\s*[0-9]+[kKmM]?\s*(:|$)")
+_ONE_SIZE = re.compile(r"[0-9]{1,20}[kKmM]?")
 
 
 def is_schedule(text: str) -> bool:
     """Return whether `text` begins like a schedule, and not like a path.
 
-    >>> is_schedule("0:128 2000:256"), is_schedule("traces/a.csv")
-    (True, False)
+    >>> is_schedule("0:128 2000:256"), is_schedule("64"), is_schedule("traces/a.csv")
+    (True, True, False)
     """
     return _BEGINNING.match(text) is not None
 
 
 def parse_schedule(schedule: str) -> list[tuple[int, int]]:
-    """Return the first step and the batch size (samples) of each entry of a schedule.
+    """Return the first step and the batch size (samples) of each entry of a schedule; one size alone begins at step 0.
 
-    >>> parse_schedule("0:128, 2K:256")
-    [(0, 128), (2000, 256)]
+    >>> parse_schedule("0:128, 2K:256"), parse_schedule("64")
+    ([(0, 128), (2000, 256)], [(0, 64)])
 
     Raises:
         TypeError: if `schedule` is not a string.
@@ -36,6 +37,8 @@ def parse_schedule(schedule: str) -> list[tuple[int, int]]:
     words = schedule.replace(",", " ").split()
     if not words:
         raise value_error("a schedule must have at least one entry", repr(schedule), f"write it like {EXAMPLE}")
+    if len(words) == 1 and _ONE_SIZE.fullmatch(words[0]):
+        words = [f"0:{words[0]}"]
     entries: list[tuple[int, int]] = []
     for number, word in enumerate(words, 1):
         minimum = entries[-1][0] + 1 if entries else 0
