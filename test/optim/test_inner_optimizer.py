@@ -51,7 +51,7 @@ VARIANTS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 
 def by_hand(make: Callable[..., Optimizer], hyperparameters: dict[str, Any], scaled: bool) -> list[Array]:
     """The linear or constant rule around a plain optimizer, as a user would write it: one big batch an update."""
-    run = training(inner=make, hyperparameters=hyperparameters)
+    run = training(vbs.ConstantOptimizer, inner=make, hyperparameters=hyperparameters)
     inner, lr = make(run.model.parameters(), **hyperparameters), hyperparameters["lr"]
     for batch in batches(SIZES, 50):
         run.loss(batch.tolist()).backward()
