@@ -227,3 +227,41 @@ def test_a_state_of_another_rule_tells_it(kind: type[vbs.CustomOptimizer], optio
     with pytest.warns(UserWarning, match=f"^The training goes on differently: .*{told}$"):
         run.optimizer.load_state_dict(state)
     assert run.optimizer.updates == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": "buffered"}])
+def test_a_closure_computes_the_microbatch(options: dict[str, Any]) -> None:
+    run, steps = training(**options), []
+    for indices in run.sampler:
+
+        def closure(indices: Any = indices) -> torch.Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(indices)
+            loss.backward()
+            return loss
+
+        steps.append(run.optimizer.step(closure))
+    assert sum(steps) == run.optimizer.updates == 4
+    assert_equal(run.weights(), training(**options).run(4).weights(), 0)
+
+
+def test_an_exception_in_a_closure_interrupts_nothing() -> None:
+    run = training()
+    batches = iter(run.sampler)
+
+    def closure() -> float:
+        raise KeyError("planted")
+
+    next(batches)
+    with pytest.raises(KeyError, match="planted"):
+        run.optimizer.step(closure)
+    run.optimizer.discard_step()
+    assert_equal(run.run(4).weights(), training().run(4).weights(), 0)
+
+
+def test_a_grad_scaler_takes_no_closure() -> None:
+    run, scaler = training(), torch.amp.GradScaler("cpu")
+    indices = next(iter(run.sampler))
+    scaler.scale(run.loss(indices)).backward()
+    with pytest.raises(RuntimeError, match=r"but a closure computes them in it; call scaler\.scale\(loss\)\.backward"):
+        scaler.step(run.optimizer, lambda: 0.0)

@@ -27,7 +27,7 @@ from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduc
 from variable_batch_size.optim.rule_check import check_applies_lr, check_named_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters
+from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters, run_closure
 from variable_batch_size.rules import Noise, Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
@@ -228,8 +228,7 @@ class CustomOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients that have come since the last `step()`; what it has accumulated stays.
 
-        `step()` clears the gradients after each update, so that this is needed only if another backward has added to
-        them, as that of a generator does to the gradients of its discriminator.
+        It is needed if another backward adds to them, as that of a generator does to those of its discriminator.
 
         Args:
             set_to_none: accepted as in torch; gradients become None wherever the device allows it.
@@ -245,8 +244,11 @@ class CustomOptimizer(OptimizerWrapper):
         self._loop.watchers.add(watcher)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> bool:  # type: ignore[override]
         """Count one microbatch, whose `backward()` has run; after the last one of a step, update the weights.
+
+        Args:
+            closure: runs forward and `backward()` of the microbatch; not with a `GradScaler`.
 
         Returns:
             Whether the weights changed: False in the middle of a step, and if a `GradScaler`, or the measurement of
@@ -255,11 +257,11 @@ class CustomOptimizer(OptimizerWrapper):
             the inner optimizer decay as with a gradient of 0.
 
         Raises:
-            RuntimeError: if a closure is passed, no `backward()` has run, or the loop does not feed the optimizer the
-                microbatches of its sampler, each once and in order.
+            RuntimeError: if no `backward()` has run, or the loop does not feed the optimizer the microbatches of its
+                sampler, each once and in order.
         """
         if closure is not None:
-            raise RuntimeError("step() takes no closure; call loss.backward() before it")
+            run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
         updater, loop = self._updater, self._loop
         loop.check_receiving()
         self._data_parallel_check.check(updater.parameters)
@@ -315,11 +317,10 @@ class CustomOptimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
 
-        The past of the trace must be that of the saved run; its future may change, which a UserWarning tells.
-
         Args:
             state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
-            strict: whether to raise if the state was saved with another dataset size, seed or past of the trace.
+            strict: whether to raise if the state was saved with another dataset size, seed or past of the trace. That
+                the future of the trace is another one, or the rule, is told by a UserWarning.
 
         Raises:
             ValueError: if the state does not match; then nothing has changed.

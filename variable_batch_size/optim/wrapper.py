@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
@@ -105,6 +106,21 @@ class OptimizerWrapper(Optimizer):
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled; create another one and load its state_dict()"
         )
+
+
+def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
+    """Run a closure of `step()` with gradients enabled.
+
+    Raises:
+        RuntimeError: if it is `scaled`: a `GradScaler` has looked for non-finite gradients already.
+    """
+    if scaled:
+        raise RuntimeError(
+            "a GradScaler needs the gradients before step(), but a closure computes them in it; call "
+            "scaler.scale(loss).backward() first, and step() without a closure"
+        )
+    with torch.set_grad_enabled(True):
+        closure()
 
 
 def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
