@@ -231,7 +231,7 @@ class CustomOptimizer(OptimizerWrapper):
         It is needed if another backward adds to them, as that of a generator does to those of its discriminator.
 
         Args:
-            set_to_none: accepted as in torch; gradients become None wherever the device allows it.
+            set_to_none: accepted as in torch; gradients become None where the device allows it.
 
         Raises:
             RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and
@@ -311,8 +311,8 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: in the middle of a step.
         """
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        position = self._loop.sampler.state_of(self._loop.clock)
-        return {**self.inner.state_dict(), "vbs": {**position, **self._updater.state_dict()}}
+        own = {**self._loop.sampler.state_of(self._loop.clock), **self._updater.state_dict()}
+        return {**self.inner.state_dict(), "vbs": own}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
@@ -325,8 +325,7 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             ValueError: if the state does not match; then nothing has changed.
         """
-        sampler, clock = self._loop.sampler, None
-        position = state_dict.get("vbs")
+        sampler, clock, position = self._loop.sampler, None, state_dict.get("vbs")
         if position is not None:
             if strict:
                 sampler.check_samples(position)
