@@ -58,9 +58,7 @@ class Checkpoint:
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
     states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
-    from them in between. Two things are required. Evaluate once after `restore()`, too, if every epoch ends with an
-    evaluation: each pass over a `DataLoader` draws a random number, and after the last update of an epoch the saved
-    states are those before its evaluation. Let a dataset that is read by workers draw from
+    from them in between. Let a dataset that is read by workers draw from
     `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other seeds; the loop sets
     `dataset.epoch`. RNG states of devices are not saved.
 
@@ -145,10 +143,15 @@ class Checkpoint:
                 cannot be written, now or by the previous save with `wait=False`. Earlier checkpoints are unchanged,
                 and the next save tries again.
         """
+        return self._save(wait, in_loop=False)
+
+    def _save(self, wait: bool, *, in_loop: bool) -> Path:
         parts: dict[str, Any] = {}
 
         def collect() -> bytes:
             parts.update((name, part.state_dict()) for name, part in self._parts.items())
+            if in_loop:
+                self._mark_ends(parts)
             self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
             # After state_dict(), which may communicate: an error here would strand other ranks.
             self._agreement.wait_for_write()
@@ -162,9 +165,11 @@ class Checkpoint:
         return path
 
     def step(self) -> bool:
-        """Save with `wait=False` if a save is due; call it after every `optimizer.step()`.
+        """Save with `wait=False` if a save is due; call it in the loop, after every `optimizer.step()`.
 
-        Without a new update since the last call, it does nothing.
+        Without a new update since the last call, it does nothing. What it saves at the end of an epoch resumes before
+        the loop's code for that end: `optimizer.epoch` is then that epoch, the loader yields nothing, and the loop goes
+        on to evaluate, to step a scheduler, to read metrics. What `save()` saves resumes with the next epoch.
 
         Returns:
             Whether it saved; the same on every rank.
@@ -197,7 +202,7 @@ class Checkpoint:
         else:
             due = updates // self._every > before // self._every
         if due:
-            self.save(wait=False)
+            self._save(wait=False, in_loop=True)
         return due
 
     def restore(self, strict: bool = True) -> bool:
@@ -266,7 +271,7 @@ class Checkpoint:
             self._agreement.raise_write_error()
         except RuntimeError as error:  # of the previous save; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-        path = self.save()
+        path = self._save(wait=True, in_loop=True)
         notices = [notice.decode() for notice in self._agreement.on_every_rank(lambda: signal_notice().encode())]
         earliest = max(notices, key=lambda notice: float(notice.partition(" ")[0] or 0))  # the longest time ago
 
@@ -313,6 +318,12 @@ class Checkpoint:
     def _mark_saved(self) -> None:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
+
+    def _mark_ends(self, parts: dict[str, Any]) -> None:
+        """Note in the states of the optimizers that what the loop does at the end of an epoch is to come."""
+        for name, part in self._parts.items():
+            if isinstance(part, CustomOptimizer):
+                parts[name]["vbs"]["end_pending"] = parts[name]["vbs"]["ended"]
 
     def _check_storable(self) -> bytes:
         """Collect the state and drop it, so that what cannot be saved raises before there is anything to lose.

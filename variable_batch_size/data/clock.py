@@ -41,6 +41,8 @@ class Clock:
         step: the next update in the trace.
         samples: number of samples of the committed updates, over all ranks.
         just_loaded: whether no update was committed since the clock was made or loaded.
+        end_pending: whether the epoch has ended, but what the loop does at its end is to come: the state was saved in
+            the loop, after the last update.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -48,7 +50,7 @@ class Clock:
         self.epoch = plan.epoch(plan.first_epoch)
         self.step = self.epoch.first_step
         self.samples = 0
-        self.just_loaded = True
+        self.just_loaded, self.end_pending = True, False
         self._committed = self.epoch, self.step  # from which on `set_epoch` may choose
 
     @property
@@ -58,8 +60,8 @@ class Clock:
 
     @property
     def due_epoch(self) -> int:
-        """The epoch of the next update: the following one if all updates of an epoch are committed."""
-        return self.epoch.number + self.finished
+        """The epoch of the next update: the following one if an epoch has ended, unless its end is pending."""
+        return self.epoch.number + (self.finished and not self.end_pending)
 
     @property
     def finished(self) -> bool:
@@ -87,9 +89,9 @@ class Clock:
         if number > epoch.number:
             before = self.plan.samples_before(epoch, step)
             self.epoch = self.plan.epoch(number)
-            self.step = self.epoch.first_step
+            self.step, self.end_pending = self.epoch.first_step, False
             return Skipped(self.step - step, self.epoch.samples_before - before)
-        if number < epoch.number or step == epoch.end_step:
+        if number < epoch.number or (step == epoch.end_step and not self.end_pending):
             due = epoch.number + (step == epoch.end_step)
             raise RuntimeError(
                 f"set_epoch() can choose the epoch under way or a later one, but epoch {number} is over and the next "
@@ -103,19 +105,20 @@ class Clock:
         """Commit the next update, of so many samples."""
         self.step += 1
         self.samples += samples
-        self._committed, self.just_loaded = (self.epoch, self.step), False
+        self._committed, self.just_loaded, self.end_pending = (self.epoch, self.step), False, False
 
     def follow(self, other: Clock) -> None:
         """Take the plan and the position of another clock."""
         self.plan = other.plan
         self.epoch, self.step, self.samples = other.epoch, other.step, other.samples
-        self._committed, self.just_loaded = other._committed, other.just_loaded
+        self._committed, self.just_loaded, self.end_pending = other._committed, other.just_loaded, other.end_pending
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, the samples and the past of the epoch as plain integers, valid in every world."""
         epoch = self.epoch
-        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before, "ended": self.finished}
-        return {**self.position._asdict(), "samples": self.samples, **past}
+        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before}
+        ended = {"ended": self.finished, "end_pending": self.end_pending}
+        return {**self.position._asdict(), "samples": self.samples, **past, **ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to a saved position, in a plan that `Plan.resumed` has returned for it.
@@ -134,3 +137,4 @@ class Clock:
         self.epoch, self.step = epoch, position.step
         self.samples = check_int(state["samples"], "samples")
         self._committed, self.just_loaded = (self.epoch, self.step), True
+        self.end_pending = self.finished and bool(state["end_pending"])

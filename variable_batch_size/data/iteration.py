@@ -33,6 +33,9 @@ class Source(Protocol):
     def begin_reading(self) -> None:
         """Prepare for the first read of an iteration."""
 
+    def end_reading(self) -> None:
+        """Note that an iteration was read to its end."""
+
 
 @final
 class Use(Enum):
@@ -109,6 +112,7 @@ class Iteration:
         if self._next_step == self._epoch.end_step:
             if not (self.resumed and self.counts.stepped == 0 and self._next_epoch_is_due):
                 self.counts.exhausted = True
+                self._source.end_reading()
                 raise StopIteration
             self._start_at(self._source.clock.position, 0)
             self.counts = ReadAhead()

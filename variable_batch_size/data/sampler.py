@@ -249,6 +249,11 @@ class CustomSampler(Sampler[list[int]]):
         else:
             self._restored = None
 
+    def end_reading(self) -> None:
+        """Note that what was left of an epoch was read: of one that is over, the end is not pending any more."""
+        if self.clock.finished:
+            self.clock.end_pending = False
+
     def _keep_random_states(self, caller: FrameType) -> None:
         """At the beginning of an epoch after a restore, undo what only a loader with persistent workers draws.
 

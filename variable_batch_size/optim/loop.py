@@ -66,6 +66,12 @@ class Loop:
         self._received = 0  # microbatches of the iteration received
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the next update, see `Clock.due_epoch`; the sampler knows whether an end is still pending."""
+        clock = self.clock
+        return clock.epoch.number + (clock.finished and not (clock.end_pending and self.sampler.clock.end_pending))
+
+    @property
     def begun(self) -> bool:
         """Whether a microbatch of the current step was accumulated."""
         return self._round > 0
@@ -186,7 +192,7 @@ class Loop:
 
     def _enter_next_epoch(self) -> None:
         """Move to the next epoch if the sampler was read there: `set_epoch` of the sampler is then enough."""
-        due, iteration = self.clock.due_epoch, self.sampler.iteration
+        due, iteration = self.epoch, self.sampler.iteration
         if iteration is None or iteration.use is Use.STALE or iteration.start != (due, self.clock.step):
             raise RuntimeError(
                 f"step() needs an epoch with updates left, but all updates of epoch {due - 1} are committed; call "

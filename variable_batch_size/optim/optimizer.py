@@ -59,8 +59,7 @@ class CustomOptimizer(OptimizerWrapper):
             Always "buffered" if the noise is measured, under a `GradScaler`, and, in float32, for half precision.
         find_unused_parameters: in a world of several ranks, whether each update finds out which parameters have
             gradients on any rank, as `DistributedDataParallel` does; the host then waits for the device once an update.
-            Otherwise the first update settles it, and a later change raises RuntimeError. A world of one needs no such
-            argument.
+            Otherwise the first update settles it, and a later change raises. A world of one needs none of this.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
         tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` is given.
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
@@ -155,8 +154,8 @@ class CustomOptimizer(OptimizerWrapper):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next update: the following one if all updates of an epoch are committed."""
-        return self._loop.clock.due_epoch
+        """The epoch of the next update: after an epoch has ended, the following one; but see `Checkpoint.step`."""
+        return self._loop.epoch
 
     @property
     def updates(self) -> int:
@@ -337,6 +336,7 @@ class CustomOptimizer(OptimizerWrapper):
             )
         check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
+        self.mark_stepped()
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {})

@@ -101,6 +101,10 @@ class OptimizerWrapper(Optimizer):
         if self._initialized:
             type(self.inner).add_param_group(self.inner, param_group)
 
+    def mark_stepped(self) -> None:
+        """Tell schedulers of torch that the run which saved a state has made steps; otherwise their first one warns."""
+        self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
+
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError: a copy or a pickle would lose the model and the sampler."""
         raise TypeError(

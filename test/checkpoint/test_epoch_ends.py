@@ -1,0 +1,114 @@
+"""What a loop does at the end of an epoch is done once, wherever the training is stopped and restored."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint
+from helpers.reference import Training, assert_equal, examples, training
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+SIZES, SAMPLES, EPOCHS = (7, 3, 10), 20, 3  # three updates an epoch
+
+
+def train(
+    folder: Path,
+    backend: Backend,
+    *,
+    stop: int = -1,
+    every: int = 1,
+    loop: str = "range",
+    kind: Any = DataLoader,
+    **loading: Any,
+) -> tuple[Training, list[tuple[int, float, float]]]:
+    """A user's script: it steps a scheduler, evaluates at random and reads metrics at the end of each epoch."""
+    random.seed(1)
+    run = training(sizes=SIZES, dataset_size=SAMPLES, backend=backend, sampling={"on_end": "cycle"})
+    optimizer, lines = run.optimizer, []
+    scheduler, metrics = StepLR(optimizer, step_size=1, gamma=0.5), vbs.Accumulator(optimizer)
+    numbers: Any = range(SAMPLES)
+    loader = kind(numbers, batch_sampler=run.sampler, collate_fn=list, **loading)
+    parts = {"scheduler": scheduler, "metrics": metrics}
+    with checkpoint(folder, run, every=every, **parts) as saves:
+        saves.restore()
+
+        def train_epoch(epoch: int) -> bool:
+            """Return whether the training is stopped in it."""
+            for one in (run.sampler, optimizer, metrics):
+                one.set_epoch(epoch)
+            for indices in loader:
+                factor = 1 + random.random()
+                metrics.add(factor=factor)
+                (factor * run.loss(indices)).backward()
+                optimizer.step()
+                saves.step()
+                if optimizer.updates == stop and not optimizer.inside_step:
+                    return True
+            scheduler.step()
+            lines.append((epoch, random.random() + metrics.read()["factor"], optimizer.param_groups[0]["lr"]))
+            return False
+
+        if loop == "range":
+            any(train_epoch(epoch) for epoch in range(optimizer.epoch, EPOCHS))
+        else:
+            while optimizer.epoch < EPOCHS and not train_epoch(optimizer.epoch):
+                pass
+    return run, lines
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@examples(25)
+@given(stop=st.integers(1, 9), every=st.sampled_from([1, 1, 2, 3]), loop=st.sampled_from(["range", "while"]))
+def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind: Any, stop: int, every: int, loop: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole, lines = train(Path(folder, "a"), vbs.LocalBackend(), loop=loop, kind=kind)
+        _, before = train(Path(folder, "b"), vbs.LocalBackend(), stop=stop, every=every, loop=loop, kind=kind)
+        restored, after = train(Path(folder, "b"), vbs.LocalBackend(), every=every, loop=loop, kind=kind)
+    assert [line[0] for line in lines] == [0, 1, 2]
+    found = {line[0]: line for line in before + after}
+    assert [found[epoch] for epoch in range(3)] == lines
+    assert len(before + after) == 3 or every > 1  # no end twice, if nothing was lost
+    assert_equal(restored.weights(), whole.weights(), 0)
+
+
+@pytest.mark.parametrize("loading", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_it_does_so_with_workers(loading: dict[str, Any], tmp_path: Path) -> None:
+    whole, lines = train(tmp_path / "a", vbs.LocalBackend(), **loading)
+    _, before = train(tmp_path / "b", vbs.LocalBackend(), stop=3, **loading)
+    restored, after = train(tmp_path / "b", vbs.LocalBackend(), **loading)
+    assert before + after == lines
+    assert_equal(restored.weights(), whole.weights(), 0)
+
+
+def test_it_does_so_on_several_ranks(tmp_path: Path) -> None:
+    run_ranks(lambda backend: train(tmp_path, backend, stop=6), 2)
+    for run, after in run_ranks(lambda backend: train(tmp_path, backend), 2):
+        assert [line[0] for line in after] == [1, 2]
+        assert run.optimizer.updates == 9
+
+
+def test_what_is_saved_after_the_end_of_an_epoch_resumes_with_the_next_one(tmp_path: Path) -> None:
+    run = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"}).run(3)
+    with checkpoint(tmp_path, run) as saves:
+        saves.save()
+    other = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"})
+    with checkpoint(tmp_path, other) as saves:
+        assert saves.restore()
+    assert other.optimizer.epoch == other.sampler.epoch == 1
+    with pytest.raises(RuntimeError, match="epoch 0 is over and the next update is in epoch 1"):
+        other.optimizer.set_epoch(0)
+    other.run(1)
