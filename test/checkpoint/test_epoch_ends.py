@@ -101,6 +101,25 @@ def test_it_does_so_on_several_ranks(tmp_path: Path) -> None:
         assert run.optimizer.updates == 9
 
 
+def test_an_end_that_was_read_is_not_pending_in_later_saves(tmp_path: Path) -> None:
+    train(tmp_path, vbs.LocalBackend(), stop=3)
+    run = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"})
+    scheduler, metrics = StepLR(run.optimizer, step_size=1, gamma=0.5), vbs.Accumulator(run.optimizer)
+    with checkpoint(tmp_path, run, scheduler=scheduler, metrics=metrics) as saves:
+        for saved_at in (0, 1, 1):  # as it was, after the end, and again
+            assert saves.restore()
+            assert run.optimizer.epoch == run.sampler.epoch == saved_at
+            with pytest.raises(RuntimeError, match=r"all updates of epoch 0 are committed; call set_epoch\(1\) on the"):
+                _ = run.optimizer.microbatch
+            if saved_at == 0:
+                saves.save()  # before the end changes nothing
+                assert saves.restore()
+                assert run.optimizer.epoch == 0
+            assert list(run.sampler) == []
+            assert run.optimizer.epoch == run.sampler.epoch == 1
+            saves.save()
+
+
 def test_what_is_saved_after_the_end_of_an_epoch_resumes_with_the_next_one(tmp_path: Path) -> None:
     run = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"}).run(3)
     with checkpoint(tmp_path, run) as saves:

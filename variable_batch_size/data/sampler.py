@@ -156,7 +156,8 @@ class CustomSampler(Sampler[list[int]]):
         same; its future may change.
         """
         past, cut = {"past": self.plan.past(clock.step)}, {"fixed_shape": self.plan.fixed_shape}
-        return {**clock.state_dict(), **self.fingerprint(), **past, **cut}
+        ended = {"end_pending": clock.end_pending and self.clock.end_pending}  # it may have been read since
+        return {**clock.state_dict(), **ended, **self.fingerprint(), **past, **cut}
 
     def check_samples(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same samples up to its position, and tell if later ones differ.

@@ -194,9 +194,10 @@ class Loop:
         """Move to the next epoch if the sampler was read there: `set_epoch` of the sampler is then enough."""
         due, iteration = self.epoch, self.sampler.iteration
         if iteration is None or iteration.use is Use.STALE or iteration.start != (due, self.clock.step):
+            ended = self.clock.epoch.number
             raise RuntimeError(
-                f"step() needs an epoch with updates left, but all updates of epoch {due - 1} are committed; call "
-                f"set_epoch({due}) on the sampler and on the optimizer"
+                f"step() needs an epoch with updates left, but all updates of epoch {ended} are committed; call "
+                f"set_epoch({ended + 1}) on the sampler and on the optimizer"
             )
         self.clock.set_epoch(due)
 
