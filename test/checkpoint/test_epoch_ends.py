@@ -32,6 +32,7 @@ def train(
     stop: int = -1,
     every: int = 1,
     loop: str = "range",
+    once: bool = False,
     kind: Any = DataLoader,
     **loading: Any,
 ) -> tuple[Training, list[tuple[int, float, float]]]:
@@ -55,12 +56,15 @@ def train(
                 metrics.add(factor=factor)
                 (factor * run.loss(indices)).backward()
                 optimizer.step()
-                saves.step()
+                if not once:
+                    saves.step()
                 if optimizer.updates == stop and not optimizer.inside_step:
                     return True
             scheduler.step()
             lines.append((epoch, random.random() + metrics.read()["factor"], optimizer.param_groups[0]["lr"]))
-            return False
+            if once:
+                saves.step()
+            return optimizer.updates == stop
 
         if loop == "range":
             any(train_epoch(epoch) for epoch in range(optimizer.epoch, EPOCHS))
@@ -99,6 +103,16 @@ def test_it_does_so_on_several_ranks(tmp_path: Path) -> None:
     for run, after in run_ranks(lambda backend: train(tmp_path, backend), 2):
         assert [line[0] for line in after] == [1, 2]
         assert run.optimizer.updates == 9
+
+
+@pytest.mark.parametrize("loading", [{}, {"num_workers": 2}])
+def test_a_step_after_each_epoch_saves_its_end_as_done(loading: dict[str, Any], tmp_path: Path) -> None:
+    whole, lines = train(tmp_path / "a", vbs.LocalBackend(), once=True, **loading)
+    _, before = train(tmp_path / "b", vbs.LocalBackend(), stop=7, once=True, **loading)
+    restored, after = train(tmp_path / "b", vbs.LocalBackend(), once=True, **loading)
+    assert [line[0] for line in after] == [2]
+    assert before + after == lines
+    assert_equal(restored.weights(), whole.weights(), 0)
 
 
 def test_an_end_that_was_read_is_not_pending_in_later_saves(tmp_path: Path) -> None:

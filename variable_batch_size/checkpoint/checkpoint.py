@@ -169,7 +169,8 @@ class Checkpoint:
 
         Without a new update since the last call, it does nothing. What it saves at the end of an epoch resumes before
         the loop's code for that end: `optimizer.epoch` is then that epoch, the loader yields nothing, and the loop goes
-        on to evaluate, to step a scheduler, to read metrics. What `save()` saves resumes with the next epoch.
+        on to evaluate, to step a scheduler, to read metrics. What `save()` saves resumes with the next epoch, and so
+        does what `step()` saves if several updates were made since its last call, as in a call after each epoch.
 
         Returns:
             Whether it saved; the same on every rank.
@@ -182,6 +183,7 @@ class Checkpoint:
         if updates == self._last_update or self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, updates
+        in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
             self._agreement.on_every_rank(self._check_storable)
@@ -191,7 +193,7 @@ class Checkpoint:
                 "created; enter the Preemption first"
             )
         if self._stop and self._stop.after_update(wanted=signal_notice() != ""):
-            self._save_and_exit()
+            self._save_and_exit(in_loop)
         if self._every is None:
             return False
         if isinstance(self._every, timedelta):
@@ -202,7 +204,7 @@ class Checkpoint:
         else:
             due = updates // self._every > before // self._every
         if due:
-            self._save(wait=False, in_loop=True)
+            self._save(wait=False, in_loop=in_loop)
         return due
 
     def restore(self, strict: bool = True) -> bool:
@@ -266,12 +268,12 @@ class Checkpoint:
             if not self._agreement.writing:  # else an interrupt ended the wait, and the thread still writes
                 self._folder.unlock()
 
-    def _save_and_exit(self) -> NoReturn:
+    def _save_and_exit(self, in_loop: bool) -> NoReturn:
         try:
             self._agreement.raise_write_error()
         except RuntimeError as error:  # of the previous save; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
-        path = self._save(wait=True, in_loop=True)
+        path = self._save(wait=True, in_loop=in_loop)
         notices = [notice.decode() for notice in self._agreement.on_every_rank(lambda: signal_notice().encode())]
         earliest = max(notices, key=lambda notice: float(notice.partition(" ")[0] or 0))  # the longest time ago
 
