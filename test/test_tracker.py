@@ -167,9 +167,10 @@ def test_any_sequence_of_logs_gives_a_table_that_readers_take(runs: list[Any], d
                 whole = text[rows_begin:end].count(b"\n")
                 expected = dict(sorted(expected.items())[:whole])
             with vbs.Tracker(folder) as tracker:
-                for index, (update, scalars) in enumerate(run):
-                    if index == 0:
-                        expected = {known: row for known, row in expected.items() if known < update}
+                cut = False
+                for update, scalars in run:
+                    if update > 0 and not cut:
+                        cut, expected = True, {known: row for known, row in expected.items() if known < update}
                     tracker.log(update, scalars)
                     expected[update] = expected.get(update, {}) | scalars
                     columns += [tag for tag in scalars if tag not in columns]
@@ -313,3 +314,15 @@ def test_draws_no_bar_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> N
     with vbs.Tracker() as tracker:
         training(tracker=tracker).run(6)
     assert capfd.readouterr() == ("", "")
+
+
+def test_values_of_update_0_drop_no_later_rows(tmp_path: Path) -> None:
+    """As hyperparameters that are logged at each start."""
+    for start, updates in ((0, [10, 20, 30, 40]), (1, [30, 50])):
+        with vbs.Tracker(tmp_path) as tracker:
+            tracker.log(0, {"lr": 0.1 + start})
+            for update in updates:
+                tracker.log(update, {"loss": update + start})
+    assert (tmp_path / "scalars.csv").read_text().splitlines() == [
+        *("update,lr,loss", "0,1.1,", "10,,10", "20,,20", "30,,31", "50,,51")
+    ]

@@ -33,24 +33,30 @@ class ScalarsFile:
 
     Rows are appended. Only a new column, or an update before the last one, writes the file anew.
 
+    An existing file is continued: the first values of an update after 0 drop its rows from that update on. Update 0
+    drops nothing, because hyperparameters are logged there at each start.
+
     Args:
-        path: path of the file; an existing one is continued.
-        update: rows from this update on are dropped.
+        path: path of the file.
 
     Raises:
         ValueError: if the file exists and has not been written by this class.
     """
 
-    def __init__(self, path: Path, update: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
         self._start = 0  # of the last row in the file
         self._last: dict[str, str] = {}  # the last row
         self._columns, rows = read_scalars(path)
-        self._write([row for row in rows if int(row["update"]) < update])
+        self._continued = bool(rows)  # whether later rows of an earlier run may be left
+        self._write(rows)
 
     def add(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write the values of an update, beside those that it has already."""
+        if self._continued and update > 0:
+            self._continued = False
+            self._write([row for row in read_scalars(self._path)[1] if int(row["update"]) < update])
         cells = {"update": str(update), **{tag: str(value) for tag, value in scalars.items()}}
         new = [tag for tag in cells if tag not in self._columns]
         last = int(self._last["update"]) if self._last else update - 1
@@ -124,7 +130,7 @@ class Tracker:
     """A writer of scalars, to TensorBoard events and `scalars.csv` in one folder, with a progress bar.
 
     Files are opened at the first `log`, which an optimizer calls on rank 0 only. A training that resumes from an
-    earlier update in the same folder replaces the rows after that update.
+    earlier update in the same folder replaces the rows after that update: the first `log` of an update after 0 does.
 
     Args:
         logdir: folder of the files. Default: no files are written.
@@ -223,12 +229,12 @@ class Tracker:
 
     @staticmethod
     def _open(logdir: Path, update: int) -> tuple[SummaryWriter, ScalarsFile]:
-        """Open the files for rows from `update` on; earlier rows of `scalars.csv` are kept as they are."""
+        """Open the files; TensorBoard drops the events from `update` on of an earlier run, unless it is 0."""
         from tensorboardX import SummaryWriter  # sets an environment variable when it is imported
 
         logdir.mkdir(parents=True, exist_ok=True)
-        resumed = (logdir / SCALARS).exists()
-        table = ScalarsFile(logdir / SCALARS, update)
+        resumed = update > 0 and (logdir / SCALARS).exists()
+        table = ScalarsFile(logdir / SCALARS)
         return SummaryWriter(str(logdir), purge_step=update if resumed else None), table
 
 

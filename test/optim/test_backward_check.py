@@ -173,7 +173,16 @@ def test_gradients_that_are_set_by_hand_are_those_of_a_microbatch() -> None:
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
 
 
-def test_a_grad_scaler_may_unscale() -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_a_grad_scaler_may_unscale(default: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    try:
+        check_unscaling()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def check_unscaling() -> None:
     run, scaler = training(dtype=torch.float64), torch.amp.GradScaler("cpu", init_scale=8.0)
     for indices in run.sampler:
         scaler.scale(run.loss(indices)).backward()
@@ -184,8 +193,17 @@ def test_a_grad_scaler_may_unscale() -> None:
 
 
 @pytest.mark.parametrize("minibatch_size", [4, 50])
-def test_clipping_unscaled_gradients_in_the_loop_is_refused(minibatch_size: int) -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_clipping_unscaled_gradients_in_the_loop_is_refused(minibatch_size: int, default: torch.dtype) -> None:
     """The recipe of torch's documentation, which clips the microbatches and not the update."""
+    torch.set_default_dtype(default)
+    try:
+        check_clipping(minibatch_size)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def check_clipping(minibatch_size: int) -> None:
     run, scaler = training(minibatch_size=minibatch_size), torch.amp.GradScaler("cpu", init_scale=8.0)
     for indices in run.sampler:
         scaler.scale(run.loss(indices)).backward()

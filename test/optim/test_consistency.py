@@ -214,3 +214,20 @@ def test_all_gather_bytes_returns_the_messages_of_all_ranks(world: int) -> None:
     messages = [b"", b"\x00\xff", b"12345"][:world]
     found = run_ranks(lambda backend: backend.all_gather_bytes(messages[backend.world.rank]), world)
     assert found == world * [messages]
+
+
+@pytest.mark.parametrize(
+    "option", [{"lr": 0.03}, {"weight_decay": 0.1}, {"inner": torch.optim.RMSprop}, {"lr": torch.tensor(0.03)}]
+)
+def test_other_inner_optimizers_raise_on_every_rank(option: dict[str, Any]) -> None:
+    def train(backend: Backend) -> int:
+        own = {"lr": 0.02, **(option if backend.world.rank else {})}
+        inner = own.pop("inner", torch.optim.SGD)
+        run = training(vbs.ConstantOptimizer, inner=inner, hyperparameters=own, backend=backend)
+        with pytest.raises(
+            RuntimeError, match=r"same inner optimizer, with its hyperparameters, but it is \d+ on rank 0"
+        ):
+            run.run(1)
+        return 1
+
+    assert run_ranks(train, 2) == [1, 1]

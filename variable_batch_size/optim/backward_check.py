@@ -149,7 +149,7 @@ class BackwardCheck:
 
 def _unscaling(gradient: Tensor) -> int:
     """Return by how much `GradScaler.unscale_` raises the version of a gradient: 0 in torch 2.9."""
-    probe, zero = gradient.detach().flatten()[:0].clone(), torch.zeros(1, device=gradient.device)
+    probe, zero = gradient.detach().flatten()[:0].clone(), torch.zeros(1, device=gradient.device, dtype=torch.float32)
     before = probe._version
     torch._amp_foreach_non_finite_check_and_unscale_([probe], zero, zero)
     return probe._version - before

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.sampler import CustomSampler
@@ -95,16 +97,30 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
     }
 
 
-def facts_of_update(updater: Updater, backend: Backend) -> dict[str, int]:
+def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, int]:
     """Return what optimizers must have in common, as integers below 2**64."""
     rule = f"{updater.rules} {updater.options}"
     return {
         "ref_batchsize": 0 if updater.ref_batchsize is None else updater.ref_batchsize,
         # Without memory addresses, which differ between ranks.
         "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
+        "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
         "parameters": checksum(updater.parameters, backend),
     }
+
+
+def _described(inner: Optimizer, backend: Backend) -> str:
+    """Return the class of an optimizer and the plain hyperparameters of its groups."""
+    groups = [
+        {
+            name: float(backend.host(value)) if isinstance(value, Tensor) and value.numel() == 1 else value
+            for name, value in sorted(group.items())
+            if name != "params" and isinstance(value, (bool, int, float, str, tuple, NoneType, Tensor))
+        }
+        for group in inner.param_groups
+    ]
+    return f"{type(inner).__name__} {groups}"
 
 
 def _from_digits(digits: Sequence[int]) -> int:

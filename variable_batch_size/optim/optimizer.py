@@ -392,7 +392,7 @@ class CustomOptimizer(OptimizerWrapper):
             facts = {
                 **loop.clock.state_dict(),
                 **consistency.facts_of_sampler(loop.sampler),
-                **consistency.facts_of_update(updater, self._backend),
+                **consistency.facts_of_update(updater, self.inner, self._backend),
             }
             consistency.check_same_on_all_ranks(facts, self._backend, updater.parameters[0].device)
             updater.agree()
