@@ -189,7 +189,11 @@ LOADER = """
 from torch.utils.data import DataLoader, TensorDataset
 run = training(sizes=[5])
 loader = DataLoader(
-    TensorDataset(run.x, run.target), batch_sampler=run.sampler, num_workers=2, worker_init_fn=vbs.Preemption.shield
+    TensorDataset(run.x, run.target),
+    batch_sampler=run.sampler,
+    num_workers=2,
+    worker_init_fn=vbs.Preemption.shield,
+    persistent_workers=True,
 )
 with vbs.Preemption(), checkpoint(folder / "saved", run) as saves:
     for epoch in range(10**9):
@@ -199,7 +203,7 @@ with vbs.Preemption(), checkpoint(folder / "saved", run) as saves:
             (run.model(x) - target).square().sum(dim=1).mean().backward()
             run.optimizer.step()
             saves.step()
-            print("ready", flush=True)
+        print("ready", flush=True)  # both workers have sent a microbatch, so that both are shielded
 """
 STOPPED = r"Checkpoint (update-\d+) saved \d+\.\d\d s after (\w+); exiting with 143\."
 

@@ -69,7 +69,8 @@ class Preemption:
     def shield(worker: int = 0) -> None:
         """Make a `DataLoader` worker ignore SIGTERM and SIGUSR1 unless its parent sends them.
 
-        Pass it as `worker_init_fn` if signals are sent to every process of a job.
+        Pass it as `worker_init_fn` if signals are sent to every process of a job, with `persistent_workers=True`,
+        because a worker is not shielded while it starts.
 
         Args:
             worker: id of the worker, which `DataLoader` passes; unused.

@@ -149,8 +149,8 @@ def test_a_signal_to_the_parent_leaves_no_child_training(
     try:
         assert eventually(lambda: child_of(tmp_path), STARTUP)
         parent.send_signal(by)
-        assert parent.wait(SHUTDOWN) == code
-        assert eventually(lambda: not alive(child_of(tmp_path)), SHUTDOWN)
+        assert parent.wait(STARTUP) == code
+        assert eventually(lambda: not alive(child_of(tmp_path)), STARTUP)
     finally:
         for pid in filter(alive, (parent.pid, child_of(tmp_path))):
             os.kill(pid, signal.SIGKILL)
