@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from variable_batch_size.optim import SqrtSDERuleOptimizer as SqrtSDERuleOptimizer
     from variable_batch_size.optim import broadcast_parameters as broadcast_parameters
     from variable_batch_size.optim import check_model as check_model
+    from variable_batch_size.optim import remaining_epochs as remaining_epochs
+    from variable_batch_size.optim import updates as updates
     from variable_batch_size.preemption import Preemption as Preemption
     from variable_batch_size.rules import *  # noqa: F403
     from variable_batch_size.trace import BatchTrace as BatchTrace

@@ -177,10 +177,9 @@ def _train(
         model.load_state_dict(copy.deepcopy(state.model))
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     while optimizer.updates < end:
-        if len(sampler) == 0:
-            epoch = optimizer.epoch
-            sampler.set_epoch(epoch)
-            optimizer.set_epoch(epoch)
+        epoch = optimizer.epoch
+        sampler.set_epoch(epoch)
+        optimizer.set_epoch(epoch)
         for indices in sampler:
             loss_fn(model, indices).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.reference import examples
-from helpers.strategies import Case, cases, updates
+from helpers.strategies import Case, cases
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.plan import Epoch, Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
@@ -21,10 +21,13 @@ from variable_batch_size.trace.batch_trace import BatchTrace
 @given(cases(epochs=4), st.lists(st.integers(0, 3), max_size=6))
 @examples(120)
 def test_epochs_follow_one_another_along_the_trace(case: Case, visits: list[int]) -> None:
-    plan, expected = case.plan(), updates(case.trace, case.dataset_size, case.drop_last, 4)
+    plan, expected = case.plan(), case.updates
     for number in [*visits, 3, 0]:  # whatever was asked before
         epoch, steps = plan.epoch(number), expected[number]
-        assert (epoch.number, epoch.first_step, epoch.end_step) == (number, steps[0].step, steps[-1].step + 1)
+        first_step = sum(map(len, expected[:number]))
+        assert (epoch.number, epoch.first_step, epoch.end_step) == (number, first_step, first_step + len(steps))
+        assert epoch.complete == case.is_complete(number)
+        assert plan.ends_with(epoch) == (not epoch.complete or case.ended_after(number))
         assert epoch.trace_offset == case.trace.offset(epoch.first_step)
         assert epoch.samples == sum(step.batch_size for step in steps)
         assert epoch.samples_before == sum(step.batch_size for before in expected[:number] for step in before)
@@ -43,10 +46,13 @@ def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case: Case) -> 
         epoch = plan.epoch(number)
         used = [s.start + i for s in map_steps(plan, epoch) for i in range(s.batch_size)]
         assert used == list(range(epoch.samples))
-        if not case.drop_last:
+        if not epoch.complete:
+            assert plan.ends_with(epoch)
+        elif not case.drop_last:
             assert epoch.samples == case.dataset_size
         elif epoch.samples < case.dataset_size:  # the step that exceeds the epoch opens the next one
-            assert epoch.samples + case.trace.batch_size(epoch.end_step) > case.dataset_size
+            held = case.trace if case.trace.on_end == "cycle" else case.trace.with_on_end("hold")
+            assert epoch.samples + held.batch_size(epoch.end_step) > case.dataset_size
             assert plan.step(plan.epoch(number), epoch.end_step - 1).batch_size == case.trace.batch_size(
                 epoch.end_step - 1
             )

@@ -70,7 +70,7 @@ def test_every_sample_counts_once_an_epoch_over_all_ranks(case: Case, size: int)
         used = {index for index, weight in weights.items() if weight}
         assert used <= set(range(case.dataset_size))
         assert len(used) == sum(update.batch_size for update in updates)
-        assert case.drop_last or len(used) == case.dataset_size
+        assert case.drop_last or not epoch.complete or len(used) == case.dataset_size
 
 
 @given(cases(largest_dataset=60), st.integers(1, 5), minibatch_sizes)
@@ -130,11 +130,44 @@ def test_prefetched_microbatches_do_not_count(case: Case, ahead: int, data: st.D
                 done += run.take(batch)
                 if done == stop:
                     break
-            rest = [split_sizes(u.batch_size, case.minibatch_size, case.fixed_shape) for u in updates[done:]]
-            assert len(run.sampler) == sum(map(len, rest))
             leave = data.draw(st.booleans(), label="leave")
         expected += [step for step in case.steps if step[0] == number][:done]
     assert together([run.log]) == expected
+
+
+@given(cases(largest_dataset=60), st.integers(0, 40))
+@examples(60)
+def test_the_length_is_that_of_the_pass_under_way_or_of_the_next_one(case: Case, ahead: int) -> None:
+    run, lengths = Run(case), [*(sum(map(len, cuts(case, epoch))) for epoch in range(case.epochs)), 0]
+    for number, length in enumerate(lengths[:-1]):
+        run.set_epoch(number)
+        assert len(run.sampler) == length
+        for passed, batch in enumerate(read_ahead(run.sampler, ahead), 1):
+            assert len(run.sampler) == length
+            run.take(batch)
+            if passed < length or ahead == 0:  # otherwise nobody knows whether the loop has ended
+                assert len(run.sampler) == length
+        if number + 1 < case.epochs or run.optimizer.done:
+            assert len(run.sampler) == lengths[number + 1]
+
+
+@given(cases(largest_dataset=60), st.data())
+@examples(60)
+def test_after_a_restore_the_length_is_that_of_the_rest(case: Case, data: st.DataObject) -> None:
+    run, resumed = Run(case), case.sampler()
+    every = [update for epoch in case.updates for update in epoch]
+    run.train(updates=(stop := data.draw(st.integers(1, len(every)), label="stop")))
+    resumed.load_state_dict(run.sampler.state_dict())
+    if stop < len(every):
+        due = every[stop].epoch
+        assert len(resumed) == sum(
+            len(own) for own, u in zip(cuts(case, due), case.updates[due], strict=True) if u.step >= every[stop].step
+        )
+
+
+def cuts(case: Case, epoch: int) -> list[list[int]]:
+    """The sizes of the microbatches of each update of an epoch."""
+    return [split_sizes(u.batch_size, case.minibatch_size, case.fixed_shape) for u in case.updates[epoch]]
 
 
 WORKERS = [
@@ -191,12 +224,12 @@ def test_the_length_of_a_loader_is_exact_at_every_position(options: dict[str, An
     loader = DataLoader(range(40), batch_sampler=run.sampler, **options)
     for updates in CASE.updates[:2]:
         run.set_epoch(updates[0].epoch)
-        cuts, done = [len(split_sizes(update.batch_size, 4, True)) for update in updates], 0
+        number, done = [len(sizes) for sizes in cuts(CASE, updates[0].epoch)], 0
         for stop in (1, 4, len(updates)):
-            assert len(loader) == len(run.sampler) == sum(cuts[done:])
+            rest = sum(number[done:])
             for batch in loader:
+                assert len(loader) == len(run.sampler) == rest
                 done += run.take(batch)
-                assert len(loader) == len(run.sampler) == sum(cuts[done:])
                 if done == stop:
                     break
 
@@ -244,7 +277,7 @@ def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path: Any) ->
         ({"seed": -1}, ValueError, "seed must be .*, got -1; "),
         ({"seed": 2**64}, ValueError, "seed must be .*, got 18446744073709551616; "),
         ({"seed": 0.5}, TypeError, "^seed must be an integer >= 0, got 0.5"),
-        ({"on_end": "stop"}, ValueError, "on_end must be .* got 'stop'; "),
+        ({"on_end": "halt"}, ValueError, "on_end must be .* got 'halt'; "),
         ({"epochs": 2.0}, TypeError, "^epochs must be an integer >= 0, got 2.0"),
         ({"epochs": -1}, ValueError, "epochs must be an integer >= 0, got -1"),
         ({"trace": None}, TypeError, "trace must be a path, .*got None"),

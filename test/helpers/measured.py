@@ -34,10 +34,9 @@ class Measured:
         """Train for `updates` more updates, over as many epochs as needed."""
         run = self.training
         while updates:
-            if len(run.sampler) == 0:
-                epoch = run.optimizer.epoch
-                run.sampler.set_epoch(epoch)
-                run.optimizer.set_epoch(epoch)
+            epoch = run.optimizer.epoch
+            run.sampler.set_epoch(epoch)
+            run.optimizer.set_epoch(epoch)
             for indices in run.sampler:
                 updates -= self.microbatch(indices)
                 if updates == 0:

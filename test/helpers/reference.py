@@ -171,10 +171,9 @@ class Training:
     def run(self, updates: int) -> Training:
         """Train for a number of updates, over any number of epochs."""
         while updates:
-            if len(self.sampler) == 0:
-                epoch = self.optimizer.epoch
-                self.sampler.set_epoch(epoch)
-                self.optimizer.set_epoch(epoch)
+            epoch = self.optimizer.epoch
+            self.sampler.set_epoch(epoch)
+            self.optimizer.set_epoch(epoch)
             for updated in self.steps():
                 updates -= updated
                 if updates == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,7 @@ def traces(draw: st.DrawFn, dataset_size: int, epochs: int) -> BatchTrace:
     """A trace that covers a number of epochs, some of them because it is held, cycled or endless."""
     largest = min(dataset_size, LARGEST)
     some = draw(sizes(largest))
-    end = draw(st.sampled_from(["error", "hold", "cycle", None]))
+    end = draw(st.sampled_from(["error", "hold", "cycle", "stop", None]))
     if end is None:
         return BatchTrace.constant(some[0])
     if end == "error":  # an epoch takes at most one step more than it has samples for
@@ -65,10 +65,17 @@ class Case:
     seed: int
     epochs: int
     begin: tuple[int, int, int] = (0, 0, 0)  # epoch, step, and place in its order, at which a resumed run begins
+    max_updates: int | None = None
+    max_samples: int | None = None
+    samples_made: int = 0  # before `begin`
+
+    @property
+    def ends(self) -> dict[str, int | None]:
+        return {"max_updates": self.max_updates, "max_samples": self.max_samples}
 
     def plan(self, minibatch_size: int | None = None) -> Plan:
         size = minibatch_size or self.minibatch_size
-        return Plan(self.trace, self.dataset_size, size, self.drop_last, self.fixed_shape)
+        return Plan(self.trace, self.dataset_size, size, self.drop_last, self.fixed_shape, **self.ends)  # type: ignore[arg-type]
 
     def sampler(self, world: World = World(), minibatch_size: int | None = None, **options: Any) -> vbs.CustomSampler:  # noqa: B008
         return vbs.CustomSampler(
@@ -78,13 +85,30 @@ class Case:
             world.rank,
             minibatch_size or self.minibatch_size,
             self.seed,
-            **{"drop_last": self.drop_last, "fixed_shape": self.fixed_shape} | options,
+            **{"drop_last": self.drop_last, "fixed_shape": self.fixed_shape} | self.ends | options,
         )
 
     @cached_property
     def updates(self) -> list[list[Update]]:
         """The updates of each epoch."""
-        return updates(self.trace, self.dataset_size, self.drop_last, self.epochs, self.begin)
+        return shortened(self.endless, self.trace, self.max_updates, self.max_samples, self.samples_made)
+
+    @cached_property
+    def endless(self) -> list[list[Update]]:
+        """The updates of each epoch of a training that does not end."""
+        held = self.trace.with_on_end("hold") if self.trace.on_end == "stop" else self.trace
+        return updates(held, self.dataset_size, self.drop_last, self.epochs, self.begin)
+
+    def is_complete(self, epoch: int) -> bool:
+        """Whether an epoch does not end because the training does."""
+        return self.updates[epoch] == self.endless[epoch]
+
+    def ended_after(self, epoch: int) -> bool:
+        """Whether the training has ended with an epoch."""
+        made = [update for of_epoch in self.updates[: epoch + 1] for update in of_epoch]
+        samples = self.samples_made + sum(update.batch_size for update in made)
+        ends = [self.max_updates, self.trace.steps if self.trace.on_end == "stop" else None]
+        return self.begin[1] + len(made) in ends or samples == self.max_samples
 
     @cached_property
     def steps(self) -> Steps:
@@ -109,7 +133,16 @@ def cases(draw: st.DrawFn, largest_dataset: int = 400, epochs: int = 3) -> Case:
         fixed_shape=draw(st.booleans()),
         seed=draw(st.integers(0, 2**64 - 1)),
         epochs=epochs,
+        **draw(ends(dataset_size)),
     )
+
+
+@st.composite
+def ends(draw: st.DrawFn, dataset_size: int) -> dict[str, int]:
+    """An end of the training in its first epochs, or none."""
+    largest = {"max_updates": 20, "max_samples": 3 * dataset_size}
+    names = draw(st.sampled_from([(), (), ("max_updates",), ("max_samples",), ("max_updates", "max_samples")]))
+    return {name: draw(st.integers(1, largest[name])) for name in names}
 
 
 @dataclass(frozen=True)
@@ -139,6 +172,23 @@ def updates(
             start += size
             step += 1
         start = 0
+    return result
+
+
+def shortened(
+    epochs: list[list[Update]], trace: BatchTrace, max_updates: int | None, max_samples: int | None, made: int
+) -> list[list[Update]]:
+    """The updates up to the end of the training, of which the last may be shortened; `made` samples are before them."""
+    end = min(max_updates or 2**62, 2**62 if trace.on_end != "stop" or trace.steps is None else trace.steps)
+    left = 2**62 if max_samples is None else max_samples - made
+    result: list[list[Update]] = []
+    for epoch in epochs:
+        result.append([])
+        for update in epoch:
+            size = min(update.batch_size, left)
+            if update.step < end and size > 0:
+                result[-1].append(replace(update, batch_size=size))
+                left -= size
     return result
 
 

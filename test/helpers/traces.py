@@ -16,7 +16,7 @@ any_size = st.one_of(st.integers(1, 6), st.integers(1, 2000), st.integers(1, MAX
 any_sizes = st.lists(any_size, min_size=1, max_size=40)
 runs = st.lists(st.tuples(any_size, st.integers(1, 9)), min_size=1, max_size=8)  # (batch size, number of steps)
 any_sizes_or_runs = st.one_of(any_sizes, runs.map(lambda pairs: [size for size, count in pairs for _ in range(count)]))
-any_on_end = st.sampled_from(["error", "hold", "cycle"])
+any_on_end = st.sampled_from(["error", "stop", "hold", "cycle"])
 hold_or_cycle = st.sampled_from(["hold", "cycle"])
 
 

@@ -244,7 +244,7 @@ def test_rejects_a_trace_without_steps(empty):
 
 
 @pytest.mark.parametrize(
-    ("on_end", "error", "found"), [("stop", ValueError, "'stop'"), (None, TypeError, "None"), (0, TypeError, "0")]
+    ("on_end", "error", "found"), [("halt", ValueError, "'halt'"), (None, TypeError, "None"), (0, TypeError, "0")]
 )
 @pytest.mark.parametrize(
     "create", [lambda on_end: BatchTrace.constant(8, on_end=on_end), BatchTrace.constant(8).with_on_end]
@@ -255,8 +255,8 @@ def test_rejects_an_unknown_on_end(create, on_end, error, found):
 
 
 def test_of_rejects_an_unknown_on_end():
-    with pytest.raises(ValueError, match=r"on_end must be .*, got 'stop'; choose one"):
-        BatchTrace.of(8, on_end="stop")
+    with pytest.raises(ValueError, match=r"on_end must be .*, got 'halt'; choose one"):
+        BatchTrace.of(8, on_end="halt")
 
 
 def test_samples_are_counted_up_to_the_largest_int64():

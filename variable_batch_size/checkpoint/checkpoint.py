@@ -322,10 +322,10 @@ class Checkpoint:
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
 
     def _mark_ends(self, parts: dict[str, Any]) -> None:
-        """Note in the states of the optimizers that what the loop does at the end of an epoch is to come."""
+        """Note in the states of the optimizers: if an epoch has ended, the loop's code for its end is to come."""
         for name, part in self._parts.items():
             if isinstance(part, CustomOptimizer):
-                parts[name]["vbs"]["end_pending"] = parts[name]["vbs"]["ended"]
+                parts[name]["vbs"]["end_pending"] = True
 
     def _check_storable(self) -> bytes:
         """Collect the state and drop it, so that what cannot be saved raises before there is anything to lose.

@@ -71,7 +71,12 @@ class Clock:
     @property
     def finished_now(self) -> bool:
         """Whether the last update of the epoch was committed in this run, so that reading on would be a mistake."""
-        return self.finished and not self.just_loaded
+        return self.finished and not self.just_loaded and self.epoch.end_step > self.epoch.first_step
+
+    @property
+    def done(self) -> bool:
+        """Whether the training has ended: by the `max_updates` or `max_samples` of the plan, or with its trace."""
+        return self.finished and self.plan.ends_with(self.epoch)
 
     def set_epoch(self, number: int) -> Skipped:
         """Move to the first step of a later epoch; in the epoch under way, to the update after the last committed one.
@@ -116,8 +121,9 @@ class Clock:
     def state_dict(self) -> dict[str, int]:
         """Return the position, the samples and the past of the epoch as plain integers, valid in every world."""
         epoch = self.epoch
-        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before}
-        ended = {"ended": self.finished, "end_pending": self.end_pending}
+        used = self.plan.samples_before(epoch, self.step) - epoch.samples_before
+        past = {"first_step": epoch.first_step, "samples_before": epoch.samples_before, "epoch_samples": used}
+        ended = {"ended": self.finished and epoch.complete, "end_pending": self.end_pending}
         return {**self.position._asdict(), "samples": self.samples, **past, **ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -72,6 +72,11 @@ class Iteration:
         self._source = source
         self._start_at(start, 0)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a loop over it has begun and, as far as that is known, not ended."""
+        return self.use is not Use.STALE and not (self.counts.exhausted and self._source.clock.finished)
+
     def __iter__(self) -> Iteration:
         return self
 
@@ -144,8 +149,8 @@ class Iteration:
         the iteration continues there: at once, or when it has read on to that end.
 
         Raises:
-            ValueError: if the position is within a step that is split differently here, or in an epoch before that in
-                which the training was resumed.
+            ValueError: if the position is within a step that is split differently here, or before what the resumed
+                training knows.
         """
         saved = {key: state_dict[key] for key in self._split()}
         if state_dict["round"] and saved != self._split():
@@ -159,7 +164,7 @@ class Iteration:
         here = self._source.clock.position
         if self.resumed and position == (self.plan.first_epoch - 1, here.step) and not state_dict["round"]:
             position = here  # the loader was saved when the epoch before had ended
-        if position.epoch < self.plan.first_epoch:
+        if position.epoch < self.plan.first_epoch or position.step < self.plan.epoch(position.epoch).known_from:
             raise ValueError(
                 f"loader and optimizer must be at the same update, but the loader was saved at {position} and the "
                 f"optimizer is at {here}; restore both from the same checkpoint"

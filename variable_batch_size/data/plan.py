@@ -34,6 +34,8 @@ class Epoch:
         samples: samples of all its steps.
         trace_offset: samples of the trace before `first_step`.
         samples_before: samples of all earlier epochs.
+        complete: whether it ends with the dataset, and not where the training ends.
+        known_from: the first step whose samples are known: after an update that an earlier end had shortened.
     """
 
     number: int
@@ -42,6 +44,8 @@ class Epoch:
     samples: int
     trace_offset: int
     samples_before: int
+    complete: bool = True
+    known_from: int = 0
 
 
 @final
@@ -92,10 +96,13 @@ class Plan:
             tail of the epoch is not used; otherwise the step is shortened.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
         begin: the epoch in which a resumed run began, with which the plan begins; None: epoch 0 of the trace.
+        max_updates: number of updates after which the training ends, >= 1; None: no such end. A trace with
+            `on_end="stop"` ends it after its last step, too.
+        max_samples: number of samples after which it ends, >= 1; the last update is shortened to it.
 
     Raises:
-        TypeError: if a size is not an integer.
-        ValueError: if a size is < 1, or the trace has a batch size larger than the dataset.
+        TypeError: if a number is not an integer.
+        ValueError: if a number is < 1, or the trace has a batch size larger than the dataset.
     """
 
     trace: BatchTrace
@@ -104,18 +111,25 @@ class Plan:
     drop_last: bool = False
     fixed_shape: bool = True
     begin: Epoch | None = None
+    max_updates: int | None = None
+    max_samples: int | None = None
     _past: Past = field(init=False, repr=False, compare=False)
+    _held: BatchTrace = field(init=False, repr=False, compare=False)  # the trace, as if it never ended
     _latest: list[Epoch] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("dataset_size", "minibatch_size"):
-            object.__setattr__(self, name, check_int(getattr(self, name), name, 1, remedy="pass a positive integer"))
+        for name in ("dataset_size", "minibatch_size", "max_updates", "max_samples"):
+            if not (name.startswith("max") and getattr(self, name) is None):
+                number = check_int(getattr(self, name), name, 1, remedy="pass a positive integer")
+                object.__setattr__(self, name, number)
         if self.trace.max_batch_size > self.dataset_size:
             raise ValueError(
                 f"every batch size of the trace must be at most the dataset's size of {self.dataset_size} samples, but "
                 f"the trace has a batch size of {self.trace.max_batch_size}; use a larger dataset or limit the trace"
             )
         object.__setattr__(self, "_past", Past(self.trace))
+        ends = self.trace.on_end in ("error", "stop")
+        object.__setattr__(self, "_held", self.trace.with_on_end("hold") if ends else self.trace)
 
     @property
     def first_epoch(self) -> int:
@@ -135,25 +149,27 @@ class Plan:
         """Return the plan of a run that resumes: the saved cut of steps, and the epochs from the saved one on.
 
         What lies before the saved step is taken from the state, because the rest of the trace may be another one: the
-        first step of the epoch, the samples of earlier ones, and whether it has ended.
+        first step of the epoch, its samples, those of earlier ones, and whether it has used the dataset. An epoch that
+        another end of the training has cut continues.
 
         Raises:
-            ValueError: if the trace ends inside the epoch, or before the step, and has `on_end="error"`.
+            ValueError: if the trace ends before the step; or inside the epoch, and has `on_end="error"`.
         """
-        number, step, first_step, before = (
-            check_int(state[key], key, 0) for key in ("epoch", "step", "first_step", "samples_before")
+        number, step, first_step, before, used = (
+            check_int(state[key], key, 0) for key in ("epoch", "step", "first_step", "samples_before", "epoch_samples")
         )
         self._check_trace_reaches(step)
-        if state["ended"]:
-            offset = self.trace.offset(first_step)
-            samples = min(self.dataset_size, self.trace.offset(step) - offset)
-            begin = Epoch(number, first_step, step, samples, offset, before)
-        else:
-            begin = self._next_epoch(number, first_step, before)
-        return replace(self, fixed_shape=bool(state["fixed_shape"]), begin=begin)
+        complete, offset, known_from = bool(state["ended"]), self._held.offset(first_step), first_step
+        shortened = self._held.offset(step) - offset - used
+        if shortened and not complete and used >= step - first_step:  # by an earlier end of the training
+            offset, known_from = offset + shortened, step
+        begin = Epoch(number, first_step, step, used, offset, before, complete)
+        if not (complete or self._ends_at(step, before + used)):
+            begin = self._next_epoch(number, first_step, before, offset)
+        return replace(self, fixed_shape=bool(state["fixed_shape"]), begin=replace(begin, known_from=known_from))
 
     def epoch(self, number: int) -> Epoch:
-        """Return the steps of epoch `number`; epochs follow one another along the trace.
+        """Return the steps of epoch `number`; epochs follow one another along the trace, and after the end are empty.
 
         Raises:
             ValueError: if the number is negative, the epoch lies before that of `begin`, or the trace ends inside the
@@ -168,29 +184,68 @@ class Plan:
         if not self._latest or self._latest[0].number > number:
             self._latest[:] = [self.begin or self._next_epoch(0, 0, 0)]
         constant_from = self.trace.constant_from
-        while self._latest[0].number < number:
-            last = self._latest[0]
-            if constant_from is not None and last.first_step >= constant_from:  # all later epochs are alike
-                later, steps = number - last.number, last.end_step - last.first_step
+        while (last := self._latest[0]).number < number:
+            later, steps = number - last.number, last.end_step - last.first_step
+            if self.ends_with(last):
+                offset, before = self._held.offset(last.end_step), last.samples_before + last.samples
+                following = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
+            elif constant_from is not None and last.first_step >= constant_from and last is not self.begin:
+                # All later epochs are alike, up to the end of the training.
+                if self._end_step is not None:
+                    later = min(later, (self._end_step - last.first_step) // steps)
+                if self.max_samples is not None:
+                    later = min(later, (self.max_samples - last.samples_before) // last.samples)
                 first_step, before = last.first_step + later * steps, last.samples_before + later * last.samples
-                self._latest[:] = [self._next_epoch(number, first_step, before)]
+                following = self._next_epoch(last.number + later, first_step, before)
             else:
-                self._latest[:] = [self._next_epoch(last.number + 1, last.end_step, last.samples_before + last.samples)]
+                following = self._next_epoch(last.number + 1, last.end_step, last.samples_before + last.samples)
+            self._latest[:] = [following]
         return self._latest[0]
 
-    def _next_epoch(self, number: int, first_step: int, samples_before: int) -> Epoch:
-        offset = self.trace.offset(first_step)
+    def ends_with(self, epoch: Epoch) -> bool:
+        """Return whether the training ends with this epoch, or has ended before."""
+        return self._ends_at(epoch.end_step, epoch.samples_before + epoch.samples)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the training ends by itself."""
+        return self._end_step is not None or self.max_samples is not None
+
+    def _ends_at(self, step: int, samples: int) -> bool:
+        too_many_steps = self._end_step is not None and step >= self._end_step
+        return too_many_steps or (self.max_samples is not None and samples >= self.max_samples)
+
+    @property
+    def _end_step(self) -> int | None:
+        """The step before which the training ends at the latest."""
+        ends = [self.max_updates, self.trace.steps if self.trace.on_end == "stop" else None]
+        return min((end for end in ends if end is not None), default=None)
+
+    def _next_epoch(self, number: int, first_step: int, samples_before: int, offset: int | None = None) -> Epoch:
+        """Return the epoch from `first_step` on; `offset`: if an update was shortened in it."""
+        trace = self._held
+        offset = trace.offset(first_step) if offset is None else offset
+        if self._ends_at(first_step, samples_before):
+            return Epoch(number, first_step, first_step, 0, offset, samples_before, complete=False)
         end_sample = offset + self.dataset_size
-        self._check_trace_covers(number, first_step, end_sample)
-        end_step = self.trace.step_at(end_sample - 1) + 1
-        if self.drop_last and self.trace.offset(end_step) > end_sample:
-            end_step -= 1
-        samples = min(self.dataset_size, self.trace.offset(end_step) - offset)
-        return Epoch(number, first_step, end_step, samples, offset, samples_before)
+        whole_end = trace.step_at(end_sample - 1) + 1
+        if self.drop_last and trace.offset(whole_end) > end_sample:
+            whole_end -= 1
+        end_step, whole = whole_end, min(self.dataset_size, trace.offset(whole_end) - offset)
+        samples = whole if self.max_samples is None else min(whole, self.max_samples - samples_before)
+        if samples < whole:
+            end_step = trace.step_at(offset + samples - 1) + 1
+        if self._end_step is not None and self._end_step < end_step:
+            end_step = self._end_step
+            samples = trace.offset(end_step) - offset
+        complete = (end_step, samples) == (whole_end, whole)
+        if complete or end_step > (self.trace.steps or end_step):
+            self._check_trace_covers(number, first_step, end_sample)
+        return Epoch(number, first_step, end_step, samples, offset, samples_before, complete)
 
     def _check_trace_reaches(self, step: int) -> None:
         trace = self.trace
-        if trace.steps is not None and trace.on_end == "error" and step > trace.steps:
+        if trace.steps is not None and trace.on_end in ("error", "stop") and step > trace.steps:
             raise ValueError(
                 f"the trace must have the steps that were trained, but it has {trace.steps} and the state is at step "
                 f'{step}; pass the trace of the saved run, or on_end="hold" or on_end="cycle"'
@@ -204,24 +259,24 @@ class Plan:
         raise ValueError(
             f"the trace must cover every epoch of the training, but epoch {number}, which begins at step {first_step}, "
             f"needs {missing} samples more than the {trace.steps} steps of the trace have; lengthen the trace, train "
-            f'fewer epochs, or pass on_end="hold" or on_end="cycle"'
+            f'fewer epochs, or pass on_end="stop", on_end="hold" or on_end="cycle"'
         )
 
     def step(self, epoch: Epoch, number: int) -> Step:
         """Return update `number` of the trace, which lies in `epoch`."""
-        start = self.trace.offset(number) - epoch.trace_offset
+        start = self._held.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
         sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape)
         return Step(number, batch_size, start, self.minibatch_size, sizes, self.fixed_shape)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
         """Return the samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
-        return epoch.samples_before + min(epoch.samples, self.trace.offset(number) - epoch.trace_offset)
+        return epoch.samples_before + min(epoch.samples, self._held.offset(number) - epoch.trace_offset)
 
     def deal(self, epoch: Epoch, first_step: int, world: World) -> Deal:
         """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, or in its remaining steps."""
         steps = np.arange(first_step, min(epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as all below
-        start = self.trace.offset(first_step) - epoch.trace_offset
+        start = self._held.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts

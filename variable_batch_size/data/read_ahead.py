@@ -10,6 +10,9 @@ and nobody tells either of them how many. Three heuristics tell prefetched micro
 2. A loader that reads in a thread of its own, like the device loader of torch_xla, may be ahead by any number. Nothing
    is concluded from its lead.
 3. Where the lead is unknown, an epoch that was read to its end is incomplete if at most half of it reached `step()`.
+
+`vbs.updates` reads whole updates, of any number of microbatches, and compares itself what it has read with the updates
+that were made; nothing is concluded from the lead then, either.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class ReadAhead:
         self._reads = 0  # including those that met the end
         self._lead: int | None = None  # reads that had not reached step() when the first one did
         self._reader = 0  # the thread of the last read
+        self._by_update = False
 
     @property
     def begun(self) -> bool:
@@ -45,6 +49,10 @@ class ReadAhead:
         self._reader = threading.get_ident()
         self._reads += 1
 
+    def read_by_update(self) -> None:
+        """Conclude nothing from the lead, because whole updates are read."""
+        self._by_update = True
+
     def count_step(self, received: int, ends_at: int) -> int:
         """Count a microbatch that reached `step()` after `received` others; return how many were skipped before it.
 
@@ -55,7 +63,7 @@ class ReadAhead:
             ends_at: that number at the end of the update of this microbatch.
         """
         self.stepped = max(self.stepped, received + 1)
-        if self._reader != threading.get_ident():
+        if self._by_update or self._reader != threading.get_ident():
             return 0
         lead = self._reads - received
         self._lead = lead if self._lead is None else self._lead

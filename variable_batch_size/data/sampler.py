@@ -50,12 +50,16 @@ class CustomSampler(Sampler[list[int]]):
         shuffle: whether the order of an epoch is a permutation drawn by (seed, epoch), or that of the dataset.
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one; otherwise it
             is shortened.
-        on_end: what follows the last step of the trace: "error", "hold" or "cycle". Default: what the trace says.
+        on_end: what follows the last step of the trace: "error", "stop", "hold" or "cycle". Default: what the trace
+            says. "stop" ends the training there, also inside an epoch.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows, so that XLA compiles one graph.
             Default: whether this process trains with PyTorch/XLA, that is, torch_xla is imported and no process group
             of another backend is initialized. A restored state brings its own, because the noise and normalization
             layers depend on it.
         epochs: number of epochs that will be trained, if known; a trace that is too short then raises now.
+        max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
+            and `optimizer.done` is True. Updates and samples of epochs that `set_epoch` has skipped count.
+        max_samples: number of samples after which it ends; the last update is shortened to it.
 
     Raises:
         TypeError: if a number is not an integer, or `trace` has another type.
@@ -83,6 +87,8 @@ class CustomSampler(Sampler[list[int]]):
         on_end: OnEnd | None = None,
         fixed_shape: bool | None = None,
         epochs: int | None = None,
+        max_updates: int | None = None,
+        max_samples: int | None = None,
     ) -> None:
         super().__init__()
         self.world = _world(rank, num_replicas)
@@ -92,6 +98,8 @@ class CustomSampler(Sampler[list[int]]):
             minibatch_size=minibatch_size,
             drop_last=drop_last,
             fixed_shape=runs_on_xla() if fixed_shape is None else bool(fixed_shape),
+            max_updates=max_updates,
+            max_samples=max_samples,
         )
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
@@ -129,8 +137,20 @@ class CustomSampler(Sampler[list[int]]):
         return Iteration(self, self.clock.position)
 
     def __len__(self) -> int:
-        """Return how many microbatches an iteration that begins now yields on this rank."""
-        return self.plan.count(self.clock.epoch, self.clock.step, self.world)
+        """Return how many microbatches the iteration under way yields on this rank, or else the next one.
+
+        At the end of an epoch that is the iteration over the epoch that follows; 0 if none does.
+        """
+        clock, iteration = self.clock, self.iteration
+        if iteration is not None and iteration.under_way and iteration.start.epoch == clock.epoch.number:
+            return self.plan.count(clock.epoch, iteration.start.step, self.world) - iteration.first_round
+        if not clock.finished:
+            return self.plan.count(clock.epoch, clock.step, self.world)
+        try:
+            following = self.plan.epoch(clock.epoch.number + 1)
+        except ValueError:  # the trace ends
+            return 0
+        return self.plan.count(following, following.first_step, self.world)
 
     def attach(self) -> Clock:
         """Return a clock for an optimizer that will call `step()` for every microbatch."""

@@ -1,6 +1,8 @@
 """From the gradients of microbatches to an update: accumulation, reduction, gradient noise, scaling, the inner step."""
 
+from variable_batch_size.optim.by_update import updates
 from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.epochs import remaining_epochs
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.named import (
     AdamScaleOptimizer,
@@ -28,4 +30,6 @@ __all__ = [
     "SqrtSDERuleOptimizer",
     "broadcast_parameters",
     "check_model",
+    "remaining_epochs",
+    "updates",
 ]

@@ -68,8 +68,16 @@ class Loop:
     @property
     def epoch(self) -> int:
         """The epoch of the next update, see `Clock.due_epoch`; the sampler knows whether an end is still pending."""
-        clock = self.clock
-        return clock.epoch.number + (clock.finished and not (clock.end_pending and self.sampler.clock.end_pending))
+        return self.clock.epoch.number + (self.clock.finished and not self._end_pending)
+
+    @property
+    def done(self) -> bool:
+        """Whether the training has ended, and the loop has read the end of its last epoch."""
+        return self.clock.done and not self._end_pending
+
+    @property
+    def _end_pending(self) -> bool:
+        return self.clock.end_pending and self.sampler.clock.end_pending
 
     @property
     def begun(self) -> bool:

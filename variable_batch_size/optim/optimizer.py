@@ -173,6 +173,11 @@ class CustomOptimizer(OptimizerWrapper):
         return float(self._updater.progress)
 
     @property
+    def done(self) -> bool:
+        """Whether the training has ended: by the sampler's `max_updates` or `max_samples`, or with its trace."""
+        return self._loop.done
+
+    @property
     def inside_step(self) -> bool:
         """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
         return self._loop.phase is not Phase.BETWEEN_STEPS

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,12 @@ from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_int
 from variable_batch_size.trace.csv_file import read_csv, write_csv
 from variable_batch_size.trace.schedule import is_schedule, parse_schedule
 
-OnEnd: TypeAlias = Literal["error", "hold", "cycle"]
+OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
+_ON_END = 'on_end must be "error", "stop", "hold" or "cycle"'
 
 
 class TraceEndError(IndexError, ValueError):
-    """Raised for a step or sample beyond the last one of a trace with `on_end="error"`."""
+    """Raised for a step or sample beyond the last one of a trace with `on_end="error"` or "stop"."""
 
 
 @final
@@ -33,8 +34,8 @@ class BatchTrace:
 
     Attributes:
         steps: number of steps; None for an infinite trace, which holds its last batch size.
-        on_end: what follows step `steps - 1`: "hold" repeats its batch size, "cycle" repeats the trace, and "error"
-            raises `TraceEndError`.
+        on_end: what follows step `steps - 1`: "hold" repeats its batch size, "cycle" repeats the trace, "stop" ends the
+            training, and "error" is for a trace that must be long enough. With both a later step is a `TraceEndError`.
         fingerprint: SHA-256 in hexadecimal, the same for equal traces, whatever they were created from.
     """
 
@@ -50,9 +51,9 @@ class BatchTrace:
     def __post_init__(self) -> None:
         """Merge neighboring runs of equal batch size, so that equal traces have equal runs; count and hash them."""
         if not isinstance(self.on_end, str):
-            raise type_error('on_end must be "error", "hold" or "cycle"', self.on_end, "choose one of these")
-        if self.on_end not in ("error", "hold", "cycle"):
-            raise value_error('on_end must be "error", "hold" or "cycle"', repr(self.on_end), "choose one of these")
+            raise type_error(_ON_END, self.on_end, "choose one of these")
+        if self.on_end not in get_args(OnEnd):
+            raise value_error(_ON_END, repr(self.on_end), "choose one of these")
         differs = np.diff(self._size, prepend=0) != 0  # (runs before the merge,)
         first_step, size = self._first_step[differs], self._size[differs]  # (runs,)
         length = np.diff(first_step, append=self.steps or int(first_step[-1]) + 1)  # (runs,)
@@ -207,7 +208,7 @@ class BatchTrace:
         Raises:
             TypeError: if `step` is not an integer.
             ValueError: if `step` is negative.
-            TraceEndError: if `step` is beyond the last one and `on_end` is "error".
+            TraceEndError: if `step` is beyond the last one and `on_end` is "error" or "stop".
         """
         _, inside = self._fold(check_int(step, "step"), self.steps, "step")
         return int(self._size[_run(self._first_step, inside)])
@@ -229,7 +230,7 @@ class BatchTrace:
         Raises:
             TypeError: if `step` is not an integer.
             ValueError: if `step` is negative.
-            TraceEndError: if `step` is greater than `steps` and `on_end` is "error".
+            TraceEndError: if `step` is greater than `steps` and `on_end` is "error" or "stop".
         """
         step = check_int(step, "step")
         cycles, inside = (0, step) if step == self.steps else self._fold(step, self.steps, "step")
@@ -243,7 +244,7 @@ class BatchTrace:
         Raises:
             TypeError: if `sample` is not an integer.
             ValueError: if `sample` is negative.
-            TraceEndError: if `sample` is beyond the last one and `on_end` is "error".
+            TraceEndError: if `sample` is beyond the last one and `on_end` is "error" or "stop".
         """
         steps, total = (self.steps, self.total_samples) if self.steps else (0, None)
         cycles, inside = self._fold(check_int(sample, "sample"), total, "sample")
@@ -280,10 +281,10 @@ class BatchTrace:
 
     @property
     def constant_from(self) -> int | None:
-        """Return the first step after which the batch size never changes; None if there is none, or the trace ends."""
+        """Return the first step after which the batch size never changes, up to an end by "stop"; None without one."""
         if len(self._size) == 1 and self.on_end != "error":
             return 0
-        return int(self._first_step[-1]) if self.steps is None or self.on_end == "hold" else None
+        return int(self._first_step[-1]) if self.steps is None or self.on_end in ("hold", "stop") else None
 
     def round_to(self, multiple: int) -> BatchTrace:
         """Return the trace of multiples of `multiple` that stays closest to the cumulative samples of this one.
@@ -326,7 +327,7 @@ class BatchTrace:
 
         Raises:
             TypeError: if `on_end` is not a string.
-            ValueError: if `on_end` is not "error", "hold" or "cycle".
+            ValueError: if `on_end` is not "error", "stop", "hold" or "cycle".
         """
         return replace(self, on_end=on_end)
 
