@@ -44,7 +44,8 @@ def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[s
     assert isinstance(names["optimizer"], vbs.CustomOptimizer)
     assert (names["minibatch_size"], names["rounds"], names["microbatches"]) == (34, 2, 6)
     assert names["means"]["samples"] == 1000  # type: ignore[index]
-    assert capsys.readouterr().out.splitlines()[-1].startswith("2 ")
+    assert capsys.readouterr().out.splitlines()[2].startswith("2 ")
+    assert (Path(names["runs"]) / "scalars.csv").read_text().startswith("update,")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("line", tours())

@@ -31,7 +31,11 @@ from helpers.reference import REF, SGD, SIZES, examples, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
-TAGS = ["global_batch_size", "num_microbatches", "world_size", "lr_effective", "lr_factor", "samples"]
+TAGS = [
+    *("epoch", "samples", "seconds", "samples_per_second", "updates_per_second"),
+    *("global_batch_size", "num_microbatches", "world_size", "lr_effective", "lr_factor"),
+]
+OF_TIME = ["vbs/seconds", "vbs/samples_per_second", "vbs/updates_per_second"]
 
 
 def events(folder: Path) -> list[Event]:
@@ -47,7 +51,10 @@ def events(folder: Path) -> list[Event]:
 
 
 def scalars(folder: Path) -> list[tuple[int, str, float]]:
-    return [(event.step, value.tag, value.simple_value) for event in events(folder) for value in event.summary.value]
+    values = [(event.step, value) for event in events(folder) for value in event.summary.value]
+    return [
+        (step, value.tag, value.simple_value) for step, value in values if not value.metadata.plugin_data.plugin_name
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +75,34 @@ def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
     table = pd.read_csv(logged / "scalars.csv")
     assert list(table) == ["update", *(f"vbs/{tag}" for tag in TAGS)]
     assert table["update"].tolist() == [2, 4, 6]
-    for update, *row in table.itertuples(index=False):
-        size = SIZES[update - 1]
-        microbatches = -(-size // 4)
-        expected = [size, microbatches, 3, SGD["lr"] * size / REF, size / REF, sum(SIZES[:update])]
+    for update, *row in table.drop(columns=OF_TIME).itertuples(index=False):
+        size, samples = SIZES[update - 1], sum(SIZES[:update])
+        expected = [samples / sum(SIZES), samples, size, -(-size // 4), 3, SGD["lr"] * size / REF, size / REF]
         assert row == pytest.approx(expected)
+
+
+def test_the_rates_are_those_since_the_row_before(logged: Path) -> None:
+    table = pd.read_csv(logged / "scalars.csv")
+    seconds, updates, samples = (table[tag] for tag in ("vbs/seconds", "update", "vbs/samples"))
+    assert (seconds.diff().dropna() > 0).all()
+    first = [[seconds[0], 1, SIZES[1]]]  # the first update of a run begins its time
+    later = np.stack([column.diff()[1:] for column in (seconds, updates, samples)], axis=1).tolist()
+    for row, (passed, made, used) in zip(table.itertuples(), first + later, strict=True):
+        assert [row[5], row[6]] == pytest.approx([used / passed, made / passed], rel=1e-3)
 
 
 def test_tensorboard_has_the_same_values(logged: Path) -> None:
     table = pd.read_csv(logged / "scalars.csv").set_index("update")
     expected = [(step, tag, pytest.approx(value)) for step, row in table.iterrows() for tag, value in row.items()]
     assert scalars(logged) == expected
+
+
+def test_tensorboard_shows_batch_size_learning_rate_and_loss_together(logged: Path) -> None:
+    values = [value for event in events(logged) for value in event.summary.value]
+    (layout,) = [value for value in values if value.metadata.plugin_data.plugin_name == "custom_scalars"]
+    text = layout.tensor.string_val[0].decode(errors="replace")
+    for part in ("batch size", "vbs/global_batch_size", "learning rate", "vbs/lr_effective", "loss"):
+        assert part in text
 
 
 def test_without_a_logdir_or_before_log_steps_nothing_is_written(
@@ -250,7 +274,7 @@ def test_refuses_the_columns_of_another_rule_when_the_optimizer_is_made(tmp_path
         training(vbs.AdaScaleOptimizer, tracker=tracker, log_steps=1).run(2)
     before = (tmp_path / "scalars.csv").read_text()
     with pytest.raises(
-        ValueError, match=r"has vbs/gain, .* and this training logs .*; choose another logdir, or train wi"
+        ValueError, match=r"has .* vbs/gain, .* and this training logs .*; choose another logdir, or train wi"
     ):
         training(tracker=vbs.Tracker(tmp_path))
     training(vbs.AdaScaleOptimizer, tracker=vbs.Tracker(tmp_path))

@@ -7,7 +7,8 @@ import io
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 _BEFORE_QUEUES = 100
 
 SCALARS = "scalars.csv"
+DELAY = 2  # updates; after that many, any device has computed a number and reading it does not wait
+
+_IN_BAR = {"loss": "loss", "vbs/global_batch_size": "B", "vbs/lr_effective": "lr"}  # tag -> name
+
+# The charts of the tab "Custom scalars" of TensorBoard.
+_LAYOUT = {
+    "training": {
+        "batch size": ["Multiline", ["vbs/global_batch_size"]],
+        "learning rate": ["Multiline", ["vbs/lr_effective"]],
+        "loss": ["Multiline", ["loss"]],
+    }
+}
 
 
 @final
@@ -129,7 +142,8 @@ def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 class Tracker:
     """A writer of scalars, to TensorBoard events and `scalars.csv` in one folder, with a progress bar.
 
-    Files are opened at the first `log`, which an optimizer calls on rank 0 only. A training that resumes from an
+    Files are opened at the first `log`, which an optimizer calls on rank 0 only. Call `close()` at the end, or use it
+    in a `with` statement: rows of the last updates wait for a device until then. A training that resumes from an
     earlier update in the same folder replaces the rows after that update: the first `log` of an update after 0 does.
 
     Args:
@@ -144,6 +158,8 @@ class Tracker:
         self._close_files: Finalize | None = None
         self._bar: tqdm[Any] | None = None
         self._epoch = -1
+        self._latest: dict[str, float] = {}  # tag -> the last value
+        self._pending: deque[tuple[int, Callable[[], Mapping[str, float]]]] = deque()  # rows by update
 
     def check(self, tags: Sequence[str]) -> None:
         """Check that a training with these tags can be logged here, before it begins. Nothing is written.
@@ -179,6 +195,7 @@ class Tracker:
         """
         update = check_int(update, "update", 0, remedy="pass optimizer.updates")
         values = {tag: _number(tag, value) for tag, value in scalars.items()}
+        self._latest |= values
         if self.logdir is None:
             return
         if self._files is None:
@@ -191,13 +208,26 @@ class Tracker:
             if math.isfinite(value):  # for others tensorboardX prints a warning
                 writer.add_scalar(tag, value, update)
 
-    def show(self, epoch: int, samples: int, total: int) -> None:
-        """Draw the progress bar of an epoch.
+    def log_later(self, update: int, read: Callable[[], Mapping[str, float]]) -> None:
+        """Write the scalars that `read` returns some updates later, when a device has computed them; see `log`.
+
+        What is left is written by `close()`.
+        """
+        self._pending.append((update, read))
+
+    def write_pending(self, update: int) -> None:
+        """Write the scalars of `log_later` that are `DELAY` updates old."""
+        while self._pending and not update - DELAY < self._pending[0][0] <= update:
+            self.log(self._pending[0][0], self._pending.popleft()[1]())
+
+    def show(self, epoch: int, samples: int, total: int, seconds_left: float | None = None) -> None:
+        """Draw the progress bar of an epoch, with the loss, the batch size and the learning rate of the last row.
 
         Args:
             epoch: number of the epoch.
             samples: samples of the epoch that were trained on so far.
             total: samples of the epoch.
+            seconds_left: time left of the whole training, if known.
         """
         if not self._progress:
             return
@@ -205,10 +235,16 @@ class Tracker:
             self._close_bar()
             self._epoch = epoch
             self._bar = tqdm(total=total, desc=f"epoch {epoch}", unit=" samples", unit_scale=True, disable=None)
+        left = [] if seconds_left is None else [f"left={tqdm.format_interval(seconds_left)}"]
+        shown = [f"{name}={self._latest[tag]:.4g}" for tag, name in _IN_BAR.items() if tag in self._latest]
+        self._bar.set_postfix_str(", ".join(shown + left), refresh=False)
         self._bar.update(samples - self._bar.n)
 
     def close(self) -> None:
-        """Flush and close the files, and remove the progress bar."""
+        """Write what is left of `log_later`, close the files, and remove the progress bar."""
+        while self._pending:
+            update, read = self._pending.popleft()
+            self.log(update, read())
         self._close_bar()
         if self._close_files is not None:
             self._close_files()
@@ -235,7 +271,9 @@ class Tracker:
         logdir.mkdir(parents=True, exist_ok=True)
         resumed = update > 0 and (logdir / SCALARS).exists()
         table = ScalarsFile(logdir / SCALARS)
-        return SummaryWriter(str(logdir), purge_step=update if resumed else None), table
+        writer = SummaryWriter(str(logdir), purge_step=update if resumed else None)
+        writer.add_custom_scalars(_LAYOUT)
+        return writer, table
 
 
 def _number(tag: str, value: Any) -> float:

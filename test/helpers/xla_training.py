@@ -136,17 +136,20 @@ def unsupported_optimizers(folder: Path) -> None:
     torch.save(messages, folder / "messages.pt")
 
 
-def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> None:
+def watch(folder: Path, case: Case, warm: int, by_progress: bool = False, logs: bool = False) -> None:
     """Count compilations, transfers and collectives in the updates after the first `warm` ones.
 
     The learning rate changes at every update, also to 1 and to 0; `by_progress`, whenever the progress has passed
-    another update at the reference. Rank 0 writes the counts to `delta.pt`.
+    another update at the reference. Rank 0 writes the counts to `delta.pt`. `logs`: the loss and the norm are logged.
     """
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
 
-    logging: dict[str, Any] = {} if by_progress else {"log_steps": 5, "tracker": vbs.Tracker(folder / "log")}
+    tracker = vbs.Tracker(folder / "log")
+    logging: dict[str, Any] = {} if by_progress else {"log_steps": 5, "tracker": tracker, "grad_norm": logs}
     replica = Replica(case, **logging)
+    if logs:
+        replica.before_step = lambda loss, x: replica.optimizer.log(loss=loss, one=1.0)
     schedule: Any = LambdaLR(replica.optimizer, lambda update: (1.0, 50.0, 0.0, 25.0)[update % 4])
     if by_progress:
         schedule = vbs.ProgressScheduler(schedule, replica.optimizer)
@@ -173,7 +176,22 @@ def watch(folder: Path, case: Case, warm: int, by_progress: bool = False) -> Non
     barrier()
     if replica.backend.world.rank == 0:
         assert not by_progress or schedule.passed > 4
+        tracker.close()
         torch.save({name: count - before.get(name, 0) for name, count in after.items()}, folder / "delta.pt")
+
+
+def train_tokens(folder: Path, sizes: Sequence[int], lengths: Sequence[int]) -> None:
+    """Train on the mean over tokens; rank r writes its weights to `tokens<r>.pt`."""
+    replica = Replica(Case(vbs.ConstantOptimizer, tuple(sizes), 4), reduction="sum", ref_batchsize=None)
+    number = torch.tensor(lengths, dtype=torch.float64)
+    for indices in replica.sampler:
+        x, target, tokens = (t[indices].to(replica.device) for t in (replica.x, replica.target, number))
+        of_token = (replica.model(x) - target).square().sum(dim=1)
+        (of_token * tokens).sum().backward()
+        replica.optimizer.step(count=tokens.sum())
+        if replica.optimizer.updates == len(sizes):
+            break
+    torch.save(replica.weights(), folder / f"tokens{replica.backend.world.rank}.pt")
 
 
 def measure(folder: Path, case: Case, warm: int) -> None:

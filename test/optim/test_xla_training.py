@@ -17,6 +17,7 @@ pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
 import variable_batch_size as vbs  # noqa: E402
+from helpers.tokens import batches_of, plain  # noqa: E402
 from helpers.xla_training import (  # noqa: E402
     SAMPLES,
     Case,
@@ -27,6 +28,7 @@ from helpers.xla_training import (  # noqa: E402
     rare_loss,
     train,
     train_rare,
+    train_tokens,
     unsupported_optimizers,
     watch,
 )
@@ -86,6 +88,36 @@ def test_nothing_compiles_and_the_host_reads_nothing_while_batch_size_and_lr_cha
     assert delta == dict.fromkeys(delta, 0)
     rows = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
     assert len(rows) == 1 + len(sizes) // 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores"), [(vbs.ConstantOptimizer, 1), (vbs.LinearRuleOptimizer, 3), (vbs.AdaScaleOptimizer, 2)]
+)
+def test_logged_values_compile_nothing_and_are_read_later(
+    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
+) -> None:
+    sizes = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 40))
+    launch(watch, (tmp_path, Case(kind, sizes, minibatch_size=8), WARM, False, True), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
+    rows = range(WARM - 2, len(sizes) - 2)  # those of the last 2 updates are read when the tracker is closed
+    numbers = 2 if kind is not vbs.AdaScaleOptimizer else 6  # means, norm; lr, progress (2 reads), noise
+    assert delta.pop("to host") <= numbers * len([update for update in rows if update % 5 == 0]) + cores
+    assert delta == dict.fromkeys(delta, 0)
+    table = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
+    assert len(table) == 1 + len(sizes) // 5
+    one = table[0].split(",").index("one")
+    assert [float(row.split(",")[one]) for row in table[1:]] == pytest.approx([1.0] * 8)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_token_means_on_xla(cores: int, tmp_path: Path) -> None:
+    sizes, lengths = [20, 7, 3], [3, 1, 4, 1, 5, 0, 0, 2, 6, 5] * (SAMPLES // 10)
+    launch(train_tokens, (tmp_path, sizes, lengths), cores=cores)
+    expected = plain(lengths, batches_of(sizes))
+    for rank in range(cores):
+        weights = torch.load(tmp_path / f"tokens{rank}.pt")
+        assert_equal([weight.double().numpy() for weight in weights], expected, 1e-6)
 
 
 @pytest.mark.parametrize(

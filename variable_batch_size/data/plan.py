@@ -211,6 +211,24 @@ class Plan:
         """Whether the training ends by itself."""
         return self._end_step is not None or self.max_samples is not None
 
+    def fraction(self, epoch: Epoch, step: int, epochs: int | None) -> float:
+        """Return which part of the training lies before a step, in [0, 1]; 0 if its end is not known.
+
+        Args:
+            epoch: the epoch of the step.
+            step: the step.
+            epochs: number of epochs of the training, if known.
+        """
+        samples = self.samples_before(epoch, step)
+        parts = [0.0]
+        if self._end_step is not None:
+            parts.append(step / self._end_step)
+        if self.max_samples is not None:
+            parts.append(samples / self.max_samples)
+        if epochs and epoch.samples:
+            parts.append((epoch.number + (samples - epoch.samples_before) / epoch.samples) / epochs)
+        return min(1.0, max(parts))
+
     def _ends_at(self, step: int, samples: int) -> bool:
         too_many_steps = self._end_step is not None and step >= self._end_step
         return too_many_steps or (self.max_samples is not None and samples >= self.max_samples)

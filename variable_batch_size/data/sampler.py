@@ -103,8 +103,9 @@ class CustomSampler(Sampler[list[int]]):
         )
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
-        if epochs is not None and check_int(epochs, "epochs") > 0:
-            self.plan.epoch(epochs - 1)
+        self.epochs = None if epochs is None else check_int(epochs, "epochs")
+        if self.epochs:
+            self.plan.epoch(self.epochs - 1)
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
         self._restored: tuple[Position, RandomStates] | None = None

@@ -41,6 +41,16 @@ def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None
         torch._foreach_mul_(list(gradients), factor)
 
 
+def check_dense(parameters: Sequence[Tensor]) -> None:
+    """Raise TypeError if a gradient is sparse."""
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise TypeError(
+                f"gradients must be dense, but that of parameter {number}, of shape {tuple(parameter.shape)}, has "
+                f"layout {parameter.grad.layout}; build the layer with sparse=False"
+            )
+
+
 class Accumulation(ABC):
     """Accumulates the weighted gradients of the microbatches of a step on this rank.
 

@@ -94,10 +94,5 @@ def updates(loader: Iterable[T], optimizer: CustomOptimizer) -> Updates[T]:
 
     Raises:
         TypeError: if `loader` is not iterable, or `optimizer` is not a `CustomOptimizer`.
-
-    >>> for update in vbs.updates(loader, optimizer):  # doctest: +SKIP
-    ...     for data, target in update:
-    ...         loss_fn(model(data), target).backward()
-    ...         optimizer.step()
     """
     return Updates(loader, optimizer)

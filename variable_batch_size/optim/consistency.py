@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.data_parallel import REDUCED_TWICE
-from variable_batch_size.optim.normalization import remember
+from variable_batch_size.optim.loop import Loop
+from variable_batch_size.optim.normalization import check_seen, remember
 from variable_batch_size.optim.update import Updater
 
 _DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
@@ -53,6 +54,21 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
     for tensor, total in zip(tensors, sums, strict=True):
         tensor.copy_(total.to(tensor.dtype))
     backend.mark_step()
+
+
+def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backend) -> None:
+    """Compare the ranks before the first update; they also agree on the parameters that have gradients.
+
+    Raises:
+        RuntimeError: on every rank, if they differ.
+    """
+    if backend.world.size > 1:
+        of_loop = {**loop.clock.state_dict(), **facts_of_sampler(loop.sampler)}
+        facts = of_loop | facts_of_update(updater, inner, backend)
+        check_same_on_all_ranks(facts, backend, updater.parameters[0].device)
+        updater.agree()
+    check_seen(updater.parameters, loop.sampler)
+    updater.agreed = True
 
 
 def check_same_on_all_ranks(facts: Mapping[str, int], backend: Backend, device: torch.device) -> None:
@@ -94,6 +110,8 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
         "trace": int(samples["trace"][:16], 16),
         "minibatch_size": plan.minibatch_size,
         "fixed_shape": int(plan.fixed_shape),
+        "max_updates": plan.max_updates or 0,
+        "max_samples": plan.max_samples or 0,
     }
 
 
@@ -106,6 +124,8 @@ def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dic
         "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
         "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
+        "count= in step()": int(updater.token_count.used or False),
+        "names in log()": zlib.crc32(repr(updater.step_means.names_of_step).encode()),
         "parameters": checksum(updater.parameters, backend),
     }
 

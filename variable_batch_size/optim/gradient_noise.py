@@ -7,7 +7,7 @@ sync: every update runs the same operations, and an estimate that must not count
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -161,15 +161,18 @@ class GradientNoise:
             if self._differenced is not None:
                 self._differenced.forget()  # `update` has overwritten the previous gradient
 
+    def later(self) -> Callable[[], Noise]:
+        """Return a function that returns the present noise; calling it later avoids a wait for the device."""
+        state = self._state
+        return lambda: _on_host(state)
+
     def noise(self) -> Noise:
         """Return the debiased averages, nan before the first estimate, and the last gain; reads them from a device."""
-        *averages, own_gain = self._read()
-        noise = debiased(RunningAverages(*averages), own_gain)
-        return Noise(noise.sigma2, noise.mu2, own_gain, int(noise.updates))
+        return self.later()()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and, if it is kept, the previous gradient; reads them from a device."""
-        state: dict[str, Any] = dict(zip((*RunningAverages._fields, "gain"), self._read(), strict=True))
+        state: dict[str, Any] = dict(zip((*RunningAverages._fields, "gain"), _read(self._state), strict=True))
         return {**state, **(self._differenced.state_dict() if self._differenced is not None else {})}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -180,6 +183,13 @@ class GradientNoise:
         if self._differenced is not None:
             self._differenced.load_state_dict(state)
 
-    def _read(self) -> list[float]:
-        averages, own_gain, packed = self._state
-        return [float(n) for n in (*averages, own_gain)] if packed is None else packed.cpu().tolist()
+
+def _read(state: NoiseState) -> list[float]:
+    averages, own_gain, packed = state
+    return [float(n) for n in (*averages, own_gain)] if packed is None else packed.cpu().tolist()
+
+
+def _on_host(state: NoiseState) -> Noise:
+    *averages, own_gain = _read(state)
+    noise = debiased(RunningAverages(*averages), own_gain)
+    return Noise(noise.sigma2, noise.mu2, own_gain, int(noise.updates))

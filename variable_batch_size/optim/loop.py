@@ -7,12 +7,13 @@ Errors of a user's loop are raised here (`Loop.receive`), when the sampler is re
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum, auto
 from typing import Protocol, final
 from weakref import WeakSet
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.clock import Clock, Skipped
+from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
@@ -179,11 +180,18 @@ class Loop:
         for watcher in self.watchers:
             watcher.commit(updated=updated)
 
-    def set_epoch(self, epoch: int) -> Skipped:
+    def set_epoch(self, epoch: int) -> None:
         """Move the clock, see `Clock.set_epoch`, and return to the first microbatch of its step."""
+        before = self.clock.position
         skipped = self.clock.set_epoch(epoch)
         self.restart()
-        return skipped
+        if skipped.updates and self.clock.position != before:
+            warnings.warn(
+                f"set_epoch({epoch}) skips {skipped.updates} updates and {skipped.samples} samples, which are not "
+                f"trained on; call it with optimizer.epoch to go on",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def restart(self) -> None:
         """Return to the first microbatch of the step at which the clock stands; it must come from a new iteration."""

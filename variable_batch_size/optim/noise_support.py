@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import final
 
 from torch import Tensor
 from torch.optim import ASGD, Adafactor, Optimizer, Rprop
@@ -17,6 +19,31 @@ from variable_batch_size.rules import ConstantTimescale, Rule
 from variable_batch_size.rules.base import needs_noise
 
 _NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not
+
+_UNMEASURED = 50  # updates without any estimate of the noise, after which the user is warned
+
+
+@final
+class UnmeasuredWarning:
+    """Warns once if the first updates give no estimate of the noise."""
+
+    def __init__(self) -> None:
+        self._updates = 0  # without an estimate so far; negative after the warning, or after an estimate
+
+    def after_update(self, noise: GradientNoise) -> None:
+        """Count an update."""
+        if self._updates < 0:
+            return
+        self._updates = -1 if noise.measured else self._updates + 1
+        if self._updates == _UNMEASURED:
+            self._updates = -1
+            warnings.warn(
+                f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a "
+                f'single microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the '
+                f"sampler",
+                UserWarning,
+                stacklevel=6,
+            )
 
 
 def create_gradient_noise(

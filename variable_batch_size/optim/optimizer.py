@@ -7,23 +7,21 @@ hyperparameters, runs the inner optimizer's `step()`, restores the hyperparamete
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Step
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim import consistency, report
+from variable_batch_size.optim import consistency
 from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
-from variable_batch_size.optim.normalization import check_seen
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
+from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, check_named_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.update import Updater
@@ -60,8 +58,10 @@ class CustomOptimizer(OptimizerWrapper):
         find_unused_parameters: in a world of several ranks, whether each update finds out which parameters have
             gradients on any rank, as `DistributedDataParallel` does; the host then waits for the device once an update.
             Otherwise the first update settles it, and a later change raises. A world of one needs none of this.
+        grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
-        tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` is given.
+        log_samples: number of samples between two rows of scalars, instead.
+        tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` or `log_samples` is given.
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
 
     Raises:
@@ -84,7 +84,9 @@ class CustomOptimizer(OptimizerWrapper):
         max_grad_norm: float | None = None,
         accumulation: AccumulationKind = "in_place",
         find_unused_parameters: bool = False,
+        grad_norm: bool = False,
         log_steps: int | None = None,
+        log_samples: int | None = None,
         tracker: Tracker | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -94,22 +96,22 @@ class CustomOptimizer(OptimizerWrapper):
         rules = rules_for_groups(rule, len(inner.param_groups))
         reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
         self._rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
+        world = None
         if isinstance(sampler, CustomSampler):  # otherwise Loop raises
             names: Any = rule if self._rule_per_group else [rule] * len(rules)
             check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
+            world = sampler.world
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        world = sampler.world if isinstance(sampler, CustomSampler) else None  # otherwise Loop raises
         self._backend = backend if backend is not None else detect(parameters, world)
-        options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters)
+        options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters, grad_norm)
         self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
         check_applies_lr(inner, rules)
         self._loop = Loop(sampler, self._backend)
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
-        self.log_steps = 10 if log_steps is None else check_int(log_steps, "log_steps", 1)
-        self.tracker = Tracker("runs") if tracker is None and log_steps is not None else tracker
-        if self.tracker is not None and self._backend.world.rank == 0:
-            self.tracker.check(report.tags(noise=self._updater.gradient_noise is not None))
+        logs = tracker is not None or log_steps is not None or log_samples is not None
+        self.tracker = (tracker or Tracker("runs")) if logs else None
+        self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -198,23 +200,16 @@ class CustomOptimizer(OptimizerWrapper):
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
 
-        An incomplete step is discarded. After an epoch that was trained to its end, `sampler.set_epoch` is enough.
+        An incomplete step is discarded. After an epoch that was trained to its end, `sampler.set_epoch` is enough. A
+        UserWarning tells how many updates are skipped.
 
         Raises:
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
             ValueError: if the trace ends before the epoch does.
         """
         self._loop.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
-        before = self._loop.clock.position
-        skipped = self._loop.set_epoch(epoch)
+        self._loop.set_epoch(epoch)
         self._clear()
-        if skipped.updates and self._loop.clock.position != before:
-            warnings.warn(
-                f"set_epoch({epoch}) skips {skipped.updates} updates and {skipped.samples} samples, which are not "
-                f"trained on; call it with optimizer.epoch to go on",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def discard_step(self) -> None:
         """Discard the accumulated microbatches of an incomplete step, so that the step can start over.
@@ -248,17 +243,21 @@ class CustomOptimizer(OptimizerWrapper):
         self._loop.watchers.add(watcher)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> bool:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None, *, count: Tensor | float | None = None) -> bool:  # type: ignore[override]
         """Count one microbatch, whose `backward()` has run; after the last one of a step, update the weights.
 
         Args:
             closure: runs forward and `backward()` of the microbatch; not with a `GradScaler`.
+            count: what the loss of the microbatch is a sum over, if not its samples: the number of its tokens, of all
+                rows, >= 0. The update is then the gradient of the sum of all losses over the sum of all counts, see
+                `TokenCount`. It needs `reduction="sum"`, a rule without noise, and a count for every microbatch.
 
         Returns:
-            Whether the weights changed: False in the middle of a step, and if a `GradScaler`, or the measurement of
-            the noise on the CPU, found a non-finite gradient. On other devices a non-finite gradient is not read by
-            the host, and the result is True: weights, noise and progress stay, `lr_factor()` is 0, and the averages of
-            the inner optimizer decay as with a gradient of 0.
+            Whether the weights changed: False in the middle of a step, if the counts of a step sum to 0, and if a
+            `GradScaler`, or the measurement of the noise on the CPU, found a non-finite gradient. On other devices
+            neither is read by the host, and the result is True: without a count the gradient is 0; with a non-finite
+            gradient weights, noise and progress stay, `lr_factor()` is 0, and the averages of the inner optimizer decay
+            as with a gradient of 0.
 
         Raises:
             RuntimeError: if no `backward()` has run, or the loop does not feed the optimizer the microbatches of its
@@ -273,16 +272,35 @@ class CustomOptimizer(OptimizerWrapper):
         loop.phase = Phase.INTERRUPTED  # stays if an exception follows
         try:
             microbatch, step = loop.receive(), loop.step
-            updated = self._accumulate(microbatch) and self._update()
+            updated = self._accumulate(microbatch, count) and self._update()
         except BaseException:
             loop.phase = Phase.HALF_UPDATED if updater.inner_step_begun else Phase.INTERRUPTED
             raise
         self._backend.mark_step()
         if microbatch.ends_step:
-            self._track(step)
+            self._reporter.after_update(step)
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
+
+    def log(self, **means: Tensor | float) -> None:
+        """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
+
+        Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
+        over the rows of a microbatch; with `step(count=)`, means over what is counted. They travel in the message of
+        the gradients.
+        """
+        self._updater.step_means.log(means)
+
+    @property
+    def logged(self) -> dict[str, Tensor]:
+        """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
+        return self._updater.step_means.last
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last gradient before clipping, 0-D; None unless `grad_norm` or `max_grad_norm` is passed."""
+        return self._updater.grad_norm
 
     def lr_factor(self) -> float:
         """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
@@ -356,13 +374,14 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater.clear()
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
-    def _accumulate(self, microbatch: Microbatch) -> bool:
+    def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:
         """Accumulate a microbatch, and return whether it is the last one of its step."""
         loop = self._loop
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
         # A GradScaler sets both attributes for this call.
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self._updater.add(microbatch, following, inside_step=loop.begun, found_inf=found_inf, grad_scale=grad_scale)
+        inside, scale = loop.begun, {"found_inf": found_inf, "grad_scale": grad_scale}
+        self._updater.add(microbatch, following, inside_step=inside, **scale, count=count)
         if not microbatch.ends_step:
             loop.next_round()
         return microbatch.ends_step
@@ -373,33 +392,9 @@ class CustomOptimizer(OptimizerWrapper):
         self._backend.mark_step()
         updater, loop = self._updater, self._loop
         if not updater.agreed:
-            self._compare_ranks()
+            consistency.compare_ranks(updater, loop, self.inner, self._backend)
         updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples)
         updater.clear()
         loop.commit(updated=updated)
         updater.check.begin(several=loop.several_rounds)
         return updated
-
-    def _track(self, step: Step) -> None:
-        if self.tracker is None or self._backend.world.rank:
-            return
-        clock, noise = self._loop.clock, self._updater.gradient_noise
-        self.tracker.show(clock.epoch.number, step.start + step.batch_size, clock.epoch.samples)
-        if clock.step % self.log_steps == 0:
-            of_noise = {} if noise is None else report.noise_scalars(noise.noise(), self.progress)
-            world, rates = self._backend.world.size, (self.current_lr(), self.lr_factor())
-            self.tracker.log(clock.step, report.scalars(step, world, *rates, clock.samples) | of_noise)
-
-    def _compare_ranks(self) -> None:
-        """Before the first update, compare the ranks, which also agree on the parameters that have gradients."""
-        updater, loop = self._updater, self._loop
-        if self._backend.world.size > 1:
-            facts = {
-                **loop.clock.state_dict(),
-                **consistency.facts_of_sampler(loop.sampler),
-                **consistency.facts_of_update(updater, self.inner, self._backend),
-            }
-            consistency.check_same_on_all_ranks(facts, self._backend, updater.parameters[0].device)
-            updater.agree()
-        check_seen(updater.parameters, loop.sampler)
-        updater.agreed = True

@@ -22,7 +22,9 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     accumulation: AccumulationKind
     find_unused_parameters: bool
+    grad_norm: bool
     log_steps: int | None
+    log_samples: int | None
     tracker: Tracker | None
     backend: Backend | None
 
@@ -35,6 +37,7 @@ class UpdateOptions(NamedTuple):
     max_grad_norm: float | None = None
     accumulation: AccumulationKind = "in_place"
     find_unused_parameters: bool = False
+    grad_norm: bool = False
 
     def checked(self) -> UpdateOptions:
         """Return the options with a checked `max_grad_norm`; raise ValueError or TypeError for others."""

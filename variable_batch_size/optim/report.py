@@ -1,35 +1,154 @@
-"""The scalars that an optimizer logs after an update, by tag."""
+"""The rows of scalars that an optimizer logs, and its progress bar: on rank 0, without waiting for a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
+from variable_batch_size._validation import check_int
 from variable_batch_size.data.plan import Step
-from variable_batch_size.rules import Noise
+from variable_batch_size.optim.loop import Loop
+from variable_batch_size.optim.update import Updater
+from variable_batch_size.tracker import Tracker
 
-_TAGS = ("global_batch_size", "num_microbatches", "world_size", "lr_effective", "lr_factor", "samples")
+_TAGS = (
+    *("epoch", "samples", "seconds", "samples_per_second", "updates_per_second"),
+    *("global_batch_size", "num_microbatches", "world_size", "lr_effective", "lr_factor"),
+)
 _NOISE_TAGS = ("gain", "progress", "noise_scale", "sigma2", "mu2")
 
 
-def tags(*, noise: bool) -> list[str]:
-    """Return all tags of a training.
+class _Moment(NamedTuple):
+    seconds: float
+    updates: int
+    samples: int
+    fraction: float  # of the whole training
+
+
+@final
+class Reporter:
+    """Logs a row of scalars after every so many updates or samples, and moves the progress bar after each update.
+
+    Numbers on a device are read by a function that the tracker calls some updates later.
 
     Args:
-        noise: whether the gradient noise is measured.
+        tracker: destination of the rows; None: nothing is done.
+        log_steps: number of updates between two rows. Default: 10, if there are no `log_samples`.
+        log_samples: number of samples between two rows.
+        updater: the updater, which knows the learning rate and the noise.
+        loop: the loop, which knows the position.
+
+    Raises:
+        TypeError: if a number is not an integer.
+        ValueError: if a number is < 1, or the tracker's folder holds the scalars of another training.
     """
-    return [*_tagged(_TAGS), *(_tagged(_NOISE_TAGS) if noise else ())]
+
+    def __init__(
+        self, tracker: Tracker | None, log_steps: int | None, log_samples: int | None, updater: Updater, loop: Loop
+    ) -> None:
+        self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
+        default = 10 if log_samples is None else None
+        self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
+        rank_0 = loop.sampler.world.rank == 0
+        self._tracker = tracker if rank_0 else None
+        self._updater, self._loop = updater, loop
+        self._begin: _Moment | None = None  # after the first update of this run
+        self._last: _Moment | None = None  # after the update of the last row
+        self._seconds_left: float | None = None  # of the whole training, at the last row
+        if self._tracker is not None:
+            self._tracker.check(self.tags)
+
+    @property
+    def tags(self) -> list[str]:
+        """All tags of the training that begin with "vbs/"."""
+        updater = self._updater
+        norm = ("grad_norm",) if updater.options.grad_norm else ()
+        return _tagged([*_TAGS, *norm, *(() if updater.gradient_noise is None else _NOISE_TAGS)])
+
+    def after_update(self, step: Step) -> None:
+        """Move the progress bar, and log a row if one is due."""
+        tracker = self._tracker
+        if tracker is None:
+            return
+        clock = self._loop.clock
+        row_is_due = self._is_due(step)
+        if self._begin is None or row_is_due:
+            now = _Moment(time.monotonic(), clock.step, clock.samples, self._fraction(step))
+            self._begin = self._begin or now
+        if row_is_due:
+            row = self._row(step, now)
+            if self._reads_device:
+                tracker.log_later(clock.step, row)
+            else:
+                tracker.log(clock.step, row())
+            self._seconds_left, self._last = _seconds_left(self._begin, now), now
+        tracker.write_pending(clock.step)
+        tracker.show(clock.epoch.number, step.start + step.batch_size, clock.epoch.samples, self._seconds_left)
+
+    @property
+    def _reads_device(self) -> bool:
+        """Whether the next row has numbers that a device computes."""
+        updater = self._updater
+        measured = updater.gradient_noise is not None or updater.options.grad_norm or bool(updater.step_means.names)
+        return measured and updater.parameters[0].device.type != "cpu"
+
+    def _is_due(self, step: Step) -> bool:
+        clock = self._loop.clock
+        if self._steps is not None and clock.step % self._steps == 0:
+            return True
+        samples, every = clock.samples, self._samples
+        return every is not None and samples // every > (samples - step.batch_size) // every
+
+    def _row(self, step: Step, now: _Moment) -> Callable[[], dict[str, float]]:
+        """Return a function that returns the scalars of the update that was just made."""
+        updater, clock, world = self._updater, self._loop.clock, self._loop.sampler.world
+        last, begin = self._last or self._begin or now, self._begin or now
+        seconds = now.seconds - last.seconds
+        rates = [
+            (n / seconds if seconds > 0 else math.nan) for n in (now.samples - last.samples, now.updates - last.updates)
+        ]
+        epoch = clock.epoch.number + (step.start + step.batch_size) / clock.epoch.samples
+        known = (epoch, clock.samples, now.seconds - begin.seconds, *rates)
+        sizes = (step.batch_size, step.num_microbatches, world.size)
+        scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
+        noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
+        progress, means = (
+            updater.progress.later(),
+            updater.step_means.later(weighs_samples=not updater.token_count.used),
+        )
+
+        def read() -> dict[str, float]:
+            factor = _number(scaling.lr) * _number(scaling.gradient)
+            values = [*known, *sizes, _number(lr) * factor, factor]
+            if updater.options.grad_norm:
+                values.append(_number(norm))
+            if noise is not None:
+                found = noise()
+                values += [_number(n) for n in (found.gain, progress(), found.noise_scale, found.sigma2, found.mu2)]
+            return dict(zip(self.tags, values, strict=True)) | means()
+
+        return read
+
+    def _fraction(self, step: Step) -> float:
+        """Return how much of the whole training is done, as far as its end is known; otherwise 0."""
+        clock, sampler = self._loop.clock, self._loop.sampler
+        return sampler.plan.fraction(clock.epoch, clock.step, sampler.epochs)
 
 
-def scalars(step: Step, world_size: int, lr: float, lr_factor: float, samples: int) -> dict[str, float]:
-    """Return the scalars of every training: of the step that was made, and the samples so far."""
-    values = step.batch_size, step.num_microbatches, world_size, lr, lr_factor, samples
-    return dict(zip(_tagged(_TAGS), values, strict=True))
+def _seconds_left(begin: _Moment, now: _Moment) -> float | None:
+    if now.fraction <= begin.fraction:
+        return None
+    return (now.seconds - begin.seconds) * (1 - now.fraction) / (now.fraction - begin.fraction)
 
 
-def noise_scalars(noise: Noise, progress: float) -> dict[str, float]:
-    """Return the scalars of a training that measures the noise; progress is in updates at `ref_batchsize`."""
-    values = noise.gain, progress, noise.noise_scale, noise.sigma2, noise.mu2
-    return dict(zip(_tagged(_NOISE_TAGS), values, strict=True))
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        return float(value.cpu().item())  # `.item()` of an XLA tensor would end the graph
+    return math.nan if value is None else float(value)
 
 
 def _tagged(names: Iterable[str]) -> list[str]:

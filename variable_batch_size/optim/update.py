@@ -28,24 +28,26 @@ from variable_batch_size.optim.accumulation import (
     Accumulation,
     BufferedAccumulation,
     InPlaceAccumulation,
+    check_dense,
     is_narrow,
     multiply,
 )
 from variable_batch_size.optim.backward_check import BackwardCheck
 from variable_batch_size.optim.factors import scalings_of_groups
 from variable_batch_size.optim.gradient_noise import GradientNoise
-from variable_batch_size.optim.noise_support import create_gradient_noise
+from variable_batch_size.optim.noise_support import UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.participation import participation
 from variable_batch_size.optim.progress import Progress
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.squared_norm import squared_norm
+from variable_batch_size.optim.step_means import StepMeans
+from variable_batch_size.optim.token_count import TokenCount
 from variable_batch_size.optim.wrapper import stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.base import needs_noise
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
-_UNMEASURED = 50  # updates without any estimate of the noise, after which the user is warned
 
 
 @final
@@ -63,6 +65,9 @@ class Updater:
         progress: progress of the training, in updates at the reference.
         last_scaling: scaling of the first parameter group in the last update.
         reference_lr: learning rate of the first parameter group in the last update, before scaling.
+        grad_norm: norm of the gradient of the last update before clipping, 0-D; None if nobody asks for it.
+        token_count: counts by which the gradient is divided, if they are not its samples.
+        step_means: means of logged values.
         inner_step_begun: whether the inner optimizer's step of the present update has begun.
     """
 
@@ -79,13 +84,15 @@ class Updater:
         self.progress = Progress()
         self.last_scaling = Scaling()
         self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)
+        self.grad_norm: Tensor | None = None
         self.inner_step_begun = False
+        self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
         self._inner, self._backend = inner, backend
         self.refresh_parameters()
         self.gradient_noise = create_gradient_noise(inner, rules, ref_batchsize, self.options.noise, backend)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
-        self._unmeasured = 0  # updates without an estimate so far; negative after the warning
+        self._unmeasured = UnmeasuredWarning()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -113,6 +120,8 @@ class Updater:
         self.accumulation.clear()
         self.check.remember()
         self._found_inf, self.inner_step_begun = None, False
+        self.token_count.clear()
+        self.step_means.clear()
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
 
@@ -124,6 +133,7 @@ class Updater:
         inside_step: bool,
         found_inf: Tensor | None,
         grad_scale: Tensor | None,
+        count: Any = None,
     ) -> None:
         """Accumulate a microbatch, whose `backward()` has run.
 
@@ -133,13 +143,15 @@ class Updater:
             inside_step: whether it is not the first one of the step.
             found_inf: under a `GradScaler`, whether the gradient is non-finite, 0-D.
             grad_scale: the scale of the loss under a `GradScaler` that has not yet divided by it, 0-D.
+            count: of the microbatch, if its loss counts something else than samples; see `TokenCount`.
 
         Raises:
             TypeError: if a gradient is sparse.
             RuntimeError: if there was no `backward()`, or something else has changed the gradients.
         """
         if not (self.agreed or inside_step):
-            _check_dense(self.parameters)
+            check_dense(self.parameters)
+        self.token_count.check(count, self.options.reduction, noise=self.gradient_noise is not None)
         self._replay = microbatch.samples == 0
         unscaled = found_inf is not None and grad_scale is None
         fresh = self.check.fresh()
@@ -156,6 +168,10 @@ class Updater:
             self.gradient_noise.add(present, factor, grad_scale)
         next_weight = None if following is None else self._weight_of(following)
         self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
+        like = self.parameters[0]
+        self.token_count.add(count, microbatch, like)
+        weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
+        self.step_means.add(weight, like)
         self.check.remember()
 
     def agree(self) -> None:
@@ -193,7 +209,7 @@ class Updater:
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         update = RuleInput(step.batch_size, reference, updates, samples)
         if self.gradient_noise is None:
-            scalings = self._apply_known_rules(update)
+            scalings = self._apply_known_rules(update, step)
         else:
             scalings = self._apply_measured_rules(self.gradient_noise, update, step)
         if scalings is None:
@@ -203,7 +219,7 @@ class Updater:
         self.progress.add(self.last_scaling.progress)
         if self.gradient_noise is not None:
             self.gradient_noise.commit()
-            self._warn_if_unmeasured(self.gradient_noise)
+            self._unmeasured.after_update(self.gradient_noise)
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,20 +246,20 @@ class Updater:
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
         self.participation.load_state_dict(state)
-        self.agreed = False
+        self.agreed, self.token_count.used, self.step_means.names = False, None, None
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
 
     # The stages. -------------------------------------------------------------------------------------------------
 
-    def _apply_known_rules(self, update: RuleInput) -> list[Scaling] | None:
+    def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
         scalings = scalings_of_groups(self.rules, update)
         # A factor on the gradient that all groups share, and that no clipping precedes, is multiplied together with the
         # weight, which saves a pass over the gradients.
-        shared = self.options.max_grad_norm is None and not self.rule_per_group
-        reduced = self._reduce(scalings[0].gradient if shared else 1.0)
+        shared = self.options.max_grad_norm is None and not self.options.grad_norm and not self.rule_per_group
+        reduced = self._reduce(step, scalings[0].gradient if shared else 1.0)
         if reduced is None:
             return None
         self._clip(reduced)
@@ -254,7 +270,7 @@ class Updater:
     def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
-        reduced = self._reduce(1.0, squares)
+        reduced = self._reduce(step, 1.0, squares)
         if reduced is None:
             return None
         statistics = noise.statistics(squares[0], reduced)
@@ -275,10 +291,13 @@ class Updater:
         self._scale_gradients(scalings)
         return scalings
 
-    def _reduce(self, factor: float, squares: list[Tensor] | None = None) -> list[Tensor] | None:
-        """Return `factor` times the gradient, summed over the ranks; None if a `GradScaler` found it non-finite.
+    def _reduce(self, step: Step, factor: float, squares: list[Tensor] | None = None) -> list[Tensor] | None:
+        """Return `factor` times the gradient, summed over the ranks.
+
+        It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted.
 
         Args:
+            step: the accumulated step.
             factor: a factor on all gradients.
             squares: gets the sum of the weighted squares over all ranks, (1,).
         """
@@ -294,22 +313,28 @@ class Updater:
             squares.append(self.gradient_noise.local_squares(gradients))
         found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
         message = self.participation.message(used, replay=self._replay)
-        self._backend.all_reduce_sum([*gradients, *(squares or ()), *found_inf, *message])
+        counts, means = self.token_count.message(gradients[0]), self.step_means.message(gradients[0])
+        self._backend.all_reduce_sum([*gradients, *(squares or ()), *found_inf, *message, *counts, *means])
         members = self.participation.settle(message)
+        self.step_means.settle(means)
         if members is not None:
             accumulation.exclude(members)
             pairs = zip(gradients, members, strict=True)
             gradients = [gradient for gradient, member in pairs if member]
-        if any(self._backend.host(found).item() for found in found_inf):
+        counted = self.token_count.settle(counts, gradients, step.batch_size)
+        if not counted or any(self._backend.host(found).item() for found in found_inf):
             return None
         return gradients
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
-        """Multiply the gradients by min(1, max_grad_norm / |G|)."""
-        if self.options.max_grad_norm is not None and gradients:
-            norm = squared_norm(gradients).sqrt()
+        """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is asked for."""
+        max_norm = self.options.max_grad_norm
+        if (max_norm is None and not self.options.grad_norm) or not gradients:
+            return
+        self.grad_norm = squared_norm(gradients).sqrt()
+        if max_norm is not None:
             members = [parameter for parameter in self.parameters if parameter.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(members, self.options.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(members, max_norm, self.grad_norm)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
         """Multiply the gradients of each parameter group by its factor."""
@@ -362,26 +387,3 @@ class Updater:
     def _divisor(self, microbatch: Microbatch) -> int:
         """Return the number by which to divide a microbatch's gradient to get that of its mean loss."""
         return microbatch.rows if self.options.reduction == "sum" else 1
-
-    def _warn_if_unmeasured(self, noise: GradientNoise) -> None:
-        if self._unmeasured < 0:
-            return
-        self._unmeasured = -1 if noise.measured else self._unmeasured + 1
-        if self._unmeasured == _UNMEASURED:
-            self._unmeasured = -1
-            warnings.warn(
-                f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a "
-                f'single microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the '
-                f"sampler",
-                UserWarning,
-                stacklevel=6,
-            )
-
-
-def _check_dense(parameters: Sequence[Tensor]) -> None:
-    for number, parameter in enumerate(parameters):
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-            raise TypeError(
-                f"gradients must be dense, but that of parameter {number}, of shape {tuple(parameter.shape)}, has "
-                f"layout {parameter.grad.layout}; build the layer with sparse=False"
-            )

@@ -1,0 +1,144 @@
+"""What an optimizer logs: rows every so many updates or samples, the gradient norm, the time left, the progress bar."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import pty
+import re
+import struct
+import termios
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.reference import Training, batches, data, examples, gradient, training
+from helpers.strategies import Case, Run, cases
+
+
+def trained(folder: Path, updates: int, kind: Any = vbs.LinearRuleOptimizer, **options: Any) -> Training:
+    with vbs.Tracker(folder, progress=False) as tracker:
+        return training(kind, tracker=tracker, **options).run(updates)
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=2, max_size=12), every=st.integers(1, 120))
+@examples(30)
+def test_a_row_for_each_so_many_samples(sizes: list[int], every: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    run = trained(folder, len(sizes), sizes=sizes, log_samples=every)
+    used = np.cumsum([min(len(samples), 50) for samples in batches(sizes, 50)])
+    due = [
+        int(update)
+        for update in range(1, len(used) + 1)
+        if used[update - 1] // every > (used[update - 2] if update > 1 else 0) // every
+    ]
+    path = folder / "scalars.csv"
+    found = pd.read_csv(path)["update"].tolist() if path.exists() else []
+    assert found == due
+    assert run.optimizer.samples == used[-1]
+
+
+def test_the_norm_of_the_gradient_before_clipping(tmp_path: Path) -> None:
+    sizes = [20, 7, 1, 33]
+    for options in ({}, {"max_grad_norm": 0.01}, {"rule": "linear-momentum"}):
+        folder = tmp_path / str(len(str(options)))
+        run = trained(folder, 1, vbs.CustomOptimizer, sizes=sizes, log_steps=1, grad_norm=True, **options)
+        x, target = (tensor.numpy() for tensor in data(50))
+        (first, *_) = batches(sizes, 50)
+        start = training().weights()
+        expected = math.sqrt(sum((g**2).sum() for g in gradient(start, x[first], target[first])))
+        assert run.optimizer.grad_norm is not None
+        assert run.optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-12)
+        assert pd.read_csv(folder / "scalars.csv")["vbs/grad_norm"].tolist() == pytest.approx([expected])
+
+
+def test_without_asking_there_is_no_norm() -> None:
+    assert training().run(2).optimizer.grad_norm is None
+
+
+def test_logged_means_are_columns(tmp_path: Path) -> None:
+    with vbs.Tracker(tmp_path, progress=False) as tracker:
+        run = training(sizes=[4], tracker=tracker, log_steps=2)
+        for number, indices in enumerate(run.sampler, 1):
+            run.loss(indices).backward()
+            run.optimizer.log(loss=number / 2, accuracy=0.5)
+            run.optimizer.step()
+            if number == 6:
+                break
+    table = pd.read_csv(tmp_path / "scalars.csv")
+    assert table["loss"].tolist() == [1.0, 2.0, 3.0]
+    assert table["accuracy"].tolist() == [0.5] * 3
+
+
+def test_rows_wait_for_a_device_and_the_last_ones_for_close(tmp_path: Path) -> None:
+    tracker, read = vbs.Tracker(tmp_path), []
+    for update in range(1, 6):
+
+        def row(update: int = update) -> dict[str, float]:
+            read.append(update)
+            return {"value": update}
+
+        tracker.log_later(update, row)
+        tracker.write_pending(update)
+        assert read == list(range(1, update - 1))
+    tracker.close()
+    assert read == [1, 2, 3, 4, 5]
+    assert pd.read_csv(tmp_path / "scalars.csv")["value"].tolist() == [1, 2, 3, 4, 5]
+
+
+@given(cases(largest_dataset=60), st.booleans())
+@examples(60)
+def test_the_fraction_of_the_training_that_is_done(case: Case, known: bool) -> None:
+    """It grows, and is 1 at the end if the end is known."""
+    run, found = Run(case), [0.0]
+    epochs = case.epochs if known else None
+    while run.optimizer.epoch < case.epochs and not run.optimizer.done:
+        run.set_epoch(run.optimizer.epoch)
+        for batch in run.sampler:
+            if run.take(batch):
+                clock = run.optimizer._loop.clock
+                found.append(clock.plan.fraction(clock.epoch, clock.step, epochs))
+    assert found == sorted(found)
+    ends = known or run.optimizer.done
+    assert found[-1] == 1 if ends else 0 <= found[-1] <= 1
+
+
+def drawn_on_a_terminal(**sampling: Any) -> str:
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))  # rows and columns
+    with os.fdopen(reader, "rb", buffering=0) as screen, os.fdopen(writer, "w") as stderr:
+        with redirect_stderr(stderr), vbs.Tracker() as tracker:
+            run = training(sizes=[10], tracker=tracker, log_steps=1, sampling=sampling)
+            for epoch in range(2):
+                run.sampler.set_epoch(epoch)
+                for indices in run.sampler:
+                    run.loss(indices).backward()
+                    run.optimizer.log(loss=0.25)
+                    run.optimizer.step()
+        print("end", end="", file=stderr, flush=True)
+        drawn = b""
+        while not drawn.endswith(b"end"):
+            drawn += screen.read(4096)
+    return drawn.decode()
+
+
+def test_the_bar_shows_loss_batch_size_rate_and_the_time_left() -> None:
+    shown = r"50\.0/50\.0 .*loss=0\.25, B=10, lr=0\.003125"
+    assert re.search(shown + r", left=00:0\d", drawn_on_a_terminal(epochs=2), re.DOTALL)
+    endless = drawn_on_a_terminal()
+    assert re.search(shown, endless, re.DOTALL)
+    assert "left" not in endless
+
+
+@pytest.mark.parametrize("name", ["log_steps", "log_samples"])
+def test_rejects_an_interval_that_is_no_positive_integer(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be an integer >= 1, got 0"):
+        training(**{name: 0})

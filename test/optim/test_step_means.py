@@ -1,0 +1,179 @@
+"""`optimizer.log`: means over exactly the samples of each step, in the message of the gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.reference import examples, training
+from variable_batch_size.backend import LocalBackend
+from variable_batch_size.testing import run_ranks
+
+DATASET = 50
+VALUES = np.random.default_rng(5).normal(size=DATASET)
+
+
+class Counting(LocalBackend):
+    """Counts the tensors of each message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[list[int]] = []
+
+    def all_reduce_sum(self, tensors: Any) -> None:
+        self.messages.append([tensor.numel() for tensor in tensors])
+        super().all_reduce_sum(tensors)
+
+
+@given(
+    sizes=st.lists(st.integers(1, DATASET), min_size=1, max_size=6),
+    world=st.integers(1, 4),
+    minibatch_size=st.integers(1, 9),
+    fixed_shape=st.booleans(),
+    kind=st.sampled_from([vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer]),
+)
+@examples(80)
+def test_a_mean_is_over_the_samples_of_the_step(
+    sizes: list[int], world: int, minibatch_size: int, fixed_shape: bool, kind: Any
+) -> None:
+    def train(backend: vbs.Backend) -> list[tuple[float, float, list[int]]]:
+        run = training(
+            kind, sizes, backend=backend, minibatch_size=minibatch_size, sampling={"fixed_shape": fixed_shape}
+        )
+        found, used = [], []
+        while len(found) < len(sizes):
+            run.sampler.set_epoch(run.optimizer.epoch)
+            run.optimizer.set_epoch(run.optimizer.epoch)
+            for indices in run.sampler:
+                due = run.optimizer.microbatch
+                replay = due.samples == 0
+                run.loss(indices).backward()
+                value = math.nan if replay else VALUES[indices].mean()  # of a replay it may be anything
+                run.optimizer.log(value=torch.tensor(value, dtype=torch.float64))
+                run.optimizer.log(double=float(2 * value))
+                used += list(dict.fromkeys(indices))[: due.samples]
+                if run.optimizer.step() or due.ends_step:
+                    logged = run.optimizer.logged
+                    found.append((logged["value"].item(), logged["double"].item(), used))
+                    used = []
+                    if len(found) == len(sizes):
+                        break
+        return found
+
+    for rows in zip(*run_ranks(train, world), strict=True):
+        mean = VALUES[[i for *_, used in rows for i in used]].mean()
+        for value, double, _ in rows:
+            assert [value, double] == pytest.approx([mean, 2 * mean], abs=1e-12)
+
+
+def test_it_travels_in_the_message_of_the_gradients_and_costs_nothing_unless_asked_for() -> None:
+    for log in (True, False):
+        backend = Counting()
+        run = training(sizes=[9], backend=backend)
+        for indices in run.sampler:
+            run.loss(indices).backward()
+            if log:
+                run.optimizer.log(loss=1.0, hits=2)
+            if run.optimizer.step():
+                break
+        (message,) = backend.messages
+        assert message[len(list(run.model.parameters())) :] == ([4] if log else [])
+
+
+def test_values_of_a_discarded_step_do_not_count() -> None:
+    run = training(sizes=[9])
+    run.loss(next(iter(run.sampler))).backward()
+    run.optimizer.log(loss=1e9)
+    run.optimizer.step()
+    run.optimizer.log(loss=1e9)
+    run.optimizer.discard_step()
+    for indices in run.sampler:
+        run.loss(indices).backward()
+        run.optimizer.log(loss=2.0)
+        if run.optimizer.step():
+            break
+    assert run.optimizer.logged["loss"].item() == 2.0
+
+
+def test_an_update_without_values_has_no_mean() -> None:
+    run = training(sizes=[4])
+    for number, indices in enumerate(run.sampler):
+        run.loss(indices).backward()
+        if number % 2 == 0:
+            run.optimizer.log(loss=number)
+        assert run.optimizer.step()
+        assert run.optimizer.logged["loss"].item() == pytest.approx(
+            number if number % 2 == 0 else math.nan, nan_ok=True
+        )
+        if number == 3:
+            break
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"loss": torch.ones(3)}, ValueError, r"loss must be a mean over the rows .* shape \(3,\); pass its .mean"),
+        ({"loss": "1"}, TypeError, "loss must be a number or a tensor with one element, got '1'"),
+        ({"loss": None}, TypeError, "loss must be a number"),
+        ({"update": 1.0}, ValueError, 'a name must not be "update"'),
+        ({"vbs/lr": 1.0}, ValueError, 'or begin with "vbs/"'),
+    ],
+)
+def test_rejects_wrong_values(values: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        training().optimizer.log(**values)
+
+
+def test_a_name_twice_for_a_microbatch_raises() -> None:
+    run = training()
+    run.optimizer.log(loss=1.0)
+    with pytest.raises(RuntimeError, match="'loss' was logged twice; call log"):
+        run.optimizer.log(loss=1.0)
+
+
+def test_a_new_name_after_the_first_update_raises() -> None:
+    run = training(sizes=[4]).run(1)
+    with pytest.raises(
+        RuntimeError, match=r"those of the first update, none, but 'loss' is new; log it from the first"
+    ):
+        run.optimizer.log(loss=1.0)
+
+
+def test_a_value_for_some_microbatches_of_a_step_only_raises() -> None:
+    run = training(sizes=[9])
+    batches = iter(run.sampler)
+    run.loss(next(batches)).backward()
+    run.optimizer.log(loss=1.0)
+    run.optimizer.step()
+    for _ in range(1):
+        run.loss(next(batches)).backward()
+        run.optimizer.step()
+    run.loss(next(batches)).backward()
+    with pytest.raises(RuntimeError, match="'loss' has 1 values for 3 microbatches; call it before each step"):
+        run.optimizer.step()
+
+
+def test_one_rank_that_does_not_log_raises_on_all() -> None:
+    def train(backend: vbs.Backend) -> str:
+        run = training(sizes=[8], backend=backend)
+        run.loss(next(iter(run.sampler))).backward()
+        if backend.world.rank == 0:
+            run.optimizer.log(loss=1.0)
+        try:
+            run.optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for message in run_ranks(train, 2):
+        assert "all ranks must train with the same names in log()" in message
