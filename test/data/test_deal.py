@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -40,12 +41,12 @@ def map_steps(plan: Plan, epoch: Epoch) -> Iterator[Step]:
 # ----------------------------------------------------------------------------------------------- law 1: the exact batch
 
 
-@given(cases(), worlds, st.integers(0, 2))
+@given(cases(), worlds, st.integers(0, 2), worlds)
 @examples(150)
-def test_the_microbatches_of_all_ranks_make_up_the_batch(case: Case, size: int, number: int) -> None:
-    plan, m = case.plan(), case.minibatch_size
+def test_the_microbatches_of_all_ranks_make_up_the_batch(case: Case, size: int, number: int, spread: int) -> None:
+    plan, m = replace(case.plan(), ranks=spread), case.minibatch_size
     for step in map_steps(plan, plan.epoch(number)):
-        expected = split_sizes(step.batch_size, m, case.fixed_shape)
+        expected = split_sizes(step.batch_size, m, case.fixed_shape, spread)
         assert step.num_microbatches == len(expected)
         weight = Fraction(0)
         for world in ranks(size):
@@ -102,7 +103,7 @@ def assert_parts_agree(deal: Deal, start: IntArray, samples: IntArray) -> None:
 def test_deals_of_many_steps_equal_single_steps(
     case: Case, size: int, number: int, data: st.DataObject, steps_per_deal: int
 ) -> None:
-    plan = case.plan()
+    plan = replace(case.plan(), ranks=data.draw(worlds))
     epoch = plan.epoch(number)
     world = World(data.draw(st.integers(0, size - 1)), size)
     first_step = data.draw(st.integers(epoch.first_step, epoch.end_step))

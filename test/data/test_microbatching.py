@@ -30,11 +30,11 @@ def sizes_of(cut: Cut) -> list[int]:
     return [cut.locate(number)[1] for number in range(cut.microbatches)]
 
 
-@given(st.integers(1, 3000), st.integers(1, 200), st.booleans())
+@given(st.integers(1, 3000), st.integers(1, 200), st.booleans(), st.integers(1, 30))
 @examples(300)
-def test_a_cut_holds_every_sample_once(batch_size: int, minibatch_size: int, fixed_shape: bool) -> None:
-    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape)
-    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape)
+def test_a_cut_holds_every_sample_once(batch_size: int, minibatch_size: int, fixed_shape: bool, ranks: int) -> None:
+    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, ranks=ranks)
+    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape, ranks)
     assert sum(sizes_of(found)) == batch_size
     starts = [found.locate(number)[0] for number in range(found.microbatches)]
     assert starts == [sum(sizes_of(found)[:number]) for number in range(found.microbatches)]

@@ -149,8 +149,8 @@ class Case:
     def intermittent(self) -> bool:
         return bool({"rare", "alternate"} & self.parts)
 
-    def minibatch_size(self, update: int) -> int:
-        return next(segment for segment in self.segments if update < segment.end).minibatch_size
+    def segment(self, update: int) -> Segment:
+        return next(segment for segment in self.segments if update < segment.end)
 
 
 class Draw:

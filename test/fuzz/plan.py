@@ -42,11 +42,13 @@ class Planned:
     samples: tuple[int, ...]
     ends_epoch: bool
 
-    def microbatches(self, minibatch_size: int, fixed_shape: bool, even: bool = True) -> list[tuple[int, list[int]]]:
+    def microbatches(
+        self, minibatch_size: int, fixed_shape: bool, even: bool = True, ranks: int = 1
+    ) -> list[tuple[int, list[int]]]:
         """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update."""
         result, start = [], 0
-        sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape)
-        if even and not fixed_shape and not is_even(sizes, minibatch_size):
+        sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape, ranks)
+        if even and not fixed_shape and ranks == 1 and not is_even(sizes, minibatch_size):
             sizes = even_sizes(len(self.samples), minibatch_size)
         for size in sizes:
             positions = rows_of(start, size, minibatch_size, fixed_shape)

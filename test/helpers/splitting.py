@@ -6,10 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def split_sizes(batch_size: int, minibatch_size: int, fixed_shape: bool = False) -> list[int]:
+def split_sizes(batch_size: int, minibatch_size: int, fixed_shape: bool = False, ranks: int = 1) -> list[int]:
     """The samples of each microbatch of a step, in the order of their numbers."""
     if not fixed_shape:
-        return [len(part) for part in np.array_split(np.arange(batch_size), -(-batch_size // minibatch_size))][::-1]
+        number = -(-batch_size // minibatch_size)
+        while number < ranks and batch_size >= 2 * (number + 1):  # no rank is idle, and none has a single sample
+            number += 1
+        return [len(part) for part in np.array_split(np.arange(batch_size), number)][::-1]
     full, remainder = divmod(batch_size, minibatch_size)
     partial = []
     while remainder:

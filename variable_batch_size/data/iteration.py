@@ -84,6 +84,9 @@ class Iteration:
         if not self.counts.begun:
             self._source.check_readable()
             self._source.begin_reading()
+            if self.plan is not self._source.plan and self._deal is None:  # an optimizer was created since iter()
+                self.plan = self._source.plan
+                self._start_at(self.start, self.first_round)
         self._source.iteration = self
         self.counts.count_read()
         if self._row == len(self._rows):

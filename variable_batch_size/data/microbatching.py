@@ -84,24 +84,28 @@ class Cut:
         return sum(self.small) + (number - len(self.small)) * self.size, self.size
 
 
-def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool) -> Cut:
+def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, ranks: int = 1) -> Cut:
     """Return how a step is split into microbatches.
 
-    With a fixed shape: `partial_sizes` of the remainder, then full microbatches. Otherwise ceil(B / m) microbatches
-    whose sizes differ by at most one, the smaller ones first; for m >= 3 none has a single sample unless B = 1.
+    With a fixed shape: `partial_sizes` of the remainder, then full microbatches. Otherwise
+    max(ceil(B / m), min(floor(B / 2), ranks)) microbatches whose sizes differ by at most one, the smaller ones first;
+    for m >= 3 none has a single sample unless B = 1.
 
     Args:
         batch_size: B, samples of the step.
         minibatch_size: m, maximum number of rows of a microbatch.
         fixed_shape: whether every microbatch has `minibatch_size` rows.
+        ranks: number of ranks over which the samples are spread, as long as each gets two.
 
     >>> cut(33, 32, fixed_shape=False)
     Cut(small=(16,), size=17, count=1)
+    >>> cut(128, 32, fixed_shape=False, ranks=8)
+    Cut(small=(), size=16, count=8)
     """
     if fixed_shape:
         full, remainder = divmod(batch_size, minibatch_size)
         return Cut(partial_sizes(remainder, minibatch_size), minibatch_size, full)
-    microbatches = -(-batch_size // minibatch_size)
+    microbatches = max(-(-batch_size // minibatch_size), min(batch_size // 2, ranks))
     size, larger = divmod(batch_size, microbatches)
     if larger == 0:
         return Cut((), size, microbatches)

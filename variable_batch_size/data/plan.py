@@ -86,7 +86,7 @@ class Step:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """Which samples make up which update; independent of world, seed and device.
+    """Which samples make up which update; independent of seed and device, and of the world but for `ranks`.
 
     Args:
         trace: step -> global batch size, in samples.
@@ -95,6 +95,7 @@ class Plan:
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one, so that the
             tail of the epoch is not used; otherwise the step is shortened.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
+        ranks: number of ranks over which a step without a fixed shape is spread, see `cut`.
         begin: the epoch in which a resumed run began, with which the plan begins; None: epoch 0 of the trace.
         max_updates: number of updates after which the training ends, >= 1; None: no such end. A trace with
             `on_end="stop"` ends it after its last step, too.
@@ -110,6 +111,7 @@ class Plan:
     minibatch_size: int
     drop_last: bool = False
     fixed_shape: bool = True
+    ranks: int = 1
     begin: Epoch | None = None
     max_updates: int | None = None
     max_samples: int | None = None
@@ -284,7 +286,7 @@ class Plan:
         """Return update `number` of the trace, which lies in `epoch`."""
         start = self._held.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
-        sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape)
+        sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape, ranks=self.ranks)
         return Step(number, batch_size, start, self.minibatch_size, sizes, self.fixed_shape)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
@@ -305,7 +307,7 @@ class Plan:
     def _microbatches(self, batch_sizes: IntArray) -> IntArray:
         """Return the number of microbatches of steps of these sizes, (steps,)."""
         if not self.fixed_shape:
-            return -(-batch_sizes // self.minibatch_size)
+            return np.maximum(-(-batch_sizes // self.minibatch_size), np.minimum(batch_sizes // 2, self.ranks))
         full, remainders = np.divmod(batch_sizes, self.minibatch_size)
         used, which = np.unique(remainders, return_inverse=True)  # (splits,), (steps,)
         partial = np.array([len(partial_sizes(int(r), self.minibatch_size)) for r in used])  # (splits,)

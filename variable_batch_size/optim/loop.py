@@ -54,9 +54,9 @@ class Loop:
     It reads the plan and counts by itself, because microbatches that the sampler yielded may only be prefetched.
     """
 
-    def __init__(self, sampler: CustomSampler, backend: Backend) -> None:
+    def __init__(self, sampler: CustomSampler, backend: Backend, *, measures_noise: bool = False) -> None:
         self.sampler = _check_sampler(sampler, backend)
-        self.clock: Clock = sampler.attach()
+        self.clock: Clock = sampler.attach(measures_noise=measures_noise)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.phase = Phase.BETWEEN_STEPS
         self._world = backend.world

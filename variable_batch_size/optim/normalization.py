@@ -94,5 +94,7 @@ def _smallest(sampler: CustomSampler) -> _Smallest:
     plan, epoch = sampler.plan, sampler.clock.epoch
     deals = (plan.deal(epoch, step, sampler.world) for step in range(epoch.first_step, epoch.end_step, STEPS_PER_DEAL))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
-    cuts = ((cut(size, plan.minibatch_size, fixed_shape=plan.fixed_shape), size) for size in batch_sizes)
+    cuts = (
+        (cut(size, plan.minibatch_size, fixed_shape=plan.fixed_shape, ranks=plan.ranks), size) for size in batch_sizes
+    )
     return min(_Smallest(found.locate(0)[1], size) for found, size in cuts)

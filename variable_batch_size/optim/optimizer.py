@@ -107,7 +107,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
         check_applies_lr(inner, rules)
-        self._loop = Loop(sampler, self._backend)
+        self._loop = Loop(sampler, self._backend, measures_noise=self._updater.gradient_noise is not None)
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         logs = tracker is not None or log_steps is not None or log_samples is not None
         self.tracker = (tracker or Tracker("runs")) if logs else None
