@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_int, type_error, value_error
 from variable_batch_size.trace.csv_file import read_csv, write_csv
-from variable_batch_size.trace.schedule import is_schedule, parse_schedule
+from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule
+from variable_batch_size.trace.thresholds import first_steps, ramp_thresholds
 
 OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
 _ON_END = 'on_end must be "error", "stop", "hold" or "cycle"'
@@ -29,8 +30,8 @@ class TraceEndError(IndexError, ValueError):
 class BatchTrace:
     """The global batch size, in samples, of every step of a training: an immutable, hashable value.
 
-    Steps are updates, counted from 0. Create a trace by `from_csv`, `from_sizes`, `constant`, `parse` or `of`. It is
-    stored as runs of steps with equal batch sizes, and queried by binary search.
+    Steps are updates, counted from 0. Create a trace by `from_csv`, `from_sizes`, `constant`, `parse`, `ramp` or `of`.
+    It is stored as runs of steps with equal batch sizes, and queried by binary search.
 
     Attributes:
         steps: number of steps; None for an infinite trace, which holds its last batch size.
@@ -136,30 +137,81 @@ class BatchTrace:
         return cls(np.array([0]), np.array([check_int(batch_size, "batch_size", 1, MAX_INT)]), end, on_end)
 
     @classmethod
-    def parse(cls, schedule: str, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
+    def parse(
+        cls,
+        schedule: str,
+        steps: int | None = None,
+        *,
+        unit: Unit = "steps",
+        sequence_length: int | None = None,
+        on_end: OnEnd = "error",
+    ) -> BatchTrace:
         """Return the trace that a schedule string describes.
 
         >>> trace = BatchTrace.parse("0:128 2000:256 10K:1024")
         >>> trace.batch_size(1999), trace.batch_size(2000), trace.batch_size(10_000)
         (128, 256, 1024)
+        >>> BatchTrace.parse("0:768 250B:1536", unit="tokens", sequence_length=4096).constant_from
+        79473
+
+        With a unit of samples or tokens, strings and batch sizes are those of Megatron-LM's `--step-batch-size-schedule`
+        (megatron/core/num_microbatches_calculator.py): a step has the batch size of the last entry whose threshold is
+        <= the sum of the batch sizes of all steps before it. A step that the end of an epoch shortens counts in full.
 
         Args:
-            schedule: entries "first step:batch size", separated by spaces or commas. The first one starts at step 0,
-                and the steps increase. K means 1000, and M means 10^6.
+            schedule: entries "threshold:batch size", separated by spaces or commas. The thresholds increase from 0.
+                K means 1000, M 10^6, B 10^9, and T 10^12.
             steps: number of steps, which must include the first step of the last entry; None makes the trace infinite.
+            unit: what a threshold counts: "steps", "samples" or "tokens".
+            sequence_length: tokens of a sample, if the unit is tokens; t tokens are floor(t / sequence_length) samples.
             on_end: what follows the last step.
 
         Raises:
-            TypeError: if `schedule` is not a string, or `steps` not an integer.
-            ValueError: if an entry has another form, if the steps do not increase from 0, or if `steps` does not reach
-                the last entry.
+            TypeError: if `schedule` or `unit` is not a string, or `steps` or `sequence_length` not an integer.
+            ValueError: if an entry has another form, if the thresholds do not increase from 0, if `steps` does not
+                reach the last entry, or if `unit` is another one or does not go with `sequence_length`.
         """
-        first_steps, sizes = zip(*parse_schedule(schedule), strict=True)
+        return cls._of_runs(parse_schedule(schedule, unit, sequence_length), steps, on_end, f"{schedule!r:.60}")
+
+    @classmethod
+    def ramp(
+        cls, start: int, end: int, increment: int, samples: int, steps: int | None = None, *, on_end: OnEnd = "error"
+    ) -> BatchTrace:
+        """Return the trace whose batch size grows linearly over the first `samples` samples, then stays at `end`.
+
+        The batch size of a step before which the batch sizes sum to s is
+
+            B = min(end, start + increment * floor(s * n / samples)),   n = (end - start) / increment
+
+        as with Megatron-LM's former options `--rampup-batch-size start increment samples --global-batch-size end`.
+
+        >>> BatchTrace.ramp(start=16, end=32, increment=8, samples=96).batch_sizes(range(6)).tolist()
+        [16, 16, 16, 24, 24, 32]
+
+        Args:
+            start: batch size of step 0, in [1, 2**53].
+            end: batch size after `samples` samples: `start` plus 1 to 10^6 increments.
+            increment: samples by which the batch size grows at once.
+            samples: length of the ramp, in [1, 2**53].
+            steps: number of steps, which must include the first one of size `end`; None makes the trace infinite.
+            on_end: what follows the last step.
+
+        Raises:
+            TypeError: if an argument is not an integer.
+            ValueError: if an argument is out of its range.
+        """
+        runs = first_steps(ramp_thresholds(start, end, increment, samples))
+        return cls._of_runs(runs, steps, on_end, f"ramp({start}, {end}, {increment}, {samples})")
+
+    @classmethod
+    def _of_runs(cls, runs: list[tuple[int, int]], steps: int | None, on_end: OnEnd, source: str) -> BatchTrace:
+        """Return the trace of (first step, batch size) of each run, whose last one `steps` must include."""
+        first_step, size = np.array(runs).T  # (runs,), (runs,)
         end = None if steps is None else check_int(steps, "steps", 1, MAX_INT)
-        if end is not None and end <= first_steps[-1]:
-            requirement = f"steps must be > {first_steps[-1]}, the first step of the last entry of {schedule!r:.60}"
-            raise value_error(requirement, end, "raise it, or drop the entries beyond it")
-        return cls(np.array(first_steps), np.array(sizes), end, on_end, f"{schedule!r:.60}")
+        if end is not None and end <= first_step[-1]:
+            requirement = f"steps must be > {first_step[-1]}, the first step of the last batch size of {source}"
+            raise value_error(requirement, end, "raise it, or end the schedule earlier")
+        return cls(first_step, size, end, on_end, source)
 
     @classmethod
     def of(cls, source: object, *, on_end: OnEnd | None = None) -> BatchTrace:

@@ -1,15 +1,21 @@
-"""Schedule strings such as "0:128 2000:256 10K:1024": the first step of each run of steps and its batch size."""
+"""Schedule strings such as "0:128 2000:256 10K:1024": where each batch size begins, in steps, samples or tokens."""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from typing import Literal, TypeAlias
 
 from variable_batch_size._validation import MAX_INT, check_int, type_error, value_error
+from variable_batch_size.trace.thresholds import first_steps
+
+Unit: TypeAlias = Literal["steps", "samples", "tokens"]
 
 EXAMPLE = '"0:128 2000:256 10K:1024"'
-_ENTRY = re.compile(r"([0-9]{1,20})([kKmM]?):([0-9]{1,20})([kKmM]?)")
-_BEGINNING = re.compile(r"\s*[0-9]+[kKmM]?\s*(:|$)")
-_ONE_SIZE = re.compile(r"[0-9]{1,20}[kKmM]?")
+_NUMBER = r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][0-9]{1,2})?[kKmMbBtT]?"
+_ENTRY = re.compile(f"({_NUMBER}):({_NUMBER})")
+_BEGINNING = re.compile(rf"\s*([0-9]+|{_NUMBER})\s*(:|$)")
+_ONE_SIZE = re.compile(_NUMBER)
 
 
 def is_schedule(text: str) -> bool:
@@ -21,17 +27,23 @@ def is_schedule(text: str) -> bool:
     return _BEGINNING.match(text) is not None
 
 
-def parse_schedule(schedule: str) -> list[tuple[int, int]]:
+def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | None = None) -> list[tuple[int, int]]:
     """Return the first step and the batch size (samples) of each entry of a schedule; one size alone begins at step 0.
+
+    An entry that no step has, because the step before it exceeds the next threshold too, is left out.
 
     >>> parse_schedule("0:128, 2K:256"), parse_schedule("64")
     ([(0, 128), (2000, 256)], [(0, 64)])
+    >>> parse_schedule("0:128 1000:256", "samples")
+    [(0, 128), (8, 256)]
 
     Raises:
-        TypeError: if `schedule` is not a string.
-        ValueError: if there is no entry, if an entry is not "step:batch_size", if a batch size is not in [1, 2**53], if
-            the first entry does not start at step 0, or if the steps do not increase.
+        TypeError: if `schedule` or `unit` is not a string, or `sequence_length` is not an integer where it is required.
+        ValueError: if there is no entry, if an entry is not "threshold:batch_size", if a batch size is not in
+            [1, 2**53], if the first entry does not start at 0, if the thresholds do not increase, or if `unit` or
+            `sequence_length` is not valid.
     """
+    sequence_length = _check_unit(unit, sequence_length)
     if not isinstance(schedule, str):
         raise type_error("a schedule must be a string", schedule, f"write it like {EXAMPLE}")
     words = schedule.replace(",", " ").split()
@@ -42,18 +54,51 @@ def parse_schedule(schedule: str) -> list[tuple[int, int]]:
     entries: list[tuple[int, int]] = []
     for number, word in enumerate(words, 1):
         minimum = entries[-1][0] + 1 if entries else 0
-        entries.append(_parse_entry(word, number, minimum))
-    return entries
+        entries.append(_parse_entry(word, number, minimum, unit, sequence_length))
+    return entries if unit == "steps" else first_steps(entries)
 
 
-def _parse_entry(word: str, number: int, minimum: int) -> tuple[int, int]:
-    """Return the step and the batch size of one entry, whose step must be at least `minimum`."""
-    where, match = f"schedule entry {number} ({word!r:.60})", _ENTRY.fullmatch(word)
-    if match is None:
-        requirement = f"schedule entry {number} must be step:batch_size in integers (K = 1000, M = 10^6)"
-        raise value_error(requirement, f"{word!r:.60}", f"write the schedule like {EXAMPLE}")
-    step, size = (int(match[i]) * 1000 ** " km".index(match[i + 1].lower() or " ") for i in (1, 3))
-    if number == 1 and step != 0:
-        raise value_error(f"{where} must start at step 0", step, "begin the schedule with 0:batch_size")
-    check_int(step, f"{where}: step", minimum, MAX_INT, "order the entries by increasing step")
-    return step, check_int(size, f"{where}: batch_size", 1, MAX_INT, "correct the entry or remove it")
+def _check_unit(unit: Unit, sequence_length: int | None) -> int:
+    """Return how many of the unit a threshold is divided by: the length of a sequence for tokens, otherwise 1."""
+    if not isinstance(unit, str):
+        raise type_error('unit must be "steps", "samples" or "tokens"', unit, "choose one of these")
+    if unit not in ("steps", "samples", "tokens"):
+        raise value_error('unit must be "steps", "samples" or "tokens"', repr(unit), "choose one of these")
+    if unit == "tokens":
+        remedy = "pass the number of tokens in a sample"
+        return check_int(sequence_length, 'sequence_length for unit="tokens"', 1, MAX_INT, remedy)
+    if sequence_length is not None:
+        requirement = f'sequence_length must be None for unit="{unit}"'
+        raise value_error(requirement, repr(sequence_length), 'omit it, or pass unit="tokens"')
+    return 1
+
+
+def _parse_entry(word: str, number: int, minimum: int, unit: Unit, sequence_length: int) -> tuple[int, int]:
+    """Return the threshold and the batch size of one entry, whose threshold must be at least `minimum`.
+
+    A threshold in tokens is returned in samples, rounded down.
+    """
+    match = _ENTRY.fullmatch(word)
+    threshold, size = map(_integer, match.groups()) if match else (None, None)
+    if threshold is None or size is None:
+        form = f"{unit[:-1]}:batch_size in integers (K = 1000, M = 10^6, B = 10^9, T = 10^12)"
+        remedy = f"write the schedule like {EXAMPLE}"
+        raise value_error(f"schedule entry {number} must be {form}", f"{word!r:.60}", remedy)
+    where = f"schedule entry {number} ({word!r:.60})"
+    first = threshold // sequence_length
+    if number == 1 and first != 0:
+        raise value_error(f"{where} must start at {unit[:-1]} 0", threshold, "begin the schedule with 0:batch_size")
+    name = "tokens // sequence_length" if unit == "tokens" else unit[:-1]
+    check_int(first, f"{where}: {name}", minimum, MAX_INT, f"order the entries by increasing {name}")
+    return first, check_int(size, f"{where}: batch_size", 1, MAX_INT, "correct the entry or remove it")
+
+
+def _integer(text: str) -> int | None:
+    """Return a number such as "250B" or "1.5M", or None if it is not an integer.
+
+    >>> _integer("1.5K"), _integer("2e3"), _integer("1.5")
+    (1500, 2000, None)
+    """
+    factor = 1000 ** max(0, " KMBT".find(text[-1].upper()))
+    number = Fraction(text.rstrip("kKmMbBtT")) * factor  # not a float, in which 4.35 * 1000 is less than 4350
+    return number.numerator if number.denominator == 1 else None
