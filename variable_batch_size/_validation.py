@@ -82,6 +82,21 @@ def check_int(
     return number
 
 
+def check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raise TypeError if `value` is not a string, and ValueError if it is not one of the `choices`.
+
+    >>> check_choice("held", "on_end", ("error", "hold", "cycle"))
+    Traceback (most recent call last):
+    ValueError: on_end must be "error", "hold" or "cycle", got 'held'; choose one of these
+    """
+    *others, last = (f'"{choice}"' for choice in choices)
+    requirement = f"{name} must be {', '.join(others)} or {last}"
+    if not isinstance(value, str):
+        raise type_error(requirement, value, "choose one of these")
+    if value not in choices:
+        raise value_error(requirement, f"{value!r:.60}", "choose one of these")
+
+
 def check_number(value: object, name: str, remedy: str) -> float:
     """Return `value` as a finite float >= 0.
 

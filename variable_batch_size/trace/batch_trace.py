@@ -12,13 +12,13 @@ from typing import Literal, TypeAlias, final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_int, type_error, value_error
+from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_choice, check_int, type_error, value_error
 from variable_batch_size.trace.csv_file import read_csv, write_csv
+from variable_batch_size.trace.rounding import round_runs
 from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule
-from variable_batch_size.trace.thresholds import first_steps, ramp_thresholds
+from variable_batch_size.trace.thresholds import ramp_steps
 
 OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
-_ON_END = 'on_end must be "error", "stop", "hold" or "cycle"'
 
 
 class TraceEndError(IndexError, ValueError):
@@ -51,10 +51,7 @@ class BatchTrace:
 
     def __post_init__(self) -> None:
         """Merge neighboring runs of equal batch size, so that equal traces have equal runs; count and hash them."""
-        if not isinstance(self.on_end, str):
-            raise type_error(_ON_END, self.on_end, "choose one of these")
-        if self.on_end not in get_args(OnEnd):
-            raise value_error(_ON_END, repr(self.on_end), "choose one of these")
+        check_choice(self.on_end, "on_end", get_args(OnEnd))
         differs = np.diff(self._size, prepend=0) != 0  # (runs before the merge,)
         first_step, size = self._first_step[differs], self._size[differs]  # (runs,)
         length = np.diff(first_step, append=self.steps or int(first_step[-1]) + 1)  # (runs,)
@@ -133,8 +130,7 @@ class BatchTrace:
             TypeError: if `batch_size` or `steps` is not an integer.
             ValueError: if `batch_size` or `steps` is not in [1, 2**53].
         """
-        end = None if steps is None else check_int(steps, "steps", 1, MAX_INT)
-        return cls(np.array([0]), np.array([check_int(batch_size, "batch_size", 1, MAX_INT)]), end, on_end)
+        return cls._of_runs([(0, check_int(batch_size, "batch_size", 1, MAX_INT))], steps, on_end)
 
     @classmethod
     def parse(
@@ -154,9 +150,9 @@ class BatchTrace:
         >>> BatchTrace.parse("0:768 250B:1536", unit="tokens", sequence_length=4096).constant_from
         79473
 
-        With a unit of samples or tokens, strings and batch sizes are those of Megatron-LM's `--step-batch-size-schedule`
-        (megatron/core/num_microbatches_calculator.py): a step has the batch size of the last entry whose threshold is
-        <= the sum of the batch sizes of all steps before it. A step that the end of an epoch shortens counts in full.
+        In samples and tokens, a step has the batch size of the last entry whose threshold is at most the sum of the
+        batch sizes of all steps before it, as with Megatron-LM's `--step-batch-size-schedule`
+        (megatron/core/num_microbatches_calculator.py). A step that the end of an epoch shortens counts in full.
 
         Args:
             schedule: entries "threshold:batch size", separated by spaces or commas. The thresholds increase from 0.
@@ -169,7 +165,7 @@ class BatchTrace:
         Raises:
             TypeError: if `schedule` or `unit` is not a string, or `steps` or `sequence_length` not an integer.
             ValueError: if an entry has another form, if the thresholds do not increase from 0, if `steps` does not
-                reach the last entry, or if `unit` is another one or does not go with `sequence_length`.
+                reach the last entry, if `unit` is another one, or if `sequence_length` does not belong to it.
         """
         return cls._of_runs(parse_schedule(schedule, unit, sequence_length), steps, on_end, f"{schedule!r:.60}")
 
@@ -200,13 +196,13 @@ class BatchTrace:
             TypeError: if an argument is not an integer.
             ValueError: if an argument is out of its range.
         """
-        runs = first_steps(ramp_thresholds(start, end, increment, samples))
-        return cls._of_runs(runs, steps, on_end, f"ramp({start}, {end}, {increment}, {samples})")
+        source = f"ramp({start}, {end}, {increment}, {samples})"
+        return cls._of_runs(ramp_steps(start, end, increment, samples), steps, on_end, source)
 
     @classmethod
-    def _of_runs(cls, runs: list[tuple[int, int]], steps: int | None, on_end: OnEnd, source: str) -> BatchTrace:
-        """Return the trace of (first step, batch size) of each run, whose last one `steps` must include."""
-        first_step, size = np.array(runs).T  # (runs,), (runs,)
+    def _of_runs(cls, runs: list[tuple[int, int]], steps: int | None, on_end: OnEnd, source: str = "") -> BatchTrace:
+        """Return the trace of the (first step, batch size) of each run; `steps` must reach the last run."""
+        first_step, size = np.array(runs, np.int64).T  # (runs,), (runs,)
         end = None if steps is None else check_int(steps, "steps", 1, MAX_INT)
         if end is not None and end <= first_step[-1]:
             requirement = f"steps must be > {first_step[-1]}, the first step of the last batch size of {source}"
@@ -359,20 +355,11 @@ class BatchTrace:
                 infinite and its last batch size is not a multiple, because the difference would grow without bound.
         """
         multiple = check_int(multiple, "multiple", 1, MAX_INT)
-        too_small, exact = self._size < multiple, self._size % multiple == 0  # (runs,)
-        if too_small.any():
-            run = too_small.argmax()
-            requirement = f"{self._name} step {self._first_step[run]}: batch_size must be >= {multiple} to be rounded"
-            raise value_error(requirement, self._size[run], "raise it, or round to a smaller multiple")
-        if self.steps is None and not exact[-1]:
+        if self.steps is None and self._size[-1] % multiple:
             requirement = f"{self._name}: the last batch_size of an infinite trace must be a multiple of {multiple}"
             raise value_error(requirement, self._size[-1], "change it, or limit the trace with steps=")
-        # A run of multiples stays one run; in any other run, every step becomes a run.
-        new_runs = np.where(exact, 1, self._length)  # (runs,)
-        length = np.repeat(np.where(exact, self._length, 1), new_runs)  # (new runs,)
-        end = np.cumsum(np.repeat(self._size, new_runs) * length)  # (new runs,), samples
-        rounded = (end // multiple + (end % multiple * 2 >= multiple)) * multiple  # (new runs,)
-        return replace(self, _first_step=np.cumsum(length) - length, _size=np.diff(rounded, prepend=0) // length)
+        first_step, size = round_runs(self._first_step, self._size, self._length, multiple, self._name)
+        return replace(self, _first_step=first_step, _size=size)
 
     def with_on_end(self, on_end: OnEnd) -> BatchTrace:
         """Return the trace with the same batch sizes and another `on_end`.

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Literal, TypeAlias
 
-from variable_batch_size._validation import MAX_INT, check_int, type_error, value_error
+from variable_batch_size._validation import MAX_INT, check_choice, check_int, type_error, value_error
 from variable_batch_size.trace.thresholds import first_steps
 
 Unit: TypeAlias = Literal["steps", "samples", "tokens"]
@@ -60,10 +60,7 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
 
 def _check_unit(unit: Unit, sequence_length: int | None) -> int:
     """Return how many of the unit a threshold is divided by: the length of a sequence for tokens, otherwise 1."""
-    if not isinstance(unit, str):
-        raise type_error('unit must be "steps", "samples" or "tokens"', unit, "choose one of these")
-    if unit not in ("steps", "samples", "tokens"):
-        raise value_error('unit must be "steps", "samples" or "tokens"', repr(unit), "choose one of these")
+    check_choice(unit, "unit", ("steps", "samples", "tokens"))
     if unit == "tokens":
         remedy = "pass the number of tokens in a sample"
         return check_int(sequence_length, 'sequence_length for unit="tokens"', 1, MAX_INT, remedy)

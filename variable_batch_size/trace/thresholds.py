@@ -32,11 +32,11 @@ def first_steps(thresholds: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return runs
 
 
-def ramp_thresholds(start: int, end: int, increment: int, samples: int) -> list[tuple[int, int]]:
-    """Return after how many samples each batch size `start`, `start + increment`, ..., `end` of a ramp begins.
+def ramp_steps(start: int, end: int, increment: int, samples: int) -> list[tuple[int, int]]:
+    """Return the first step of each batch size `start`, `start + increment`, ..., `end` of a ramp over `samples`.
 
-    >>> ramp_thresholds(16, 32, 8, samples=101)
-    [(0, 16), (51, 24), (101, 32)]
+    >>> ramp_steps(16, 32, 8, samples=101)  # 24 begins after 101 / 2 samples or more
+    [(0, 16), (4, 24), (6, 32)]
 
     Raises:
         TypeError: if an argument is not an integer.
@@ -50,4 +50,4 @@ def ramp_thresholds(start: int, end: int, increment: int, samples: int) -> list[
         raise value_error(requirement, end, "change one of the three")
     if increments > _MAX_INCREMENTS:
         raise value_error("a ramp must have at most 10^6 increments", increments, "pass a larger increment")
-    return [(-(-i * samples // increments), start + i * increment) for i in range(increments + 1)]
+    return first_steps([(-(-i * samples // increments), start + i * increment) for i in range(increments + 1)])
