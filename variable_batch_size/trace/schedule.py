@@ -66,7 +66,7 @@ def _check_unit(unit: Unit, sequence_length: int | None) -> int:
         return check_int(sequence_length, 'sequence_length for unit="tokens"', 1, MAX_INT, remedy)
     if sequence_length is not None:
         requirement = f'sequence_length must be None for unit="{unit}"'
-        raise value_error(requirement, repr(sequence_length), 'omit it, or pass unit="tokens"')
+        raise value_error(requirement, f"{sequence_length!r:.60}", 'omit it, or pass unit="tokens"')
     return 1
 
 
