@@ -8,6 +8,7 @@ import variable_batch_size as vbs
 
 assert_type(vbs.fit(200, 64, 2), vbs.Fit)
 assert_type(vbs.BatchTrace.parse("0:128"), vbs.BatchTrace)
+vbs.BatchTrace.parse("0:128", unit="token")  # type: ignore[arg-type]
 assert_type(vbs.LinearRule()(vbs.RuleInput(96, 64)), vbs.Scaling)
 _ = vbs.Nonsense  # type: ignore[attr-defined]
 vbs.RootRuleOptimizer(*(), nois="microbatches")  # type: ignore[call-arg]

@@ -97,5 +97,5 @@ def _integer(text: str) -> int | None:
     (1500, 2000, None)
     """
     factor = 1000 ** max(0, " KMBT".find(text[-1].upper()))
-    number = Fraction(text.rstrip("kKmMbBtT")) * factor  # not a float, in which 4.35 * 1000 is less than 4350
+    number = Fraction(text.rstrip("kKmMbBtT")) * factor  # exact: in float64, 2.01K would be 2009
     return number.numerator if number.denominator == 1 else None
