@@ -14,7 +14,7 @@ Unit: TypeAlias = Literal["steps", "samples", "tokens"]
 EXAMPLE = '"0:128 2000:256 10K:1024"'
 _NUMBER = r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][0-9]{1,2})?[kKmMbBtT]?"
 _ENTRY = re.compile(f"({_NUMBER}):({_NUMBER})")
-_BEGINNING = re.compile(rf"\s*([0-9]+|{_NUMBER})\s*(:|$)")
+_BEGINNING = re.compile(r"\s*[0-9]+(\.[0-9]+)?([eE][0-9]+)?[kKmMbBtT]?\s*(:|$)")
 _ONE_SIZE = re.compile(_NUMBER)
 
 
