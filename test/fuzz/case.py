@@ -55,6 +55,11 @@ FEATURES = {
     "faults": 0.15,  # exceptions inside step()
     "misuse": 0.1,  # zero_grad of the model inside a step, step() without backward()
     "in_place": 0.1,  # gradients changed in place, in the first updates
+    "ends": 0.2,  # max_updates, max_samples, on_end="stop"
+    "by_update": 0.2,  # a loop over vbs.updates
+    "closure": 0.15,  # step(closure)
+    "log": 0.25,  # optimizer.log
+    "counts": 0.2,  # step(count=)
 }
 
 RULES = ("constant", "linear", "root", "legw")
@@ -128,6 +133,12 @@ class Case:
     find_unused: bool
     optimizer_first: bool  # whether set_epoch is called on the optimizer before the sampler
     host_dropout: bool
+    max_updates: int | None = None
+    max_samples: int | None = None
+    by_update: bool = False
+    closure: bool = False
+    logs: bool = False
+    counts: bool = False
     used: frozenset[str] = field(default=frozenset(), compare=False)
 
     @cached_property
@@ -139,6 +150,8 @@ class Case:
             drop_last=self.drop_last,
             shuffle=self.shuffle,
             seed=self.sampler_seed,
+            max_updates=self.max_updates,
+            max_samples=self.max_samples,
         )
 
     @property

@@ -28,6 +28,9 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
     low_precision = draw.feature("low_precision")
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float16] if low_precision else [torch.float64]
     dtype = draw.choice("dtype", dtypes)
+    ends = _ends(draw, trace, len(planned), sum(len(update.samples) for update in planned))
+    options: dict[str, Any] = {"drop_last": drop_last, "shuffle": shuffle, "seed": sampler_seed}
+    planned = planned_updates(trace, dataset_size, epochs, **options, **ends)
     small = dtype.itemsize == 2
     optimizer = "SGD" if small else draw.choice("optimizer", OPTIMIZERS)
     group_count = 1 + draw.feature("groups")
@@ -44,6 +47,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         part for part in ("unused", "frozen", "tied", "dropout", "batchnorm") if draw.feature(part, not small)
     }
     fixed_shape = not draw.feature("cut")
+    counts = draw.feature("counts", not measured)
     segments = _segments(draw, len(planned), fixed_shape, _minibatch_size(draw, planned, measured), measured)
     case = Case(
         seed=seed,
@@ -65,7 +69,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         ref_batchsize=reference,
         noise=noise,
         max_grad_norm=draw.number("max_grad_norm", 0.05, 3) if draw.feature("clipping", not small) else None,
-        reduction=draw.choice("reduction", ["mean", "sum"]),
+        reduction="sum" if counts else draw.choice("reduction", ["mean", "sum"]),
         buffered=draw.feature("buffered"),
         loss_scale=draw.choice("loss scale", [1e-6, 1e-3, 8.0]) if draw.feature("loss_scale", not small) else 1.0,
         decay=0.97 if draw.feature("schedule") else 1.0,
@@ -77,6 +81,11 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         and (len(segments) > 1 or draw.choice("find_unused", [True, True, False])),
         optimizer_first=draw.choice("optimizer first", [True, False]),
         host_dropout=all(segment.world == 1 for segment in segments),
+        **ends,
+        by_update=draw.feature("by_update"),
+        closure=draw.feature("closure"),
+        logs=draw.feature("log"),
+        counts=counts,
     )
     return replace(case, events=_events(draw, case), used=frozenset(draw.used))
 
@@ -93,12 +102,27 @@ def _trace(draw: Draw, dataset_size: int, epochs: int, drop_last: bool) -> Trace
         return TraceCase(kind, tuple(runs), "hold")
     trace = TraceCase(kind, sizes, draw.choice("on_end", ["error", "hold", "cycle"]))
     if trace.on_end != "error":
-        return trace
+        return (
+            trace
+            if not draw.feature("ends")
+            else replace(trace, on_end=draw.choice("end of trace", ["stop", trace.on_end]))
+        )
     # As many steps as the training needs; with drop_last the step that does not fit is read too.
     cycled = replace(trace, on_end="cycle")
     planned = planned_updates(cycled, dataset_size, epochs, drop_last=drop_last, shuffle=False, seed=0)
     steps = len(planned) + (1 if drop_last else draw.choice("steps to spare", [0, 0, 3]))
     return replace(trace, sizes=tuple(cycled.batch_size(step) for step in range(steps)))
+
+
+def _ends(draw: Draw, trace: TraceCase, updates: int, samples: int) -> dict[str, int | None]:
+    """An end before the last epoch's."""
+    if not draw.feature("ends"):
+        return {"max_updates": None, "max_samples": None}
+    kind = draw.choice("end", ["updates", "samples", "both"])
+    return {
+        "max_updates": None if kind == "samples" else draw.integer("max_updates", 1, updates + 2),
+        "max_samples": None if kind == "updates" else draw.integer("max_samples", 1, samples + 5),
+    }
 
 
 def _minibatch_size(draw: Draw, planned: list[Any], measured: bool) -> int:

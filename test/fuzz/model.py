@@ -64,9 +64,16 @@ class Data:
         if poisoned is not None:
             self.target[poisoned] = torch.inf
 
-    def loss(self, model: Net, rows: Sequence[int] | Tensor, reduction: str) -> Tensor:
+    def loss(self, model: Net, rows: Sequence[int] | Tensor, reduction: str, *, of_tokens: bool = False) -> Tensor:
         errors: Tensor = (model(self.x[rows]) - self.target[rows]).square().sum(dim=1)
+        if of_tokens:
+            errors = errors * torch.tensor([tokens(row) for row in rows], dtype=errors.dtype)
         return errors.mean() if reduction == "mean" else errors.sum()
+
+
+def tokens(sample: int) -> int:
+    """The number of tokens of a sample, 0 for some."""
+    return sample * sample % 5
 
 
 def seed_masks(model: Net, seed: int, update: int, first_row: int | None) -> None:

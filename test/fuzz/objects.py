@@ -81,6 +81,8 @@ def create_sampler(case: Case, segment: Segment, world: World) -> vbs.CustomSamp
         on_end=case.trace.on_end if case.trace.kind == "list" else None,  # type: ignore[arg-type]
         fixed_shape=segment.fixed_shape,
         epochs=case.epochs,
+        max_updates=case.max_updates,
+        max_samples=case.max_samples,
     )
 
 

@@ -16,12 +16,12 @@ class TraceCase:
 
     kind: str  # "constant", "list", "schedule"
     sizes: tuple[int, ...]  # of steps 0, 1, ...
-    on_end: str  # "error", "hold", "cycle"
+    on_end: str  # "error", "stop", "hold", "cycle"
 
     def batch_size(self, step: int) -> int:
         if step < len(self.sizes):
             return self.sizes[step]
-        if self.on_end == "error":
+        if self.on_end in ("error", "stop"):
             raise IndexError(f"the trace has {len(self.sizes)} steps, and step {step} was asked for")
         return self.sizes[-1] if self.on_end == "hold" else self.sizes[step % len(self.sizes)]
 
@@ -68,19 +68,30 @@ def even_sizes(batch_size: int, minibatch_size: int) -> list[int]:
 
 
 def planned_updates(
-    trace: TraceCase, dataset_size: int, epochs: int, *, drop_last: bool, shuffle: bool, seed: int
+    trace: TraceCase,
+    dataset_size: int,
+    epochs: int,
+    *,
+    drop_last: bool,
+    shuffle: bool,
+    seed: int,
+    max_updates: int | None = None,
+    max_samples: int | None = None,
 ) -> list[Planned]:
-    """Every update of a training, epoch by epoch."""
+    """Every update of a training, epoch by epoch, up to its end."""
     result: list[Planned] = []
+    most = len(trace.sizes) if trace.on_end == "stop" else 10**9
+    most, left = min(most, max_updates or most), max_samples or 10**9
     for epoch in range(epochs):
         order: Sequence[int] = OrderTwin(dataset_size, seed, epoch).table() if shuffle else range(dataset_size)
         steps: list[tuple[int, ...]] = []
         used = 0
-        while used < dataset_size:
+        while used < dataset_size and len(result) + len(steps) < most and left:
             size = trace.batch_size(len(result) + len(steps))
             if drop_last and size > dataset_size - used:
                 break
-            steps.append(tuple(order[used : used + size]))
+            steps.append(tuple(order[used : used + min(size, left)]))
             used += len(steps[-1])
+            left -= len(steps[-1])
         result += [Planned(epoch, samples, number == len(steps)) for number, samples in enumerate(steps, 1)]
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fuzz.case import Case
 from fuzz.drawing import draw_case
+from fuzz.model import tokens
 from fuzz.objects import State, loaders_of, through_file
 from fuzz.ranks import run_world
 from fuzz.training import Rank, Record
@@ -121,6 +123,8 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
             ("samples", record.samples, update.samples),
             ("rows", record.rows, rows_of_rank(update, *record.world)),
             ("step() returned", record.updated, update.updated),
+            ("logged", set(record.logged), {"one", "value"} if case.logs else set()),
+            ("done", record.done, is_done(case, record.update, update.samples)),
         ]
         if "epoch_number" not in case.without:
             pairs.append(("epoch", record.epoch, update.epoch))
@@ -128,14 +132,34 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
             if found != right:
                 return f"after update {record.update} {name}: {found} instead of {right}"
         numbers = [("progress", record.progress, update.progress)]
+        if record.logged:
+            mean = mean_of(case, record.update)  # nan if nothing was counted
+            numbers += [("value", record.logged["value"], mean), ("one", record.logged["one"], mean * 0 + 1)]
         if update.updated:
             numbers.append(("lr_factor", record.lr_factor, update.lr_factor))
         for name, found, right in numbers:
+            if math.isnan(found) and math.isnan(right):
+                continue
             if not abs(found - right) <= slack[record.update] + TOLERANCE[case.dtype] * max(1.0, abs(right)):
                 return f"after update {record.update} {name}: {found} instead of {right}"
         if text := weights_differ(case, record, update.weights, slack[record.update]):
             return f"after update {record.update} of {len(wanted)}: {text}"
     return done(case, records)
+
+
+def mean_of(case: Case, number: int) -> float:
+    """What the loop logs: the mean of the numbers of the samples; with counts, weighed by them."""
+    samples = case.updates[number].samples
+    if not case.counts:
+        return sum(samples) / len(samples)
+    total = sum(map(tokens, samples))
+    return sum(i * tokens(i) for i in samples) / total if total else math.nan
+
+
+def is_done(case: Case, number: int, samples: int) -> bool:
+    """Whether the training has ended with an update."""
+    of_trace = len(case.trace.sizes) if case.trace.on_end == "stop" else None
+    return number + 1 in (case.max_updates, of_trace) or samples == case.max_samples
 
 
 def done(case: Case, records: list[list[Record]]) -> str | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import variable_batch_size as vbs
 from fuzz.case import Case, Event, Segment
-from fuzz.model import FEATURES, Data, Net, seed_masks
+from fuzz.model import FEATURES, Data, Net, seed_masks, tokens
 from fuzz.objects import PlantedError, State, create_inner, create_loader, create_optimizer, create_rule, create_sampler
 from variable_batch_size.backend import Backend
 
@@ -34,6 +35,8 @@ class Record:
     epoch: int
     progress: float
     lr_factor: float
+    logged: dict[str, float]
+    done: bool
 
 
 class Rank:
@@ -82,7 +85,7 @@ class Rank:
             before = len(self.records), len(self.events), self.misuse, self.fault
             if self.epoch != (epoch := self.case.updates[update].epoch):
                 self.set_epoch(epoch)
-            for batch in self.loader:
+            for batch in self.batches():
                 if self.iterates_anew(batch) or self.optimizer.updates >= self.segment.end:
                     break
             if (len(self.records), len(self.events), self.misuse, self.fault) == before:
@@ -93,6 +96,13 @@ class Rank:
         if self.segment.loader == "stateful":
             state["loaders"] = copy.deepcopy(self.loader.state_dict())
         return state
+
+    def batches(self) -> Iterator[Any]:
+        if not self.case.by_update:
+            yield from self.loader
+            return
+        for update in vbs.updates(self.loader, self.optimizer):
+            yield from update
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -136,15 +146,27 @@ class Rank:
         if self.case.zero_grad == "before":
             self.optimizer.zero_grad()
         self.model.update = update
+        if self.case.logs:
+            weights = torch.tensor([tokens(row) if self.case.counts else 1.0 for row in rows], dtype=torch.float64)
+            self.optimizer.log(value=(torch.tensor(rows) * weights).sum() / weights.sum(), one=1)
+        if self.case.closure:
+            return self.optimizer.step(lambda: self.gradients(rows, update), **self.count(rows))
+        self.gradients(rows, update)
+        return self.optimizer.step(**self.count(rows))
+
+    def gradients(self, rows: list[int], update: int) -> None:
         self.backward(rows)
         if self.multiplied_due(update):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.5)
-        return self.optimizer.step()
+
+    def count(self, rows: list[int]) -> dict[str, Any]:
+        number = sum(map(tokens, rows))
+        return {"count": number if number % 2 else torch.tensor(number)} if self.case.counts else {}
 
     def backward(self, rows: list[int]) -> None:
-        loss = self.data.loss(self.model, rows, self.case.reduction)
+        loss = self.data.loss(self.model, rows, self.case.reduction, of_tokens=self.case.counts)
         (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
 
     def commit(self, update: int, updated: bool) -> None:
@@ -164,6 +186,8 @@ class Rank:
                 epoch=optimizer.epoch,
                 progress=optimizer.progress,
                 lr_factor=optimizer.lr_factor(),
+                logged={name: value.item() for name, value in optimizer.logged.items()},
+                done=optimizer.done,
             )
         )
         self.open_rows = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuzz.case import Case, RuleCase
 from fuzz.inner import INNER, Hyperparameters, State
-from fuzz.model import Data, Net, seed_masks
+from fuzz.model import Data, Net, seed_masks, tokens
 
 Gradients = dict[str, Tensor]  # name of the parameter -> gradient; those without one are missing
 
@@ -102,8 +102,11 @@ class Twin:
         for (samples, _), own in zip(microbatches, gradients, strict=True):
             for name, gradient in own.items():
                 reduced[name] = reduced[name] + samples / batch_size * gradient
+        if case.counts:  # the gradients are those of sums over tokens
+            total = sum(map(tokens, planned.samples))
+            reduced = {name: gradient * batch_size / total for name, gradient in reduced.items() if total}
         finite = all(g.isfinite().all() for own in gradients for g in own.values())
-        updated = finite or not case.measures_noise
+        updated = (finite or not case.measures_noise) and bool(reduced)
         if updated:
             gain = self.measure(microbatches, gradients, batch_size) if case.measures_noise else math.nan
             factors = [
@@ -137,7 +140,8 @@ class Twin:
             if not self.case.host_dropout:
                 seed_masks(self.model, self.case.seed, number, rows[0])
             self.model.zero_grad(set_to_none=True)
-            (self.data.loss(self.model, rows, "mean") * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
+            loss = self.data.loss(self.model, rows, "mean", of_tokens=self.case.counts)
+            (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
             named = self.model.named_parameters()
             result.append({name: parameter.grad for name, parameter in named if parameter.grad is not None})
         return result
