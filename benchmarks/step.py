@@ -1,9 +1,10 @@
-"""What does an update cost, relative to the same loop without the library? And what does AdaScale add to it?
+"""What does an update cost, relative to the same loop without the library? What do AdaScale and logging add to it?
 
 In one process the alternative is gradient accumulation written by hand; in two (gloo) it is DistributedDataParallel
-with `no_sync`. AdaScale is compared with the linear rule. Both sides use the same tensors; the library also draws
-indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio.
-`--xla` compares AdaScale with the linear rule on PyTorch/XLA cores. Memory is the peak of a new process.
+with `no_sync`. AdaScale is compared with the linear rule; and so is the linear rule with logging: the loss, the norm
+of the gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors;
+the library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of
+blocks gives one ratio. `--xla` compares on PyTorch/XLA cores. Memory is the peak of a new process.
 """
 
 from __future__ import annotations
@@ -43,20 +44,24 @@ MODELS: dict[str, Make] = {
 }  # fmt: skip
 
 
-def with_library(rule: str, make: Make, batches: Batches) -> Callable[[], None]:
+def with_library(rule: str, make: Make, batches: Batches, *, logs: bool = False) -> Callable[[], None]:
     """Return a function that makes one update with the library."""
     model, world = make().to(batches[0][0].device), current_world()
     vbs.broadcast_parameters(model)  # XLA cores on a CPU are threads, which share one random generator
     size = ROWS * len(batches) * world.size
     sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
-    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule)
+    logging = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if logs else {}
+    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, **logging)
     indices = iter(sampler)
 
     def update() -> None:
         for images, labels in batches:
             next(indices)
-            nn.functional.cross_entropy(model(images), labels).backward()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            if logs:
+                optimizer.log(loss=loss)
             optimizer.step()
 
     return update
@@ -81,6 +86,7 @@ def by_hand(make: Make, batches: Batches) -> Callable[[], None]:
 
 
 linear, adascale = partial(with_library, "linear"), partial(with_library, "adascale")
+LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
 
 
 def data(microbatches: int, device: torch.device | None = None) -> Batches:
@@ -133,7 +139,7 @@ def compare(pairs: int, where: str, sides: dict[str, tuple[Callable, Callable]],
 def processes(rank: int, world: int, store: str, pairs: int) -> None:
     """Compare in this process, which is one of `world`."""
     alternative = "accumulation by hand" if world == 1 else "DistributedDataParallel with no_sync"
-    sides = {f"linear rule / {alternative}": (linear, by_hand), "AdaScale / linear rule": (adascale, linear)}
+    sides = {f"linear rule / {alternative}": (linear, by_hand), "AdaScale / linear rule": (adascale, linear), **LOGGING}
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -148,7 +154,7 @@ def cores(pairs: int) -> None:
     import torch_xla
 
     backend = vbs.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
-    where, sides = f"XLA, {backend.world.size}", {"AdaScale / linear rule": (adascale, linear)}
+    where, sides = f"XLA, {backend.world.size}", {"AdaScale / linear rule": (adascale, linear), **LOGGING}
     compare(pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
 
 
