@@ -7,9 +7,7 @@ weighted by the number of distinct samples in its microbatch.
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, final
 
@@ -18,8 +16,8 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import check_int, type_error, value_error
-from variable_batch_size.backend import Backend
 from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.optim.consistency import check_same_names
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean
@@ -201,7 +199,7 @@ class Accumulator:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
         backend, committed = self._optimizer.backend, dict(sorted(self._committed.items()))
         device = self._optimizer.param_groups[0]["params"][0].device
-        _check_same_names([*committed], backend, device)
+        check_same_names([*committed], "add()", backend, device)
         sums = dict(self._restored)
         if not committed:
             return sums
@@ -215,21 +213,6 @@ class Accumulator:
 
     def _to_float(self, parts: Sequence[Tensor]) -> float:
         return sum((self._optimizer.backend.host(part).double().item() for part in parts), 0.0)
-
-
-def _check_same_names(names: Sequence[str], backend: Backend, device: torch.device) -> None:
-    """Check that all ranks have added values under the same names; otherwise raise RuntimeError on every rank."""
-    text = json.dumps(names).encode()
-    crc = zlib.crc32(text)
-    rows = backend.all_gather_floats([crc >> 16, crc & 0xFFFF], device)  # (ranks, 2): halves that float32 represents
-    if (rows == rows[0]).all():
-        return
-    by_rank = [json.loads(message) for message in backend.all_gather_bytes(text)]
-    rank, other = next((rank, other) for rank, other in enumerate(by_rank) if other != by_rank[0])
-    raise RuntimeError(
-        f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} and rank "
-        f"{rank} has {', '.join(other) or 'none'}; call add() for every microbatch on every rank"
-    )
 
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

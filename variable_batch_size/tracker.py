@@ -175,9 +175,10 @@ class Tracker:
         path = self.logdir / SCALARS
         own = {column for column in read_scalars(path)[0] if column.startswith("vbs/")}
         if own and own != set(tags):
+            more, less = (", ".join(sorted(some)) or "none" for some in (own - {*tags}, {*tags} - own))
             raise ValueError(
-                f"logdir must be new or hold the same scalars, but {path} has {', '.join(sorted(own))} and this "
-                f"training logs {', '.join(sorted(tags))}; choose another logdir, or train with the same rule"
+                f"logdir must be new or hold the same scalars, but {path} has {more} that this training does not log, "
+                f"and {less} is missing; choose another logdir, or train with the same rule, noise= and grad_norm="
             )
 
     def log(self, update: int, scalars: Mapping[str, float]) -> None:

@@ -94,6 +94,14 @@ def test_rows_wait_for_a_device_and_the_last_ones_for_close(tmp_path: Path) -> N
     assert pd.read_csv(tmp_path / "scalars.csv")["value"].tolist() == [1, 2, 3, 4, 5]
 
 
+def test_the_epoch_is_a_fraction_of_the_whole_one_wherever_the_training_ends(tmp_path: Path) -> None:
+    found = []
+    for name, sampling in (("endless", {}), ("ending", {"max_updates": 3}), ("samples", {"max_samples": 30})):
+        trained(tmp_path / name, 3, sizes=[10], log_steps=1, sampling=sampling)
+        found.append(pd.read_csv(tmp_path / name / "scalars.csv")["vbs/epoch"].tolist())
+    assert found == [pytest.approx([0.2, 0.4, 0.6])] * 3
+
+
 @given(cases(largest_dataset=60), st.booleans())
 @examples(60)
 def test_the_fraction_of_the_training_that_is_done(case: Case, known: bool) -> None:

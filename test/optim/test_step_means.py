@@ -125,7 +125,8 @@ def test_an_update_without_values_has_no_mean() -> None:
         ({"loss": torch.ones(3)}, ValueError, r"loss must be a mean over the rows .* shape \(3,\); pass its .mean"),
         ({"loss": "1"}, TypeError, "loss must be a number or a tensor with one element, got '1'"),
         ({"loss": None}, TypeError, "loss must be a number"),
-        ({"update": 1.0}, ValueError, 'a name must not be "update"'),
+        ({"update": 1.0}, ValueError, 'a name must not be empty, "update"'),
+        ({"": 1.0}, ValueError, "a name must not be empty"),
         ({"vbs/lr": 1.0}, ValueError, 'or begin with "vbs/"'),
     ],
 )
@@ -176,4 +177,23 @@ def test_one_rank_that_does_not_log_raises_on_all() -> None:
         return ""
 
     for message in run_ranks(train, 2):
-        assert "all ranks must train with the same names in log()" in message
+        assert "rank 0 has loss and rank 1 has none; call log() for every microbatch on every rank" in message
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_one_rank_that_stops_logging_raises_on_all(counted: bool) -> None:
+    def train(backend: vbs.Backend) -> str:
+        kind, reduction = vbs.ConstantOptimizer, "sum" if counted else "mean"
+        run = training(kind, sizes=[8], backend=backend, reduction=reduction)
+        try:
+            for indices in run.sampler:
+                run.loss(indices).backward()
+                if backend.world.rank == 0 or run.optimizer.updates == 0:
+                    run.optimizer.log(loss=1.0)
+                run.optimizer.step(**({"count": 3} if counted else {}))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for message in run_ranks(train, 2):
+        assert "'loss' has values for 50% of the samples of all ranks; call it before each step" in message

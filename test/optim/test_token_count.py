@@ -194,6 +194,20 @@ def test_some_steps_with_a_count_and_others_without_raise(first: bool) -> None:
             begun.run.optimizer.step(**options)
 
 
+def test_a_resumed_run_that_forgets_the_counts_raises() -> None:
+    begun = texts([1] * DATASET, [4, 4])
+    begun.train(1)
+    resumed = texts([1] * DATASET, [4, 4])
+    resumed.run.optimizer.load_state_dict(begun.run.optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="or none, but this one has none"):
+        attempt(resumed)
+
+
+def test_a_count_in_the_place_of_the_closure_raises() -> None:
+    with pytest.raises(TypeError, match=r"closure must be a function, got .*; pass a count as step\(count=...\)"):
+        attempt(texts([1] * DATASET, [4]), closure=torch.tensor(3))
+
+
 def test_ranks_that_do_not_agree_on_counts_raise() -> None:
     def train(backend: vbs.Backend) -> str:
         begun = texts([1] * DATASET, [1], backend=backend)

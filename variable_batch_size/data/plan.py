@@ -227,9 +227,13 @@ class Plan:
             parts.append(step / self._end_step)
         if self.max_samples is not None:
             parts.append(samples / self.max_samples)
-        if epochs and epoch.samples:
-            parts.append((epoch.number + (samples - epoch.samples_before) / epoch.samples) / epochs)
+        if epochs:
+            parts.append((epoch.number + (samples - epoch.samples_before) / self.whole_samples(epoch)) / epochs)
         return min(1.0, max(parts))
+
+    def whole_samples(self, epoch: Epoch) -> int:
+        """Return the samples of an epoch, as if the training did not end in it."""
+        return epoch.samples if epoch.complete else self.dataset_size
 
     def _ends_at(self, step: int, samples: int) -> bool:
         too_many_steps = self._end_step is not None and step >= self._end_step

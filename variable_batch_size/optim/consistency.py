@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,8 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
         of_loop = {**loop.clock.state_dict(), **facts_of_sampler(loop.sampler)}
         facts = of_loop | facts_of_update(updater, inner, backend)
         check_same_on_all_ranks(facts, backend, updater.parameters[0].device)
+        names = updater.step_means.names_of_step
+        check_same_names(names, "log()", backend, updater.parameters[0].device)
         updater.agree()
     check_seen(updater.parameters, loop.sampler)
     updater.agreed = True
@@ -91,6 +94,25 @@ def check_same_on_all_ranks(facts: Mapping[str, int], backend: Backend, device: 
                     f"all ranks must train with the same {name}, but it is {_from_digits(first)} on rank 0 and "
                     f"{_from_digits(other)} on rank {rank}; {_REMEDIES.get(name, 'pass the same value on every rank')}"
                 )
+
+
+def check_same_names(names: Sequence[str], method: str, backend: Backend, device: torch.device) -> None:
+    """Check that all ranks have passed values under the same names. Every rank has to call it.
+
+    Raises:
+        RuntimeError: on every rank, if not.
+    """
+    text = json.dumps(names).encode()
+    crc = zlib.crc32(text)
+    rows = backend.all_gather_floats([crc >> 16, crc & 0xFFFF], device)  # (ranks, 2): halves that float32 represents
+    if (rows == rows[0]).all():
+        return
+    by_rank = [json.loads(message) for message in backend.all_gather_bytes(text)]
+    rank, other = next((rank, other) for rank, other in enumerate(by_rank) if other != by_rank[0])
+    raise RuntimeError(
+        f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} and rank "
+        f"{rank} has {', '.join(other) or 'none'}; call {method} for every microbatch on every rank"
+    )
 
 
 def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
@@ -125,7 +147,6 @@ def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dic
         "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
         "count= in step()": int(updater.token_count.used or False),
-        "names in log()": zlib.crc32(repr(updater.step_means.names_of_step).encode()),
         "parameters": checksum(updater.parameters, backend),
     }
 

@@ -299,7 +299,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the last gradient before clipping, 0-D; None unless `grad_norm` or `max_grad_norm` is passed."""
+        """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; None before it."""
         return self._updater.grad_norm
 
     def lr_factor(self) -> float:

@@ -111,14 +111,14 @@ class Reporter:
         rates = [
             (n / seconds if seconds > 0 else math.nan) for n in (now.samples - last.samples, now.updates - last.updates)
         ]
-        epoch = clock.epoch.number + (step.start + step.batch_size) / clock.epoch.samples
+        epoch = clock.epoch.number + (step.start + step.batch_size) / clock.plan.whole_samples(clock.epoch)
         known = (epoch, clock.samples, now.seconds - begin.seconds, *rates)
         sizes = (step.batch_size, step.num_microbatches, world.size)
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
         progress, means = (
             updater.progress.later(),
-            updater.step_means.later(weighs_samples=not updater.token_count.used),
+            updater.step_means.later(),
         )
 
         def read() -> dict[str, float]:

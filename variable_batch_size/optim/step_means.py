@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -39,14 +38,14 @@ class StepMeans:
         self._zeros: dict[str, tuple[Any, Any]] = {}  # with which they begin; kept, so that no graph changes
         self._microbatches: dict[str, int] = {}  # name -> how many have a value
         self._added = 0  # microbatches of the step
-        self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and sums, (2 * names,)
+        self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and means, (names,)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Note values of the current microbatch; several calls may add different names.
 
         Raises:
             TypeError: if a value is neither a number nor a tensor.
-            ValueError: if a tensor has not exactly one element, or a name begins with "vbs/" or is "update".
+            ValueError: if a tensor has not exactly one element, or a name is empty, "update" or begins with "vbs/".
             RuntimeError: if a name has a value already, or was not logged in the first update.
         """
         for name, value in values.items():
@@ -92,10 +91,32 @@ class StepMeans:
         """The names that have values in this step."""
         return tuple(sorted(self._sums))
 
-    def settle(self, message: list[Tensor]) -> None:
-        """Keep the sums over all ranks as those of the last update."""
+    def settle(self, message: list[Tensor], total: Tensor | None) -> None:
+        """Keep the sums over all ranks as those of the last update.
+
+        Args:
+            message: the summed message.
+            total: the counts of the step, 0-D; None if its samples count.
+
+        Raises:
+            RuntimeError: on every rank, if a name has values for a part of the samples only, as on one rank; on a
+                device, where the host does not know it, its mean is nan.
+        """
         self.names = self.names if self.names is not None else self.names_of_step
-        self._last = (self.names, message[0]) if message else None
+        self._last = None
+        if not message:
+            return
+        sums, weights = message[0].view(2, -1)
+        part = weights if total is None else weights / total
+        whole = (part - 1).abs() < _WHOLE
+        if message[0].device.type == "cpu":
+            for name, share, complete in zip(self.names, part.tolist(), whole.tolist(), strict=True):
+                if not complete and share > 0:
+                    raise RuntimeError(
+                        f"log() must be called for every microbatch of a step on every rank, but {name!r} has values "
+                        f"for {share:.0%} of the samples of all ranks; call it before each step(), replays too"
+                    )
+        self._last = self.names, torch.where(whole, sums / weights, math.nan)
 
     def clear(self) -> None:
         """Discard the values of the step."""
@@ -106,34 +127,15 @@ class StepMeans:
         """The means of the last update, 0-D tensors on the device of the gradients; nan if nothing was logged."""
         if self._last is None:
             return {}
-        names, sums = self._last
-        return dict(zip(names, (sums[: len(names)] / sums[len(names) :]).unbind(), strict=True))
+        names, means = self._last
+        return dict(zip(names, means.unbind(), strict=True))
 
-    def later(self, *, weighs_samples: bool) -> Callable[[], dict[str, float]]:
-        """Return a function that returns the means of the last update, to be called when that does not wait.
-
-        Args:
-            weighs_samples: whether the weights of a whole step sum to 1.
-        """
+    def later(self) -> Callable[[], dict[str, float]]:
+        """Return a function that returns the means of the last update, to be called when that does not wait."""
         if self._last is None:
             return dict
-        names, sums = self._last
-
-        def read() -> dict[str, float]:
-            values = sums.cpu().tolist()
-            means = {}
-            for name, total, weight in zip(names, values[: len(names)], values[len(names) :], strict=True):
-                means[name] = total / weight if weight else math.nan
-                if weighs_samples and weight and abs(weight - 1) > _WHOLE:
-                    warnings.warn(
-                        f"The mean of {name!r} is over {weight:.0%} of the samples of the step; call log() for every "
-                        f"microbatch on every rank",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-            return means
-
-        return read
+        names, means = self._last
+        return lambda: dict(zip(names, means.cpu().tolist(), strict=True))
 
     def _weighted(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
         """Return `weight` times the value; 0 for a weight of 0, even if the value is not finite."""
@@ -147,8 +149,8 @@ class StepMeans:
         return torch.as_tensor(number, dtype=torch.float32).to(like.device)
 
     def _check(self, name: str, value: object) -> None:
-        if name == "update" or name.startswith("vbs/"):
-            requirement = 'a name must not be "update" or begin with "vbs/", which the optimizer uses'
+        if name in ("", "update") or name.startswith("vbs/"):
+            requirement = 'a name must not be empty, "update" or begin with "vbs/", which the optimizer uses'
             raise value_error(requirement, repr(name), "choose another name")
         if name in self._current:
             raise RuntimeError(

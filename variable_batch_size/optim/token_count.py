@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import check_number, type_error, value_error
+from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.accumulation import multiply
@@ -64,8 +64,10 @@ class TokenCount:
         if not isinstance(count, Tensor):
             check_number(count, "count", "pass the number of tokens of the microbatch")
         elif count.numel() != 1 or count.is_complex():
-            found = f"a tensor of shape {tuple(count.shape)}"
-            raise type_error("count must be a number or a tensor with one element", found, "pass its .sum()")
+            raise TypeError(
+                f"count must be a number or a tensor with one element, got a tensor of shape {tuple(count.shape)}; "
+                f"pass its .sum()"
+            )
 
     def add(self, count: Any, microbatch: Microbatch, like: Tensor) -> None:
         """Add the count of a microbatch; None if the steps have none."""
@@ -91,6 +93,11 @@ class TokenCount:
             return []
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         return [torch.as_tensor(self._sum, dtype=dtype).to(like.device).view(1)]
+
+    @staticmethod
+    def total(message: list[Tensor]) -> Tensor | None:
+        """Return the counts of all ranks, 0-D, from the summed message; None if there are none."""
+        return message[0][0] if message else None
 
     def settle(self, message: list[Tensor], gradients: list[Tensor], batch_size: int) -> bool:
         """Turn gradients that were divided by the samples into those that are divided by the counts.

@@ -228,6 +228,7 @@ class Updater:
         noise = {} if self.gradient_noise is None else {"noise": self.gradient_noise.state_dict()}
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
+        own["counts"] = self.token_count.used
         own |= self.participation.state_dict()
         return {**self._reference(), **own, **noise, **self._scaling.state_dict()}
 
@@ -246,7 +247,7 @@ class Updater:
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
         self.participation.load_state_dict(state)
-        self.agreed, self.token_count.used, self.step_means.names = False, None, None
+        self.agreed, self.token_count.used, self.step_means.names = False, state.get("counts"), None
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
@@ -316,7 +317,7 @@ class Updater:
         counts, means = self.token_count.message(gradients[0]), self.step_means.message(gradients[0])
         self._backend.all_reduce_sum([*gradients, *(squares or ()), *found_inf, *message, *counts, *means])
         members = self.participation.settle(message)
-        self.step_means.settle(means)
+        self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:
             accumulation.exclude(members)
             pairs = zip(gradients, members, strict=True)

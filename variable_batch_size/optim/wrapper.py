@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from variable_batch_size._validation import type_error
+
 _stepping: set[int] = set()  # ids of the inner optimizers whose step a wrapper has called
 
 
@@ -116,8 +118,11 @@ def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
     """Run a closure of `step()` with gradients enabled.
 
     Raises:
+        TypeError: if it cannot be called.
         RuntimeError: if it is `scaled`: a `GradScaler` has looked for non-finite gradients already.
     """
+    if not callable(closure):
+        raise type_error("closure must be a function", closure, "pass a count as step(count=...)")
     if scaled:
         raise RuntimeError(
             "a GradScaler needs the gradients before step(), but a closure computes them in it; call "
