@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from variable_batch_size.backend import detect as detect
     from variable_batch_size.checkpoint import Checkpoint as Checkpoint
     from variable_batch_size.data import CustomSampler as CustomSampler
+    from variable_batch_size.data import EvaluationSampler as EvaluationSampler
     from variable_batch_size.data import Microbatch as Microbatch
     from variable_batch_size.data.elastic import Elastic as Elastic
     from variable_batch_size.data.elastic import elastic as elastic

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from variable_batch_size._lazy import lazy_index
 
 if TYPE_CHECKING:
+    from variable_batch_size.data.evaluation_sampler import EvaluationSampler as EvaluationSampler
     from variable_batch_size.data.microbatching import Microbatch as Microbatch
     from variable_batch_size.data.plan import Plan as Plan
     from variable_batch_size.data.sampler import CustomSampler as CustomSampler

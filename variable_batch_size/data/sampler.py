@@ -93,7 +93,7 @@ class CustomSampler(Sampler[list[int]]):
         max_samples: int | None = None,
     ) -> None:
         super().__init__()
-        self.world = _world(rank, num_replicas)
+        self.world = world_of(rank, num_replicas)
         self.plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end),
             dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size,
@@ -326,7 +326,8 @@ class CustomSampler(Sampler[list[int]]):
         )
 
 
-def _world(rank: int | None, num_replicas: int | None) -> World:
+def world_of(rank: int | None, num_replicas: int | None) -> World:
+    """Return the world that a user passes, or that of the current thread; raise ValueError for a half of it."""
     if rank is None and num_replicas is None:
         return current_world()
     if rank is None or num_replicas is None:
