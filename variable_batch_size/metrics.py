@@ -1,14 +1,14 @@
-"""Means of losses and accuracies over exactly the samples that were trained on, in any world and after any restart.
+"""Means of losses and accuracies over exactly the samples of a training or an evaluation, in any world.
 
 A mean over microbatches would be biased: rows repeat in partial microbatches, replays have no samples, and the
-microbatches of a discarded step are computed again. Values therefore wait until their step is committed, and each is
-weighted by the number of distinct samples in its microbatch.
+microbatches of a discarded step are computed again. Values therefore wait until their step is committed, or their
+evaluation is complete, and each is weighted by the number of distinct samples in its microbatch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import check_int, type_error, value_error
-from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.optim.consistency import check_same_names
+from variable_batch_size.backend import Backend
+from variable_batch_size.data.evaluation_sampler import EvaluationSampler
+from variable_batch_size.metric_sources import SAMPLES, EvaluationSource, Source, TrainingSource
+from variable_batch_size.optim.consistency import different_names, names_checksum
 from variable_batch_size.optim.optimizer import CustomOptimizer
-
-SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean
 
 _WITHOUT_FLOAT64 = ("mps", "xla")  # device types that lack float64, or emulate it
 
@@ -35,43 +35,48 @@ class _Sum(NamedTuple):
 
 @final
 class Accumulator:
-    """Means over all samples of the committed updates, on all ranks, of an epoch or since the last `reset()`.
+    """Means over all samples, on all ranks, of the committed updates of an epoch, or of an evaluation.
 
     mean = sum_j n_j v_j / sum_j n_j over the microbatches j, where n_j is the number of distinct samples of microbatch
     j and v_j is the mean of the value over its rows: the loss, or `(output.argmax(1) == target).float().mean()` for
     the accuracy. Repeated rows do not bias v_j, and a replay has n_j = 0. Pass means: sums and counts over rows would
     be wrong.
 
-    Call `add` before the `step()` of every microbatch, on every rank and with the same names, for replays
-    too. It never waits for the device. Values of a step that is discarded, by `discard_step()`, `set_epoch()` or
-    `load_state_dict()` of the optimizer, are discarded too, and so are those of an update that was skipped because
-    the host found a non-finite gradient, although `optimizer.samples` counts it; on a device that the host does not
-    read (AdaScale on XLA) such an update is not known, and its values count. Sums are kept in float64, or as pairs of
-    float32 on devices without float64, so that a sum over a million microbatches loses no digits.
+    Call `add` for every microbatch, on every rank and with the same names, for replays too. It never waits for the
+    device. Sums are kept in float64, or as pairs of float32 on devices without float64, so that a sum over a million
+    microbatches loses no digits.
+
+    In a training call `add` before the `step()` of the microbatch. Values of a step that is discarded, by
+    `discard_step()`, `set_epoch()` or `load_state_dict()` of the optimizer, are discarded too, and so are those of an
+    update that was skipped because the host found a non-finite gradient, although `optimizer.samples` counts it; on a
+    device that the host does not read (AdaScale on XLA) such an update is not known, and its values count.
+
+    In an evaluation the i-th value of a name is that of batch i of the sampler. Every pass over the loader starts
+    again with no samples, and its values count when every name has one for every batch. On XLA `add` runs the graph of
+    the batch.
 
     Source: `Accumulator` of AdaptDL, Qiao et al. 2021, arXiv 2008.12260.
 
     Args:
-        optimizer: the `CustomOptimizer` of the training loop.
+        source: the `CustomOptimizer` of the training loop, or the `EvaluationSampler` that the loader of an evaluation
+            reads.
+        backend: how the ranks of an evaluation communicate. Default: by PyTorch/XLA or `torch.distributed`, as the
+            process does; `LocalBackend()` for an evaluation on one rank alone. An optimizer has its own.
 
     Raises:
-        TypeError: if `optimizer` is not a `CustomOptimizer`.
+        TypeError: if `source` is neither.
+        ValueError: if the sampler deals for another rank or world than the backend's, or an optimizer is given with a
+            backend.
     """
 
-    def __init__(self, optimizer: CustomOptimizer) -> None:
-        if not isinstance(optimizer, CustomOptimizer):
-            raise TypeError(
-                f"optimizer must be the vbs.CustomOptimizer of the training loop, got {type(optimizer).__name__}; pass "
-                f"the wrapper, not the inner optimizer"
-            )
-        self._optimizer = optimizer
+    def __init__(self, source: CustomOptimizer | EvaluationSampler, *, backend: Backend | None = None) -> None:
+        self._source = _source(source, backend)
         self._epoch: int | None = None  # that of `set_epoch`
         self._restored: dict[str, tuple[int, float]] = {}  # name -> samples and sum over all ranks, from a checkpoint
         self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
-        self._pending: dict[str, _Sum] = {}  # the same, with the microbatches of the current step
-        self._last_microbatch: Microbatch | None = None
-        self._last_names: frozenset[str] = frozenset()  # that have a value for the last microbatch
-        optimizer.watch(self)
+        self._pending: dict[str, _Sum] = {}  # the same, with the values that do not count yet
+        if isinstance(source, CustomOptimizer):
+            source.watch(self)
 
     def reset(self) -> None:
         """Start again with no samples."""
@@ -95,26 +100,27 @@ class Accumulator:
             means: name -> mean of a value over the rows of the microbatch, a number or a tensor with one element.
 
         Raises:
-            RuntimeError: if all updates of the epoch are committed, or a name already has a value for this microbatch.
+            RuntimeError: if all updates of the epoch are committed, or a name already has a value for this microbatch,
+                or for every batch of an evaluation.
             TypeError: if a value is neither a number nor a tensor.
             ValueError: if a tensor has not exactly one element, or a name is "samples".
         """
-        microbatch = self._current_microbatch()
-        known = self._last_names if microbatch == self._last_microbatch else frozenset()
         for name, mean in means.items():
-            self._check(name, mean, known)
-        new = means if known else {SAMPLES: 1.0, **means}
-        for name, mean in new.items():
-            self._pending[name] = self._plus(self._pending.get(name, _Sum()), mean, microbatch.samples)
-        self._last_microbatch, self._last_names = microbatch, known | new.keys()
+            _check(name, mean)
+        if self._source.starts_over():
+            self.reset()
+        for name, samples in self._source.weights(means.keys()).items():
+            self._pending[name] = self._plus(self._pending.get(name, _Sum()), means.get(name, 1.0), samples)
+        if self._source.end_add():
+            self.commit(updated=True)
 
     def read(self) -> dict[str, float]:
-        """Return the mean of each name over the committed updates, and under "samples" the number of samples.
+        """Return the mean of each name over the samples that count, and under "samples" their number.
 
         Every rank has to call it: it takes two small all-reduces.
 
         Raises:
-            RuntimeError: on every rank, if ranks have added values under other names.
+            RuntimeError: on every rank, if ranks have added values under other names, or an evaluation is incomplete.
         """
         sums = self._sums_over_ranks()
         means = {name: total / samples if samples else math.nan for name, (samples, total) in sums.items()}
@@ -140,7 +146,7 @@ class Accumulator:
         self._epoch = None if epoch is None else int(epoch)
 
     def commit(self, *, updated: bool) -> None:
-        """Count the values of the current step, or drop them if it was skipped. The optimizer calls it."""
+        """Count the values since the last commit, or drop them if their step was skipped. The optimizer calls it."""
         if updated:
             self._committed = dict(self._pending)
         else:
@@ -149,38 +155,7 @@ class Accumulator:
     def discard(self) -> None:
         """Drop the values since the last commit. The optimizer calls it when a step is discarded."""
         self._pending = dict(self._committed)
-        self._last_microbatch, self._last_names = None, frozenset()
-
-    def _current_microbatch(self) -> Microbatch:
-        try:
-            return self._optimizer.microbatch
-        except RuntimeError:
-            raise RuntimeError(
-                "add() must be called before the step() of a microbatch, but all updates of the epoch are committed; "
-                "call it between backward() and step()"
-            ) from None
-
-    def _check(self, name: str, mean: Tensor | float, known: Set[str]) -> None:
-        if name == SAMPLES:
-            raise ValueError(
-                f"the name {SAMPLES!r} is reserved for the number of samples, which is counted by itself; choose "
-                f"another name"
-            )
-        if name in known:
-            raise RuntimeError(
-                f"a microbatch takes one value for each name, but {name!r} was added twice in step "
-                f"{self._optimizer.updates}; call add() once between backward() and step(), and after an exception "
-                f"optimizer.discard_step()"
-            )
-        if isinstance(mean, Tensor):
-            if mean.numel() != 1:
-                raise value_error(
-                    f"{name} must be a mean over the rows of the microbatch",
-                    f"a tensor of shape {tuple(mean.shape)}",
-                    "pass its .mean()",
-                )
-        elif isinstance(mean, bool) or not isinstance(mean, (int, float, np.floating, np.integer)):
-            raise type_error(f"{name} must be a number or a tensor with one element", mean, "pass a mean over the rows")
+        self._source.discard()
 
     def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
         """Return `old` plus `samples` times `mean`."""
@@ -189,17 +164,18 @@ class Accumulator:
         if value.device.type not in _WITHOUT_FLOAT64:
             (total,) = old.parts or (torch.zeros((), dtype=torch.float64, device=value.device),)
             return _Sum(number, (torch.add(total, value, alpha=samples) if samples else total,))
-        backend = self._optimizer.backend
+        backend = self._source.backend
         high, low = old.parts or backend.scalars([0.0, 0.0], value)
         weight = torch.as_tensor(backend.scalar(samples, value), dtype=torch.float32)
         weighted = torch.where(weight > 0, value * weight, 0.0)  # the value of a replay may be infinite: 0 * inf is nan
         return _Sum(number, compensated_add(high, low, weighted))
 
+    @torch.inference_mode(False)  # the backend reuses the tensors of a message
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
-        backend, committed = self._optimizer.backend, dict(sorted(self._committed.items()))
-        device = self._optimizer.param_groups[0]["params"][0].device
-        check_same_names([*committed], "add()", backend, device)
+        backend, committed = self._source.backend, dict(sorted(self._committed.items()))
+        device = self._source.device(part for own in self._pending.values() for part in own.parts)
+        _check_ranks([*committed], self._source.missing(), backend, device)
         sums = dict(self._restored)
         if not committed:
             return sums
@@ -212,7 +188,56 @@ class Accumulator:
         return sums
 
     def _to_float(self, parts: Sequence[Tensor]) -> float:
-        return sum((self._optimizer.backend.host(part).double().item() for part in parts), 0.0)
+        return sum((self._source.backend.host(part).double().item() for part in parts), 0.0)
+
+
+def _source(source: object, backend: Backend | None) -> Source:
+    if isinstance(source, EvaluationSampler):
+        return EvaluationSource(source, backend)
+    if not isinstance(source, CustomOptimizer):
+        raise TypeError(
+            f"an Accumulator needs the vbs.CustomOptimizer of the training loop or the vbs.EvaluationSampler of an "
+            f"evaluation, got {type(source).__name__}; pass the wrapper, not the inner optimizer or its sampler"
+        )
+    if backend is not None:
+        raise ValueError(
+            f"an Accumulator of a training uses the backend of the optimizer, got backend={type(backend).__name__}; "
+            f"omit it"
+        )
+    return TrainingSource(source)
+
+
+def _check(name: str, mean: Tensor | float) -> None:
+    if name == SAMPLES:
+        raise ValueError(
+            f"the name {SAMPLES!r} is reserved for the number of samples, which is counted by itself; choose another "
+            f"name"
+        )
+    if isinstance(mean, Tensor):
+        if mean.numel() != 1:
+            raise value_error(
+                f"{name} must be a mean over the rows of the microbatch",
+                f"a tensor of shape {tuple(mean.shape)}",
+                "pass its .mean()",
+            )
+    elif isinstance(mean, bool) or not isinstance(mean, (int, float, np.floating, np.integer)):
+        raise type_error(f"{name} must be a number or a tensor with one element", mean, "pass a mean over the rows")
+
+
+def _check_ranks(names: Sequence[str], missing: int, backend: Backend, device: torch.device) -> None:
+    """Check that all ranks have all values, under the same names; otherwise raise RuntimeError on every rank."""
+    crc = names_checksum(names)
+    # (ranks, 3): halves of the checksum, which float32 represents, and the number of values
+    rows = backend.all_gather_floats([*crc, missing], device)
+    if rows[:, 2].any():
+        rank = int(rows[:, 2].argmax())
+        raise RuntimeError(
+            f"an evaluation needs a value of each name for every batch, but rank {rank} lacks {int(rows[rank, 2])}; "
+            f"read after a loop over the whole loader, or call reset() to start again (to use fewer samples, evaluate "
+            f"a torch.utils.data.Subset)"
+        )
+    if not (rows == rows[0]).all():
+        raise different_names(names, "add()", backend)
 
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -98,6 +98,11 @@ class Backend(ABC):
 
     # The device. --------------------------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        """A device on which the ranks can communicate, for numbers that are on none."""
+        return torch.device("cpu")
+
     def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Any]:
         """Return factors for `like` that do not become constants of a graph.
 

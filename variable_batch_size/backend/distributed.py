@@ -59,6 +59,12 @@ class DistributedBackend(Backend):
         assert group is not None  # for mypy: the constructor has raised otherwise
         return group.get_group_store()
 
+    @property
+    def device(self) -> torch.device:
+        """The CPU if the process group has a backend for it, otherwise its accelerator."""
+        kinds = [entry.split(":")[0] for entry in dist.get_backend_config(self._group).split(",")]
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
     def _buffer(self, like: Tensor, length: int) -> Tensor:
         """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""
         key = (like.device, like.dtype, length)

@@ -104,6 +104,12 @@ class XlaBackend(Backend):
 
     # The device. --------------------------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        """The XLA device of this thread."""
+        device: torch.device = _torch_xla().device()
+        return device
+
     def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Tensor]:
         """Return 0-D tensors: float64 for a float64 `like`, otherwise float32. All values are data of the graph.
 

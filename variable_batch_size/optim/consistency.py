@@ -102,14 +102,22 @@ def check_same_names(names: Sequence[str], method: str, backend: Backend, device
     Raises:
         RuntimeError: on every rank, if not.
     """
-    text = json.dumps(names).encode()
-    crc = zlib.crc32(text)
-    rows = backend.all_gather_floats([crc >> 16, crc & 0xFFFF], device)  # (ranks, 2): halves that float32 represents
-    if (rows == rows[0]).all():
-        return
-    by_rank = [json.loads(message) for message in backend.all_gather_bytes(text)]
+    rows = backend.all_gather_floats(names_checksum(names), device)  # (ranks, 2)
+    if not (rows == rows[0]).all():
+        raise different_names(names, method, backend)
+
+
+def names_checksum(names: Sequence[str]) -> tuple[int, int]:
+    """Return a checksum as two halves that float32 represents."""
+    crc = zlib.crc32(json.dumps(names).encode())
+    return crc >> 16, crc & 0xFFFF
+
+
+def different_names(names: Sequence[str], method: str, backend: Backend) -> RuntimeError:
+    """Return the error for ranks that have passed different names to a method. Every rank has to call it."""
+    by_rank = [json.loads(message) for message in backend.all_gather_bytes(json.dumps(names).encode())]
     rank, other = next((rank, other) for rank, other in enumerate(by_rank) if other != by_rank[0])
-    raise RuntimeError(
+    return RuntimeError(
         f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} and rank "
         f"{rank} has {', '.join(other) or 'none'}; call {method} for every microbatch on every rank"
     )

@@ -1,0 +1,234 @@
+"""Means over a whole dataset, exact for any world, against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from helpers.measured import HITS, VALUES
+from helpers.reference import SIZES, examples, training
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+
+class Evaluation:
+    """An evaluation of the first `n` values on one rank."""
+
+    def __init__(self, n: int, backend: Backend | None = None, minibatch_size: int = 4, **options: Any) -> None:
+        backend = backend or vbs.LocalBackend()
+        world = backend.world
+        self.sampler = vbs.EvaluationSampler(n, world.size, world.rank, minibatch_size, **options)
+        self.metrics = vbs.Accumulator(self.sampler, backend=backend)
+        dataset = TensorDataset(torch.from_numpy(VALUES[:n]), torch.from_numpy(HITS[:n]))
+        self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.sampler)
+
+    def run(self, batches: int | None = None) -> Evaluation:
+        """Evaluate, at most `batches` batches."""
+        for number, (values, hits) in enumerate(self.loader):
+            if number == batches:
+                break
+            self.metrics.add(value=values.mean(), hit=hits.double().mean())
+        return self
+
+
+def expected(n: int) -> Any:
+    return pytest.approx({"value": VALUES[:n].mean(), "hit": HITS[:n].mean(), "samples": n}, rel=1e-12)
+
+
+@examples(60)
+@given(
+    n=st.integers(1, 120),
+    world=st.integers(1, 6),
+    minibatch_size=st.integers(1, 40),
+    fixed_shape=st.booleans(),
+    passes=st.integers(1, 2),
+)
+def test_means_are_over_all_samples(n: int, world: int, minibatch_size: int, fixed_shape: bool, passes: int) -> None:
+    def evaluate(backend: Backend) -> list[dict[str, float]]:
+        run = Evaluation(n, backend, minibatch_size, fixed_shape=fixed_shape)
+        return [run.run().metrics.read() for _ in range(passes)]
+
+    found = run_ranks(evaluate, world)
+    assert found[0] == passes * [expected(n)]
+    assert found == world * found[:1]
+
+
+def test_read_takes_two_all_reduces_and_add_takes_none() -> None:
+    def collectives(backend: Backend) -> tuple[int, int]:
+        run = Evaluation(10, backend).run()
+        before = backend.collectives  # type: ignore[attr-defined]
+        run.metrics.read()
+        return before, backend.collectives  # type: ignore[attr-defined]
+
+    assert run_ranks(collectives, 3) == 3 * [(0, 2)]
+
+
+def test_several_calls_may_add_different_names_of_a_batch() -> None:
+    for n in (3, 10):  # one batch, several batches
+        run = Evaluation(n)
+        for values, hits in run.loader:
+            run.metrics.add(value=values.mean())
+            run.metrics.add(hit=hits.double().mean())
+        assert run.metrics.read() == expected(n)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_loader_may_prefetch(options: dict[str, Any]) -> None:
+    run = Evaluation(30)
+    run.loader = DataLoader(run.loader.dataset, batch_sampler=run.sampler, **options)
+    for _ in range(2):
+        assert run.run().metrics.read() == expected(30)
+
+
+def test_values_of_an_inference_mode_are_accepted_and_read_in_any_mode() -> None:
+    run = Evaluation(30)
+    for _ in range(2):
+        with torch.inference_mode():
+            run.run()
+            assert run.metrics.read() == expected(30)
+        assert run.metrics.read() == expected(30)
+
+
+def test_replays_have_no_weight_even_if_their_values_are_infinite() -> None:
+    def evaluate(backend: Backend) -> dict[str, float]:
+        run = Evaluation(2, backend)
+        for _ in run.loader:
+            run.metrics.add(loss=torch.tensor(torch.inf if run.sampler.samples(0) == 0 else 3.0))
+        return run.metrics.read()
+
+    assert run_ranks(evaluate, 3) == 3 * [{"loss": 3, "samples": 2}]
+
+
+# ------------------------------------------------------------------------------------------------ incomplete passes
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_incomplete_pass_raises_on_every_rank_and_the_next_pass_starts_again(world: int) -> None:
+    def evaluate(backend: Backend) -> str:
+        run = Evaluation(40, backend).run(batches=2 if backend.world.rank == world - 1 else None)
+        with pytest.raises(RuntimeError, match=r"^an evaluation needs a value of each name for every batch") as caught:
+            run.metrics.read()
+        assert run.run().metrics.read() == expected(40)
+        return str(caught.value)
+
+    found = run_ranks(evaluate, world)
+    assert found == world * found[:1]
+    lacking = -(-10 // world) - 2
+    assert f"rank {world - 1} lacks {lacking}; read after" in found[0]
+
+
+def test_two_halves_of_a_pass_are_not_a_pass() -> None:
+    run = Evaluation(40).run(batches=5).run(batches=5)
+    with pytest.raises(RuntimeError, match="rank 0 lacks 5"):
+        run.metrics.read()
+    with pytest.raises(RuntimeError, match="rank 0 lacks 5"):
+        run.metrics.state_dict()
+    run.metrics.reset()
+    assert run.metrics.read() == {"samples": 0}
+
+
+def test_a_name_of_some_batches_raises() -> None:
+    run = Evaluation(40)
+    for number, (values, _) in enumerate(run.loader):
+        run.metrics.add(value=values.mean(), **({"late": 1.0} if number else {}))
+    with pytest.raises(RuntimeError, match="rank 0 lacks 1"):
+        run.metrics.read()
+
+
+def test_a_value_too_many_raises() -> None:
+    run = Evaluation(40).run()
+    with pytest.raises(RuntimeError, match=r"^a batch takes one .* 'value' was added 11 times in a pass of 10 batches"):
+        run.metrics.add(value=1.0)
+    assert run.metrics.read() == expected(40)
+    run.metrics.reset()  # a loader that does not read this sampler: the user says where a pass begins
+    for start in range(0, 40, 4):
+        run.metrics.add(value=VALUES[start : start + 4].mean(), hit=HITS[start : start + 4].mean())
+    assert run.metrics.read() == expected(40)
+
+
+def test_other_names_on_another_rank_raise_on_every_rank() -> None:
+    def evaluate(backend: Backend) -> str:
+        run = Evaluation(8, backend)
+        if backend.world.rank == 0:
+            run.run()
+        with pytest.raises(RuntimeError, match="every rank must add values under the same names") as caught:
+            run.metrics.read()
+        return str(caught.value)
+
+    found = run_ranks(evaluate, 2)
+    assert found[0] == found[1]
+
+
+# ------------------------------------------------------------------------------------------------ beside a training
+
+
+def test_an_evaluation_does_not_disturb_the_training_in_whose_epoch_it_runs() -> None:
+    def train(backend: Backend, evaluate: bool) -> tuple[Any, dict[str, float]]:
+        run, evaluation = training(backend=backend), Evaluation(50, backend)
+        metrics = vbs.Accumulator(run.optimizer)
+        for indices in run.sampler:
+            metrics.add(value=VALUES[indices].mean())
+            run.loss(indices).backward()
+            if run.optimizer.step() and evaluate:
+                assert evaluation.run().metrics.read() == expected(50)
+        return run.weights(), metrics.read()
+
+    for (weights, means), (other, other_means) in zip(
+        run_ranks(lambda backend: train(backend, False), 2),
+        run_ranks(lambda backend: train(backend, True), 2),
+        strict=True,
+    ):
+        assert np.array_equal(weights, other)
+        assert means == other_means
+        assert means["samples"] == sum(SIZES)
+
+
+def test_the_state_of_a_complete_pass_is_restored_until_the_next_pass() -> None:
+    state = Evaluation(40).run().metrics.state_dict()
+    other = Evaluation(20)
+    other.metrics.load_state_dict(state)
+    assert other.metrics.read() == expected(40)
+    assert other.run().metrics.read() == expected(20)
+
+
+def test_set_epoch_starts_again() -> None:
+    run = Evaluation(20)
+    for epoch in range(2):
+        run.metrics.set_epoch(epoch)
+        assert run.metrics.read() == {"samples": 0}
+        assert run.run().metrics.read() == expected(20)
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_the_backend_is_that_of_the_process() -> None:
+    sampler = vbs.EvaluationSampler(4, 1, 0)
+    assert vbs.Accumulator(sampler)._source.backend.world == vbs.World()
+
+
+def test_rejects_other_sources_and_backends() -> None:
+    run = training()
+    for wrong in (run.optimizer.inner, run.sampler, None):
+        with pytest.raises(
+            TypeError, match=r"^an Accumulator needs the vbs\.CustomOptimizer .* or the vbs\.Evaluation"
+        ):
+            vbs.Accumulator(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^an evaluation needs a sampler .* for rank 1 of 2 and .* rank 0 of 1; omit"):
+        vbs.Accumulator(vbs.EvaluationSampler(4, 2, 1), backend=vbs.LocalBackend())
+    with pytest.raises(ValueError, match=r"^an Accumulator of a training uses .*, got backend=LocalBackend; omit it"):
+        vbs.Accumulator(run.optimizer, backend=vbs.LocalBackend())
+
+
+def test_numbers_of_numpy_need_no_device() -> None:
+    run = Evaluation(10)
+    for values, hits in run.loader:
+        run.metrics.add(value=np.float64(values.mean()), hit=float(hits.double().mean()))
+    assert run.metrics.read() == expected(10)

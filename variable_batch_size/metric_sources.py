@@ -1,0 +1,169 @@
+"""Which microbatch a value belongs to, and when it counts: in a training, and in an evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Set
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from variable_batch_size.backend import Backend, XlaBackend, detect
+from variable_batch_size.backend.detection import runs_on_xla
+from variable_batch_size.data.evaluation_sampler import EvaluationSampler
+from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean
+
+
+class Source(Protocol):
+    """The microbatches to which an `Accumulator` adds values, one after another.
+
+    Attributes:
+        backend: how ranks communicate.
+    """
+
+    backend: Backend
+
+    def starts_over(self) -> bool:
+        """Return whether the next value is the first one of a new pass, so that earlier ones do not count any more."""
+
+    def weights(self, names: Set[str]) -> dict[str, int]:
+        """Count a value of each name; return the samples that it stands for, with `SAMPLES` once a microbatch.
+
+        Raises:
+            RuntimeError: if there is no such microbatch, or it has a value of such a name.
+        """
+
+    def end_add(self) -> bool:
+        """Handle that these values were added; return whether all values of the pass count from now on."""
+
+    def discard(self) -> None:
+        """Handle that values were dropped."""
+
+    def missing(self) -> int:
+        """Return how many values a name lacks before sums may be read."""
+
+    def device(self, parts: Iterable[Tensor]) -> torch.device:
+        """Return the device on which ranks communicate, given the sums of this one."""
+
+
+@final
+class TrainingSource:
+    """The microbatches of an optimizer, which tells the accumulator when their step is committed."""
+
+    def __init__(self, optimizer: CustomOptimizer) -> None:
+        self.backend = optimizer.backend
+        self._optimizer = optimizer
+        self._microbatch: Microbatch | None = None  # of the last value
+        self._names: frozenset[str] = frozenset()  # that have a value for it
+
+    def starts_over(self) -> bool:
+        """Return False: the user decides that, by `set_epoch` or `reset`."""
+        return False
+
+    def weights(self, names: Set[str]) -> dict[str, int]:
+        """Weigh values of the microbatch that the next `step()` counts."""
+        microbatch = self._current_microbatch()
+        known = self._names if microbatch == self._microbatch else frozenset()
+        if twice := sorted(known & names):
+            raise RuntimeError(
+                f"a microbatch takes one value for each name, but {twice[0]!r} was added twice in step "
+                f"{self._optimizer.updates}; call add() once between backward() and step(), and after an exception "
+                f"optimizer.discard_step()"
+            )
+        weights = {name: microbatch.samples for name in (*names, SAMPLES) if name not in known}
+        self._microbatch, self._names = microbatch, known.union(weights)
+        return weights
+
+    def end_add(self) -> bool:
+        """Return False: the optimizer commits."""
+        return False
+
+    def discard(self) -> None:
+        """Forget the microbatch of the last value."""
+        self._microbatch, self._names = None, frozenset()
+
+    def missing(self) -> int:
+        """Return 0: a name may have values for some microbatches only."""
+        return 0
+
+    def device(self, parts: Iterable[Tensor]) -> torch.device:
+        """Return the device of the first parameter."""
+        device: torch.device = self._optimizer.param_groups[0]["params"][0].device
+        return device
+
+    def _current_microbatch(self) -> Microbatch:
+        try:
+            return self._optimizer.microbatch
+        except RuntimeError:
+            raise RuntimeError(
+                "add() must be called before the step() of a microbatch, but all updates of the epoch are committed; "
+                "call it between backward() and step()"
+            ) from None
+
+
+@final
+class EvaluationSource:
+    """The batches of a sampler: the i-th value of a name is that of batch i, and values count when a pass is complete.
+
+    It counts values, because batches that the sampler has yielded may only be prefetched.
+
+    Raises:
+        ValueError: if the sampler deals for another rank or world than the backend's.
+    """
+
+    def __init__(self, sampler: EvaluationSampler, backend: Backend | None) -> None:
+        if backend is None:
+            backend = XlaBackend() if runs_on_xla() else detect((), sampler.world)
+        if sampler.world != backend.world:
+            raise ValueError(
+                f"an evaluation needs a sampler that deals for this rank, but it deals for rank {sampler.world.rank} "
+                f"of {sampler.world.size} and the {type(backend).__name__} is rank {backend.world.rank} of "
+                f"{backend.world.size}; omit num_replicas and rank, or pass backend=vbs.LocalBackend() to evaluate the "
+                f"whole dataset on one rank"
+            )
+        self.backend = backend
+        self._sampler = sampler
+        self._added: Counter[str] = Counter()  # name -> values in this pass
+        self._pass = sampler.passes
+
+    def starts_over(self) -> bool:
+        """Return whether the sampler is in another pass than that of the last value."""
+        return not self._added or self._pass != self._sampler.passes
+
+    def weights(self, names: Set[str]) -> dict[str, int]:
+        """Weigh values of the first batch that has none of the same name."""
+        batches = len(self._sampler)
+        if extra := sorted(name for name in names if self._added[name] == batches):
+            raise RuntimeError(
+                f"a batch takes one value for each name, but {extra[0]!r} was added {batches + 1} times in a pass of "
+                f"{batches} batches; call add() once for each batch of a loader that reads the EvaluationSampler, or "
+                f"reset() before each pass"
+            )
+        weights = {name: self._sampler.samples(self._added[name]) for name in names}
+        for name in names:
+            if self._added[name] == self._added[SAMPLES]:  # the first value of a batch
+                weights[SAMPLES] = weights[name]
+        self._added.update(weights.keys())
+        return weights
+
+    def end_add(self) -> bool:
+        """Run what XLA has recorded for the batch, and return whether the pass is complete."""
+        self.backend.mark_step()
+        return self.missing() == 0
+
+    def discard(self) -> None:
+        """Expect the first batch of a pass."""
+        self._added.clear()
+        self._pass = self._sampler.passes
+
+    def missing(self) -> int:
+        """Return the largest number of batches for which a name has no value; 0 before the first value."""
+        return max((len(self._sampler) - values for values in self._added.values()), default=0)
+
+    def device(self, parts: Iterable[Tensor]) -> torch.device:
+        """Return the device on which values were added, or that of the backend if all were on the host."""
+        return next((part.device for part in parts if part.device.type != "cpu"), self.backend.device)
