@@ -61,6 +61,10 @@ def test_the_sampler_and_the_optimizer_detect_the_world(ranks: list[dict[str, An
         assert_equal(weights, ranks[0]["detected_world"][1], 0)
 
 
+def test_an_evaluation_detects_the_world(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["evaluation"] for rank in ranks] == len(ranks) * [2 * [{"value": 4.5, "samples": 10}]]
+
+
 def test_all_ranks_share_a_store(ranks: list[dict[str, Any]]) -> None:
     assert [rank["stores"] for rank in ranks] == [2 * [b"value of the last rank"]] * len(ranks)
 

@@ -106,6 +106,19 @@ def count_collectives() -> Iterator[Counter[torch.dtype]]:
         dist.all_reduce = original
 
 
+def evaluation(folder: Path) -> list[dict[str, float]]:
+    """Return the means of the numbers 0 to 9: of tensors in inference mode, and of numbers; the world is detected."""
+    sampler, found = vbs.EvaluationSampler(10, minibatch_size=2), []
+    metrics = vbs.Accumulator(sampler)
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            for indices in sampler:
+                mean = torch.tensor(indices).double().mean()
+                metrics.add(value=mean if inference else mean.item())
+            found.append(metrics.read())
+    return found
+
+
 def collectives(folder: Path) -> list[dict[torch.dtype, int]]:
     """Return the collectives of each update, without and with a GradScaler; the first one also compares the ranks."""
     counts = []
@@ -234,6 +247,7 @@ def error_messages(folder: Path) -> dict[str, str]:
 SCENARIOS = (
     exact_batches,
     detected_world,
+    evaluation,
     collectives,
     half_precision,
     experts,
