@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xla
 Reports = list[dict[str, Any]]  # by rank
 UPDATES = 60
 STARTUP = 120.0  # seconds, to import torch_xla twice on a busy machine
-SHUTDOWN = 8.0  # seconds; an incomplete collective would only end XLA:CPU after 15
+SHUTDOWN = 14.0  # seconds; an incomplete collective would only end XLA:CPU after 15
 IMPORTS = """
 import signal, sys
 from helpers import xla_jobs

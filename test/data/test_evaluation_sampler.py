@@ -55,7 +55,7 @@ def test_examples(n: int, fixed_shape: bool, expected: list[list[list[int]]]) ->
 
 
 def test_a_long_dataset_is_read_in_chunks() -> None:
-    sampler = vbs.EvaluationSampler(100_001, 1, 0, minibatch_size=7)
+    sampler = vbs.EvaluationSampler(100_001, 1, 0, minibatch_size=7, fixed_shape=False)
     assert list(chain(*sampler)) == list(range(100_001))
     assert next(iter(vbs.EvaluationSampler(2**40, 2, 1, minibatch_size=4))) == [4, 5, 6, 7]
 
@@ -63,7 +63,7 @@ def test_a_long_dataset_is_read_in_chunks() -> None:
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_loader_yields_all_batches_in_every_pass(options: dict[str, Any]) -> None:
     dataset = TensorDataset(torch.arange(10))
-    sampler = vbs.EvaluationSampler(dataset, 1, 0, minibatch_size=4)
+    sampler = vbs.EvaluationSampler(dataset, 1, 0, minibatch_size=4, fixed_shape=False)
     loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, **options)
     assert len(loader) == len(sampler) == 3
     for epoch in range(2):
