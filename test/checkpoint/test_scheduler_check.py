@@ -17,8 +17,9 @@ from helpers.reference import training
 def test_a_forgotten_scheduler_warns(inner: bool, tmp_path: Path) -> None:
     run = training()
     cosine = CosineAnnealingLR(run.optimizer.inner if inner else run.optimizer, T_max=9)
-    with pytest.warns(UserWarning, match=r"^The checkpoint has no scheduler, but one was .*; pass scheduler=$"):
-        checkpoint(tmp_path / "a", run).close()
+    with pytest.warns(UserWarning, match=r"^The checkpoint has no scheduler, but .*; pass scheduler=$") as warned:
+        vbs.Checkpoint(tmp_path / "a", model=run.model, optimizer=run.optimizer).close()
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint(tmp_path / "b", run, scheduler=cosine).close()

@@ -20,16 +20,14 @@ from typing import Any, NoReturn, final
 from uuid import uuid4
 
 import torch
-from torch.utils.data import DataLoader
 
-from variable_batch_size._validation import check_int, type_error, value_error
+from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.checkpoint import rng_states, stored_state
 from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
-from variable_batch_size.checkpoint.rng_states import RNGStates
-from variable_batch_size.checkpoint.scheduler_check import check_scheduler
-from variable_batch_size.checkpoint.snapshot import Snapshot, check_storable
+from variable_batch_size.checkpoint.parts import Parts
+from variable_batch_size.checkpoint.snapshot import Snapshot
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.optim.normalization import check_model
@@ -38,12 +36,6 @@ from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_
 
 _POSITION = ("epoch", "step", "samples")
 _FINGERPRINT = ("trace", "dataset_size", "seed", "shuffle", "drop_last")
-
-_PART_TYPES: dict[str, tuple[type, str]] = {
-    "optimizer": (CustomOptimizer, "a vbs.CustomOptimizer"),
-    "model": (torch.nn.Module, "a torch.nn.Module"),
-}
-_OTHER_PART: tuple[type, str] = (Stateful, "an object with state_dict() and load_state_dict()")
 
 
 @final
@@ -100,14 +92,9 @@ class Checkpoint:
     ) -> None:
         optional = {"sampler": sampler, "scheduler": scheduler}
         passed = {name: part for name, part in optional.items() if part is not None}
-        self._parts: dict[str, Stateful] = {"optimizer": optimizer, "model": model, **passed, **parts}
-        for name, part in self._parts.items():
-            kind, description = _PART_TYPES.get(name, _OTHER_PART)
-            if not isinstance(part, kind):
-                raise type_error(f"{name} must be {description}", part, "pass one")
-        self._model, self._optimizer, self._backend = model, optimizer, optimizer.backend
+        self._parts = Parts(model, optimizer, passed | parts)
         check_model(model, optimizer.sampler)
-        check_scheduler(list(self._parts.values()), optimizer)
+        self._optimizer, self._backend = optimizer, optimizer.backend
         self._keep = check_int(keep, "keep", 1)
         self._every = _check_every(every)
         self._folder = CheckpointFolder(Path(dir))
@@ -149,9 +136,7 @@ class Checkpoint:
         parts: dict[str, Any] = {}
 
         def collect() -> bytes:
-            parts.update((name, part.state_dict()) for name, part in self._parts.items())
-            if in_loop:
-                self._mark_ends(parts)
+            parts.update(self._parts.state_dicts(in_loop=in_loop))
             self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
             # After state_dict(), which may communicate: an error here would strand other ranks.
             self._agreement.wait_for_write()
@@ -321,20 +306,8 @@ class Checkpoint:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
 
-    def _mark_ends(self, parts: dict[str, Any]) -> None:
-        """Note in the states of the optimizers: if an epoch has ended, the loop's code for its end is to come."""
-        for name, part in self._parts.items():
-            if isinstance(part, CustomOptimizer):
-                parts[name]["vbs"]["end_pending"] = True
-
     def _check_storable(self) -> bytes:
-        """Collect the state and drop it, so that what cannot be saved raises before there is anything to lose.
-
-        A loader begins to iterate when it is asked for its state; before the first update it is left out.
-        """
-        parts = self._parts.items()
-        asked = {name: part for name, part in parts if self._updated or not isinstance(part, DataLoader)}
-        check_storable({name: part.state_dict() for name, part in asked.items()})
+        self._parts.check_storable(updated=self._updated)
         self._backend.mark_step()
         return b""
 
@@ -356,18 +329,7 @@ class Checkpoint:
         return read[0]
 
     def _load(self, stored: StoredState, strict: bool) -> bytes:
-        stored.check_parts(self._parts)
-        stored.check_model(self._model.state_dict(), warn=self._backend.world.rank == 0)
-        for name, part in self._parts.items():  # the optimizer is first: it raises before it changes anything
-            if isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
-                part.load_state_dict(stored.parts[name], strict)
-            else:
-                part.load_state_dict(stored.parts[name])
-        world = self._backend.world
-        if len(stored.rng_states) == world.size:
-            states = RNGStates(stored.rng_states[world.rank])
-            states.set()  # at the end of an epoch: the loader draws its seed of the next one from these states
-            self._optimizer.sampler.set_before_reading(states)  # within one: the loader has drawn a seed by then
+        self._parts.load(stored, strict)
         self._backend.mark_step()
         return b""
 

@@ -31,5 +31,5 @@ def check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> No
             "The checkpoint has no scheduler, but one was created for the optimizer: a restored training would begin "
             "its schedule again; pass scheduler=",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,  # at Checkpoint()
         )

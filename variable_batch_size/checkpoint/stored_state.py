@@ -63,7 +63,7 @@ class StoredState(NamedTuple):
                 f"and {own_dtypes[name]} here, so that the training does not resume exactly; create the model with the "
                 f"saved dtypes before the optimizer, for example by model.to({saved_dtypes[name]})",
                 UserWarning,
-                stacklevel=5,  # at restore()
+                stacklevel=6,  # at restore()
             )
 
 
