@@ -20,22 +20,22 @@ from typing import Any, NoReturn, final
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 
 from variable_batch_size._validation import check_int, value_error
-from variable_batch_size.checkpoint import rng_states, stored_state
+from variable_batch_size.checkpoint import notices, rng_states, stored_state
 from variable_batch_size.checkpoint.agreement import Agreement
+from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
 from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
 from variable_batch_size.checkpoint.parts import Parts
 from variable_batch_size.checkpoint.snapshot import Snapshot
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
+from variable_batch_size.checkpoint.writer import Writer
 from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
-
-_POSITION = ("epoch", "step", "samples")
-_FINGERPRINT = ("trace", "dataset_size", "seed", "shuffle", "drop_last")
 
 
 @final
@@ -66,14 +66,17 @@ class Checkpoint:
         every: interval at which `step()` saves, none by default. A number of updates, >= 1: it saves when the training
             has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0,
             whose decision costs one small message per update.
+        best: what makes a checkpoint the best one, "min:" or "max:" and the name of a metric, such as "min:val_loss".
+            `report()` then keeps the best one beside the `keep` newest ones.
         parts: further objects with `state_dict()` and `load_state_dict()`, whose states hold only tensors and plain
             Python values.
 
     Raises:
         TypeError: if `model` is not a Module, `optimizer` is not a CustomOptimizer, another part is None or has no
-            state_dict() or load_state_dict(), `keep` is not an integer, or `every` is neither an integer nor a
-            timedelta.
-        ValueError: if `keep` or `every` is not positive, or a part is a scheduler that a `ProgressScheduler` steps.
+            state_dict() or load_state_dict(), `keep` is not an integer, `every` is neither an integer nor a timedelta,
+            or `best` is not a string.
+        ValueError: if `keep` or `every` is not positive, `best` is not "min:" or "max:" and a name, or a part is a
+            scheduler that a `ProgressScheduler` steps.
         RuntimeError: on every rank, if the folder cannot be written or another writer has locked it, or the state of a
             part holds other values. `step()` looks once more after the first update.
     """
@@ -88,6 +91,7 @@ class Checkpoint:
         scheduler: Stateful | None = None,
         keep: int = 2,
         every: int | timedelta | None = None,
+        best: str | None = None,
         **parts: Stateful,
     ) -> None:
         optional = {"sampler": sampler, "scheduler": scheduler}
@@ -95,14 +99,17 @@ class Checkpoint:
         self._parts = Parts(model, optimizer, passed | parts)
         check_model(model, optimizer.sampler)
         self._optimizer, self._backend = optimizer, optimizer.backend
-        self._keep = check_int(keep, "keep", 1)
+        keep = check_int(keep, "keep", 1)
         self._every = _check_every(every)
+        self._criterion = None if best is None else Criterion.parse(best)
         self._folder = CheckpointFolder(Path(dir))
-        self._snapshot, self._agreement = Snapshot(self._backend), Agreement(self._backend)
+        self._agreement = agreement = Agreement(self._backend)
+        snapshot = Snapshot(self._backend)
+        self._writer = Writer(self._folder, keep, self._criterion, snapshot, agreement, optimizer.updates)
         self._updated = False  # whether an update was made since then
         if not optimizer.inside_step:
             self._agreement.on_every_rank(self._check_storable)
-        self._agreement.on_rank_0(self._lock)
+        self._agreement.on_rank_0(self._writer.lock)
         self._stop: CoordinatedStop | None = None
         if self._agreement.any_rank(lambda: active_preemption() is not None):  # then all ranks take part
             name = self._agreement.on_rank_0(lambda: uuid4().hex)
@@ -113,6 +120,15 @@ class Checkpoint:
     def latest(self) -> Path | None:
         """The newest intact checkpoint in the folder, as this rank reads it; None if there is none."""
         return next((entry.path for entry in self._folder.entries() if verified_manifest(entry.path) is not None), None)
+
+    @property
+    def best(self) -> Path | None:
+        """The best intact checkpoint in the folder, as this rank reads it; None if none has a reported value.
+
+        Without `best=` it is the best by the criterion with which the newest of them was reported.
+        """
+        ranked = self._folder.ranked(self._criterion)
+        return next((path for path in ranked if verified_manifest(path) is not None), None)
 
     def save(self, wait: bool = True) -> Path:
         """Save the state after the last update.
@@ -132,7 +148,7 @@ class Checkpoint:
         """
         return self._save(wait, in_loop=False)
 
-    def _save(self, wait: bool, *, in_loop: bool) -> Path:
+    def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> Path:
         parts: dict[str, Any] = {}
 
         def collect() -> bytes:
@@ -143,7 +159,8 @@ class Checkpoint:
             return rng_states.get_rng_states().encode()
 
         states = [state.decode() for state in self._agreement.on_every_rank(collect)]
-        path = Path(self._agreement.on_rank_0(lambda: str(self._publish(parts, states, wait))))
+        arguments = self._optimizer.updates, parts, states, wait, reported or {}
+        path = Path(self._agreement.on_rank_0(lambda: str(self._writer.publish(*arguments))))
         if not wait:
             self._agreement.expect_write()
         self._mark_saved()
@@ -192,16 +209,67 @@ class Checkpoint:
             self._save(wait=False, in_loop=in_loop)
         return due
 
-    def restore(self, strict: bool = True) -> bool:
-        """Restore the newest intact checkpoint, and return whether there is one.
+    def report(self, **metrics: float | Tensor | None) -> bool:
+        """Report the values of the present weights, and save with `wait=False` if they are the best so far.
+
+        Call it on every rank, between steps, after an evaluation. The best checkpoint stays in the folder until a
+        better one is published, beside the `keep` newest ones; a training that resumes compares with it. If the folder
+        already has a checkpoint of this update, that one becomes the best and is not written again. As with `save()`,
+        what is saved at the end of an epoch resumes with the next epoch: call `report()` last, after a scheduler's
+        `step()`. A checkpoint that `step()` has saved at that end resumes before the evaluation.
+
+        Args:
+            metrics: the values by name, each a number or a tensor with one; the manifest stores all of them. Rank 0's
+                count, and others may be None. The lowest or highest finite value of the metric in `best=` is the best;
+                NaN and infinity never are, and an equal value is not better.
+
+        Returns:
+            Whether the value is better than that of every intact checkpoint; the same on every rank.
+
+        Raises:
+            TypeError: if a value is not a real number.
+            ValueError: if the metric in `best=` is missing.
+            RuntimeError: if `best=` was not passed or an accumulation is in progress; on every rank, as
+                `save(wait=False)`.
+        """
+        if self._criterion is None:
+            raise RuntimeError(
+                'report() was called on a Checkpoint that has no criterion; pass for example best="min:val_loss" to it'
+            )
+        if self._optimizer.inside_step:
+            raise RuntimeError(
+                "report() was called within an accumulation; call it after the last microbatch of a step"
+            )
+        self._criterion.check(metrics, decides=self._backend.world.rank == 0)
+        self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 can read its values
+        self._agreement.raise_write_error()
+        criterion, reported = self._criterion, dict[str, Any]()
+
+        def mark_best() -> str:
+            reported.update(criterion.facts(metrics))
+            return self._writer.mark_best(self._optimizer.updates, reported)
+
+        outcome = self._agreement.on_rank_0(mark_best)
+        if outcome == "save":
+            self._save(wait=False, in_loop=False, reported=reported)
+        return outcome != ""
+
+    def restore(self, strict: bool = True, *, best: bool = False) -> bool:
+        """Restore the newest intact checkpoint, or the best one, and return whether there is one.
+
+        After `restore(best=True)` the training continues from there: the first save deletes the checkpoints that are
+        newer, which `restore()` would otherwise prefer. Until then nothing is deleted.
 
         Args:
             strict: whether to raise if it was saved with other samples: another dataset size, seed or past of the
                 trace. Another future of the trace, another rule and another `ref_batchsize` are told in any case.
+            best: whether to restore the checkpoint with the best value that was reported. Without `best=` of the
+                constructor, the newest such checkpoint tells which metric counts.
 
-        A checkpoint whose state or manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor
-        of the model that has another dtype than the saved one. Reading executes no code from the files. In a world of
-        the same size, passes over the sampler begin with the saved RNG states until the next update.
+        Rank 0 prints to standard error which checkpoint was restored. One whose state or manifest is damaged is skipped
+        with a RuntimeWarning; a UserWarning names a tensor of the model that has another dtype than the saved one.
+        Reading executes no code from the files. In a world of the same size, passes over the sampler begin with the
+        saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
@@ -210,30 +278,36 @@ class Checkpoint:
         self._agreement.raise_write_error()
         damaged: list[str] = []
         stored: StoredState | None = None
-        names = self._agreement.on_rank_0(lambda: "/".join(entry.path.name for entry in self._folder.entries()))
+        names = self._agreement.on_rank_0(lambda: "/".join(path.name for path in self._writer.candidates(best)))
         for name in filter(None, names.split("/")):
             stored = self._read_same(self._folder.path / name)
             if stored is not None:
                 break
             damaged.append(name)
         if damaged and self._backend.world.rank == 0:
-            warnings.warn(_damage_report(self._folder.path, damaged, stored), RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                notices.damaged(self._folder.path, damaged, stored and stored.path, best), RuntimeWarning, stacklevel=2
+            )
         if stored is None:
             return False
         self._agreement.on_every_rank(partial(self._load, stored, strict))
         self._mark_saved()
+        if self._backend.world.rank == 0:
+            optimizer = self._optimizer
+            self._writer.resume(stored.path, optimizer.epoch, optimizer.updates, optimizer.samples, best)
         return True
 
     def close(self) -> None:
         """Wait for the write in progress, if any, and unlock the folder.
 
         While an exception propagates, perhaps on this rank only, as in a `with` block or in `finally`, it waits for no
-        other rank, and an error of the write is a RuntimeWarning.
+        other rank, and an error of the write is a RuntimeWarning. Rank 0 then prints to standard error what to resume
+        from, unless the exception is a SystemExit or a KeyboardInterrupt.
 
         Raises:
             RuntimeError: on every rank, if that write failed.
         """
-        self._close(alone=sys.exc_info()[0] is not None)
+        self._close(sys.exc_info()[1])
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -241,14 +315,16 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(alone=kind is not None)
+        self._close(error)
 
-    def _close(self, alone: bool) -> None:
+    def _close(self, error: BaseException | None) -> None:
         try:
-            if alone:
-                self._agreement.warn_of_write_error()
-            else:
+            if error is None:
                 self._agreement.raise_write_error()
+            else:
+                self._agreement.warn_of_write_error()
+            if isinstance(error, Exception) and self._backend.world.rank == 0:
+                self._writer.say_what_to_resume_from(self._optimizer.updates)
         finally:
             if not self._agreement.writing:  # else an interrupt ended the wait, and the thread still writes
                 self._folder.unlock()
@@ -268,37 +344,6 @@ class Checkpoint:
 
         self._agreement.on_rank_0(report)  # all ranks wait: a launcher may end rank 0 when another rank has exited
         raise SystemExit(EXIT_CODE)
-
-    # On rank 0. --------------------------------------------------------------------------------------------------
-
-    def _lock(self) -> str:
-        try:
-            self._folder.lock()
-        except OSError as error:
-            if error.errno is None:  # the error names another writer, and is not the operating system's
-                raise
-            raise OSError(
-                f"dir must be a writable folder, got {self._folder.path} ({error.strerror}); choose another folder"
-            ) from error
-        return ""
-
-    def _publish(self, parts: dict[str, Any], states: list[str], wait: bool) -> Path:
-        folder, updates = self._folder, self._optimizer.updates
-        if later := folder.newest_after(updates):
-            raise ValueError(
-                f"Checkpoint {later} is ahead of this training, which has made {updates} updates; restore() it first, "
-                f"or choose another folder"
-            )
-        position, path = parts["optimizer"]["vbs"], folder.next_path(updates)
-        facts = {key: position[key] for key in (*_POSITION, *_FINGERPRINT)}
-        facts |= {"updates": updates, "parts": sorted(parts)}
-        on_host = self._snapshot.view(parts) if wait else self._snapshot.copy(parts)
-        write = partial(stored_state.write, folder, self._keep, path, facts, on_host, states)
-        if wait:
-            write()
-        else:
-            self._agreement.start_write(write)
-        return path
 
     # On every rank. ----------------------------------------------------------------------------------------------
 
@@ -340,14 +385,3 @@ def _check_every(every: int | timedelta | None) -> int | timedelta | None:
     if isinstance(every, timedelta):
         raise value_error("every must be a positive timedelta", repr(every), "pass a positive one, or omit it")
     return check_int(every, "every", 1, remedy="pass a positive int, or a datetime.timedelta")
-
-
-def _damage_report(folder: Path, damaged: list[str], restored: StoredState | None) -> str:
-    subject = f"Checkpoint {damaged[0]}" if len(damaged) == 1 else f"Checkpoints {', '.join(damaged)}"
-    verb = "is" if len(damaged) == 1 else "are"
-    action = (
-        f"restoring {restored.path.name} instead"
-        if restored
-        else "starting from the beginning, because no other checkpoint is left"
-    )
-    return f"{subject} in {folder} {verb} damaged (checksum mismatch or unreadable file); {action}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -22,6 +23,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
+
+from variable_batch_size.checkpoint.best import Criterion
 
 STATE, MANIFEST, LOCK = "state.pt", "manifest.json", ".lock"
 
@@ -118,6 +121,11 @@ class CheckpointFolder:
         names = [(_NAME.fullmatch(path.name), path) for path in self.path.glob("update-*")]
         return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
 
+    def newer_than(self, path: Path) -> list[Path]:
+        """Return the entries that are newer than the one at `path`, newest first; none if it is missing."""
+        paths = [entry.path for entry in self.entries()]
+        return paths[: paths.index(path)] if path in paths else []
+
     def next_path(self, update: int) -> Path:
         """Return the path at which to publish the next checkpoint of `update`.
 
@@ -159,9 +167,7 @@ class CheckpointFolder:
                     raise hashing.error
                 _flush_file(file)
             description = {"name": STATE, "bytes": hashing.bytes, "sha256": hashing.digest.hexdigest()}
-            with (part / MANIFEST).open("w", encoding="utf-8", newline="\n") as manifest:
-                manifest.write(_format_manifest({**facts, "file": description}))
-                _flush_file(manifest)
+            _write_manifest(part, {**facts, "file": description})
             _flush_folder(part)
             part.rename(target)
         except BaseException:
@@ -170,28 +176,90 @@ class CheckpointFolder:
         _flush_folder(self.path)
         self._verified.add(target)
 
+    def mark(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Add facts to the manifest of a checkpoint, which holds all of them or none at any instant.
+
+        Raises:
+            OSError: if the manifest cannot be written; the checkpoint is unchanged.
+        """
+        self._delete_leftovers()
+        manifest = _sealed_manifest(path)
+        del manifest["seal"]
+        part = _part_of(self.next_path(manifest["updates"]))
+        part.mkdir()
+        try:
+            _write_manifest(part, {**manifest, **facts})
+            (part / MANIFEST).replace(path / MANIFEST)
+            _flush_folder(path)
+        finally:
+            _delete(part)
+
     def prune(self, keep: int) -> None:
         """Keep the newest `keep` intact updates, each in its newest intact revision, and delete older entries.
 
-        A damaged entry stays until `keep` newer updates, or a newer revision of the same update, are intact. One whose
-        manifest is damaged always stays, because it may belong to another program.
+        Of each criterion that was reported, the best intact checkpoint is kept, too. A damaged entry stays until `keep`
+        newer updates, or a newer revision of the same update, are intact. One whose manifest is damaged always stays,
+        because it may belong to another program.
         """
         kept: set[int] = set()
+        criteria = {Criterion.of(manifest) for _, manifest in self._manifests()} - {None}
+        best = {self.best(criterion) for criterion in criteria}
         for update, _, path in self.entries():
             if update not in kept and len(kept) < keep:
                 if self._is_intact(path):
                     kept.add(update)
-            elif _is_checkpoint(path):
-                self._verified.discard(path)
-                old = path.with_name(f".{path.name}.old")
-                with suppress(OSError):  # the next save deletes what remains
-                    if not os.path.lexists(old):
-                        _delete(path.rename(old))
+            elif path not in best:
+                self._discard(path)
 
-    def newest_after(self, update: int) -> Path | None:
-        """Return the newest intact checkpoint of a later update, or None."""
-        later = [entry.path for entry in self.entries() if entry.update > update]
-        return next(filter(self._is_intact, later), None)
+    def discard_after(self, path: Path) -> None:
+        """Delete the checkpoints that are newer than the one at `path`, the newest first."""
+        for newer in self.newer_than(path):
+            self._discard(newer)
+
+    def ranked(self, criterion: Criterion | None = None) -> list[Path]:
+        """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.
+
+        Those with a damaged manifest precede them, because any of them may be the best.
+
+        Args:
+            criterion: what is compared; by default, that of the newest checkpoint that has one.
+        """
+        manifests = self._manifests()
+        criterion = criterion or next(filter(None, (Criterion.of(manifest) for _, manifest in manifests)), None)
+        if criterion is None:
+            return []
+        ranks = [(criterion.rank(manifest) if manifest else -math.inf, entry) for entry, manifest in manifests]
+        return [entry.path for rank, entry in sorted(ranks) if rank < math.inf]
+
+    def best(self, criterion: Criterion | None = None) -> Path | None:
+        """Return the first intact checkpoint of `ranked`, or None."""
+        return next(filter(self._is_intact, self.ranked(criterion)), None)
+
+    def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
+        """Return whether reported values are better than those of every intact checkpoint."""
+        best = self.best(criterion)
+        return criterion.rank(facts) < (criterion.rank(_sealed_manifest(best)) if best else math.inf)
+
+    def newest(self) -> Entry | None:
+        """Return the newest intact checkpoint, or None."""
+        return next((entry for entry in self.entries() if self._is_intact(entry.path)), None)
+
+    def _manifests(self) -> list[tuple[Entry, dict[str, Any]]]:
+        """Return the entries with their manifests, empty if damaged; newest first."""
+        found: list[tuple[Entry, dict[str, Any]]] = [(entry, {}) for entry in self.entries()]
+        for entry, manifest in found:
+            with suppress(*_DAMAGE):
+                manifest.update(_sealed_manifest(entry.path))
+        return found
+
+    def _discard(self, path: Path) -> None:
+        """Delete a checkpoint, and nothing else."""
+        if _is_checkpoint(path):
+            self._verified.discard(path)
+            old = path.with_name(f".{path.name}.old")
+            with suppress(OSError):  # the next save deletes what remains
+                if not os.path.lexists(old):
+                    _delete(path.rename(old))
 
     def _is_intact(self, path: Path) -> bool:
         if path not in self._verified and verified_manifest(path) is not None:
@@ -271,6 +339,12 @@ def _delete(path: Path) -> None:
 def _sealed_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint; raise one of `_DAMAGE` if it is missing or has another checksum."""
     return _parse_manifest((folder / MANIFEST).read_bytes().decode())
+
+
+def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    with (folder / MANIFEST).open("w", encoding="utf-8", newline="\n") as manifest:
+        manifest.write(_format_manifest(facts))
+        _flush_file(manifest)
 
 
 def _format_manifest(facts: Mapping[str, Any]) -> str:

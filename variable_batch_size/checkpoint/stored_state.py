@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
@@ -86,14 +87,31 @@ def write(
     def save(file: IO[bytes]) -> None:
         torch.save({"parts": parts, "rng": rng_states}, file)
 
-    try:
+    with _named_errors(folder, path):
         folder.publish(path, facts, save)
+    folder.prune(keep)
+
+
+def mark(folder: CheckpointFolder, keep: int, path: Path, facts: dict[str, Any]) -> None:
+    """Add facts to the manifest of a checkpoint, and delete the checkpoints that exceed `keep`.
+
+    Raises:
+        OSError: if the manifest cannot be written.
+    """
+    with _named_errors(folder, path):
+        folder.mark(path, facts)
+    folder.prune(keep)
+
+
+@contextmanager
+def _named_errors(folder: CheckpointFolder, path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OSError(
             f"Checkpoint {path.name} could not be written to {folder.path} ({error.strerror}); free disk space or "
             f"choose another folder (earlier checkpoints are unchanged)"
         ) from error
-    folder.prune(keep)
 
 
 def read(path: Path) -> StoredState | None:
