@@ -80,7 +80,7 @@ class Criterion(NamedTuple):
 
     def facts(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the manifest holds of reported values; of one that is not finite, None."""
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return {_CRITERION: str(self), _METRICS: finite}
 

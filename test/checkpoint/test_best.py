@@ -1,0 +1,372 @@
+"""The best checkpoint stays beside the newest ones, through restores and deaths at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import StepLR
+
+from helpers.checkpoints import checkpoint, names, truncate_state
+from helpers.reference import Training, assert_equal, examples, training
+from helpers.sudden_death import dying_after
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint.folder import MANIFEST, STATE
+from variable_batch_size.testing import run_ranks
+
+LOSS = "min:loss"
+
+
+def facts(path: Path | None) -> dict[str, Any]:
+    assert path is not None
+    found: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    return found
+
+
+def reported(folder: Path, values: list[float], **options: Any) -> Training:
+    """Report a value after each update."""
+    run = training()
+    with checkpoint(folder, run, best=LOSS, **options) as saves:
+        for value in values:
+            run.run(1)
+            saves.report(loss=value)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_one_stays_beside_the_newest_ones(mode: str, tmp_path: Path) -> None:
+    run, sign = training(), 1 if mode == "min" else -1
+    with checkpoint(tmp_path, run, keep=1, best=f"{mode}:loss") as saves:
+        assert saves.best is None
+        for update, (value, best) in enumerate([(3, 1), (2, 2), (math.nan, 2), (2, 2), (2.5, 2), (1, 6)], 1):
+            run.run(1)
+            assert saves.report(loss=sign * value, other=1.5) == (update == best)
+            saves.save()
+            assert saves.best == tmp_path / f"update-0000000{best}"
+            assert saves.latest is not None
+            assert saves.latest.name.startswith(f"update-0000000{update}")
+    assert facts(saves.best)["metrics"] == {"loss": sign * 1.0, "other": 1.5}
+    assert facts(saves.best)["best"] == f"{mode}:loss"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_value_that_is_not_finite_is_never_the_best(mode: str, value: float, tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run, best=f"{mode}:loss") as saves:
+        assert not saves.report(loss=value)
+        assert names(tmp_path) == []
+        assert saves.report(loss=1, other=value)
+        assert facts(saves.save() and saves.best)["metrics"] == {"loss": 1.0, "other": None}
+
+
+def test_a_checkpoint_of_the_same_update_is_marked_instead_of_written_again(tmp_path: Path) -> None:
+    run = training()
+    with checkpoint(tmp_path, run, best=LOSS, every=2, keep=2) as saves:
+        run.run(1)
+        assert not saves.step()
+        run.run(1)
+        assert saves.step()  # in a thread
+        state = tmp_path / "update-00000002" / STATE
+        assert saves.report(loss=0.5)
+        written = state.stat().st_mtime_ns
+        assert saves.best == tmp_path / "update-00000002"
+        assert not saves.report(loss=0.5)
+        assert saves.report(loss=0.25)
+        assert state.stat().st_mtime_ns == written
+        assert names(tmp_path) == ["update-00000002"]
+        assert facts(saves.best)["metrics"] == {"loss": 0.25}
+
+
+def test_the_best_one_stays_without_a_criterion_and_beside_that_of_another_one(tmp_path: Path) -> None:
+    run = reported(tmp_path, [0.5, 0.25, 0.75])
+    with checkpoint(tmp_path, run, keep=1) as saves:
+        for _ in range(2):
+            run.run(1)
+            saves.save()
+        assert names(tmp_path) == ["update-00000002", "update-00000005"]
+        assert saves.best == tmp_path / "update-00000002"
+        with pytest.raises(
+            RuntimeError, match=r"^report\(\) was called on a Checkpoint that has no .*; pass for .* to it"
+        ):
+            saves.report(loss=0.1)
+    with checkpoint(tmp_path, run, keep=1, best="max:accuracy") as saves:
+        assert saves.best is None
+        assert not saves.restore(best=True)
+        assert saves.report(accuracy=0.5, loss=0.7)
+        run.run(1)
+        saves.save()
+    assert names(tmp_path) == ["update-00000002", "update-00000005", "update-00000006"]
+
+
+@examples(20)
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, math.nan]), min_size=1, max_size=6),
+    saved=st.lists(st.sampled_from(["", "save", "background"]), min_size=6, max_size=6),
+    keep=st.integers(1, 3),
+    world=st.integers(1, 2),
+)
+def test_the_kept_ones_are_the_best_and_the_newest(
+    values: list[float], saved: list[str], keep: int, world: int
+) -> None:
+    def train(folder: Path, backend: Backend) -> list[str]:
+        run, best, updates, others = training(backend=backend), math.inf, set[int](), set[int]()
+        with checkpoint(folder, run, best=LOSS, keep=keep) as saves:
+            for update, (value, how) in enumerate(zip(values, saved, strict=False), 1):
+                run.run(1)
+                if how:
+                    saves.save(wait=how == "save")
+                    updates.add(update)
+                value = value if backend.world.rank == 0 else -1.0  # rank 0's counts
+                own = saves.report(loss=value)
+                if backend.world.rank == 0:
+                    assert own == (value < best)
+                if own:
+                    updates.add(update)
+                    others = {update}
+                    best = value
+        newest = set(sorted(updates)[-keep:])
+        return [f"update-{update:08d}" for update in sorted(newest | others)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        for expected in run_ranks(lambda backend: train(Path(folder), backend), world):
+            assert names(Path(folder)) == expected
+
+
+# ------------------------------------------------------------------------------------------ deaths between operations
+
+
+@examples(30)
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]), min_size=1, max_size=6),
+    deaths=st.lists(st.integers(0, 90), max_size=4),
+    every=st.sampled_from([None, 1, 2]),
+    keep=st.integers(1, 3),
+)
+def test_there_is_an_intact_best_one_at_every_moment(
+    values: list[float], deaths: list[int], every: int | None, keep: int
+) -> None:
+    """The training evaluates after each update; a death leaves at least the best value of the completed reports."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, completed, under_way = Path(name), math.inf, math.inf
+
+        def attempt() -> None:
+            nonlocal completed, under_way
+            run = training()
+            saves = checkpoint(folder, run, best=LOSS, keep=keep, every=every)
+            try:
+                saves.restore()
+                for update in range(run.optimizer.updates, len(values) + 1):
+                    if update > run.optimizer.updates:
+                        run.run(1)
+                        saves.step()
+                    if update:
+                        under_way = min(completed, values[update - 1])
+                        saves.report(loss=values[update - 1])
+                        saves._agreement.raise_write_error()
+                        completed = under_way
+                saves.close()
+            finally:
+                saves._folder.unlock()  # as the end of a process does
+
+        for operations in (*deaths, math.inf):
+            with dying_after(int(min(operations, 10**9))):
+                attempt()
+            with checkpoint(folder, training(), best=LOSS) as reader:
+                if reader.best is None:
+                    assert completed == math.inf
+                else:
+                    assert facts(reader.best)["metrics"]["loss"] in (completed, under_way)
+        assert completed == min(values)
+        run = training()
+        with checkpoint(folder, run) as saves:
+            assert saves.restore()
+            assert run.optimizer.updates <= len(values)
+            saves.save()
+        assert all(path.startswith("update-") for path in names(folder))  # no leftover
+
+
+# ------------------------------------------------------------------------------------------------------- restoring it
+
+
+@pytest.mark.parametrize("options", [{}, {"best": LOSS}])
+def test_the_best_one_is_restored(options: dict[str, Any], tmp_path: Path) -> None:
+    reported(tmp_path, [0.5, 0.25, 0.75])
+    run = training()
+    with checkpoint(tmp_path, run, **options) as saves:
+        assert saves.restore(best=True)
+        assert run.optimizer.updates == 2
+        assert_equal(run.weights(), training().run(2).weights(), 0)
+
+
+def test_nothing_is_restored_if_nothing_was_reported(tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(tmp_path, run, best=LOSS) as saves:
+        assert not saves.restore(best=True)
+        saves.save()
+        assert not saves.restore(best=True)
+        assert saves.best is None
+
+
+@pytest.mark.parametrize("file", [STATE, MANIFEST])
+def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path) -> None:
+    reported(tmp_path, [0.5, 0.25])
+    run = training()
+    with checkpoint(tmp_path, run, best=LOSS) as saves:
+        (tmp_path / "update-00000002" / file).write_bytes(b"damaged")
+        with pytest.warns(RuntimeWarning, match=r"update-00000002 in .* is damaged .*; restoring update-00000001 inst"):
+            assert saves.restore(best=True)
+        assert saves.best == tmp_path / "update-00000001"
+        truncate_state(tmp_path / "update-00000001")
+        with pytest.warns(RuntimeWarning, match="damaged .*; restoring nothing, because no other .* reported value is"):
+            assert not saves.restore(best=True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
+    world: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reported(tmp_path, [0.5, 0.25, 0.75])
+    with checkpoint(tmp_path, training().run(4)) as saves:
+        saves.save()
+    assert names(tmp_path) == ["update-00000002", "update-00000004"]
+
+    def resume(backend: Backend) -> None:
+        run = training(backend=backend)
+        with checkpoint(tmp_path, run, best=LOSS, keep=3) as saves:
+            assert saves.restore(best=True)
+            assert names(tmp_path) == ["update-00000002", "update-00000004"]  # an evaluation deletes nothing
+            run.run(1)
+            assert not saves.report(loss=0.3)
+            backend.all_gather_bytes(b"")
+            assert names(tmp_path) == ["update-00000002", "update-00000004"]
+            run.run(1)
+            assert saves.report(loss=0.2)  # of update 4, and not that of the other branch
+        assert names(tmp_path) == ["update-00000002", "update-00000004"]
+        assert saves.best == tmp_path / "update-00000004"
+
+    run_ranks(resume, world)
+    line = (
+        f"Checkpoint update-00000002 restored: epoch 0, {sum((20, 7))} samples; the next save deletes update-00000004."
+    )
+    assert capfd.readouterr().err.splitlines() == [line]
+    assert facts(tmp_path / "update-00000004")["metrics"] == {"loss": 0.2}
+
+
+def test_newer_ones_are_replaced_also_by_earlier_updates(tmp_path: Path) -> None:
+    reported(tmp_path, [0.5])
+    with checkpoint(tmp_path, training().run(4)) as saves:
+        saves.save()
+    run = training()
+    with checkpoint(tmp_path, run) as saves:
+        assert saves.restore(best=True)
+        run.run(1)
+        saves.save()
+        assert names(tmp_path) == ["update-00000001", "update-00000002"]
+    with checkpoint(tmp_path, run) as saves:
+        assert saves.restore()
+        assert run.optimizer.updates == 2
+
+
+@pytest.mark.parametrize("saves_before", [False, True])
+def test_an_end_of_an_epoch_that_was_reported_is_done_once(saves_before: bool, tmp_path: Path) -> None:
+    """`report` is called last; with and without a checkpoint that `step` has saved at that end."""
+    sizes, epochs = (7, 3, 10), 3
+
+    def train(stop: int) -> list[tuple[int, float]]:
+        run = training(sizes=sizes, dataset_size=20, sampling={"on_end": "cycle"})
+        scheduler, lines = StepLR(run.optimizer, 1, gamma=0.5), []
+        with checkpoint(tmp_path, run, scheduler=scheduler, best=LOSS, every=1 if saves_before else None) as saves:
+            saves.restore()
+            for epoch in range(run.optimizer.epoch, epochs):
+                run.sampler.set_epoch(epoch)
+                run.optimizer.set_epoch(epoch)
+                for rows in run.sampler:
+                    run.loss(rows).backward()
+                    run.optimizer.step()
+                    saves.step()
+                scheduler.step()
+                saves.report(loss=-epoch)
+                lines.append((epoch, run.optimizer.param_groups[0]["lr"]))
+                if epoch == stop:
+                    break
+        return lines
+
+    before, after = train(stop=0), train(stop=2)
+    again = [before[0]] if saves_before else []  # what step() saved resumes before the evaluation
+    lr = 0.02
+    assert before + after == [(0, lr / 2), *again, (1, lr / 4), (2, lr / 8)]
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("text", ["loss", "min", "min:", "best:loss", ":loss", ""])
+def test_rejects_a_wrong_criterion(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf'^best must be "min:" or "max:" and the name .*, got {text!r}; pass for'):
+        checkpoint(tmp_path / "saved", training(), best=text)
+    assert names(tmp_path) == []
+
+
+def test_a_part_cannot_be_called_best(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"^best must be .* \(Linear\); pass for example .* under another name$"):
+        checkpoint(tmp_path, training(), best=torch.nn.Linear(1, 1))
+
+
+def test_rejects_wrong_reports(tmp_path: Path) -> None:
+    run = training(minibatch_size=2)
+    with checkpoint(tmp_path, run, best=LOSS) as saves:
+        with pytest.raises(ValueError, match=r'report\(\) must get loss, by which best="min:loss", got accuracy; pass'):
+            saves.report(accuracy=1.0)
+        wrong: list[Any] = ["0.5", None, True, 1j, torch.zeros(2), torch.tensor(True), [1.0]]
+        for value in wrong:
+            with pytest.raises(TypeError, match=r"^loss must be a number or a tensor with one, got .*; pass its value"):
+                saves.report(loss=value)
+        next(run.steps())
+        with pytest.raises(
+            RuntimeError, match=r"^report\(\) was called within an accumulation; call it after the last"
+        ):
+            saves.report(loss=1.0)
+    assert names(tmp_path) == []
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_raises_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+    def train(backend: Backend) -> str:
+        run = training(backend=backend).run(1)
+        with checkpoint(tmp_path, run, best=LOSS) as saves:
+            saves.save()
+            if backend.world.rank == 0:
+                saves._folder.mark = no_space  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match=r"update-00000001 could not be written to .* \(No space left"):
+                saves.report(loss=1.0)
+            assert saves.best is None
+        return "ok"
+
+    assert run_ranks(train, 2) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, np.float32(1), np.int64(1), torch.tensor(1.0), torch.ones(1, requires_grad=True)]
+)
+def test_accepts_any_number_from_rank_0_and_nothing_from_others(value: Any, tmp_path: Path) -> None:
+    def train(backend: Backend) -> bool:
+        with checkpoint(tmp_path, training(backend=backend).run(1), best=LOSS) as saves:
+            return saves.report(loss=value if backend.world.rank == 0 else None)
+
+    assert run_ranks(train, 2) == [True, True]
+    assert facts(tmp_path / "update-00000001")["metrics"] == {"loss": 1.0}
