@@ -197,6 +197,25 @@ def test_there_is_an_intact_best_one_at_every_moment(
         assert all(path.startswith("update-") for path in names(folder))  # no leftover
 
 
+def test_a_checkpoint_is_intact_at_every_moment_in_which_it_is_marked(tmp_path: Path) -> None:
+    run, found = training().run(1), list[float]()
+    saves = checkpoint(tmp_path, run, best=LOSS)
+    path = saves.save()
+    for operations in range(100):
+        before = found[-1:]
+        with dying_after(operations) as died:
+            saves.report(loss=-operations)
+        assert saves.latest == path
+        if before or saves.best:
+            found.append(facts(saves.best)["metrics"]["loss"])
+            assert found[-1:] in (before, [-operations])
+        if not died:
+            break
+    assert found[-1] == -operations
+    assert len(set(found)) > 1  # also after deaths
+    saves.close()
+
+
 # ------------------------------------------------------------------------------------------------------- restoring it
 
 

@@ -1,0 +1,158 @@
+"""What rank 0 says: which checkpoint was restored, and after an exception which one to resume from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoints import checkpoint, start
+from helpers.reference import SIZES, training
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import notices
+from variable_batch_size.testing import run_ranks
+
+NEWEST = "Checkpoint update-00000002 is the newest one; {}; restore() resumes from it."
+
+
+def test_the_other_rank_says_what_to_resume_from_if_a_worker_is_killed(tmp_path: Path) -> None:
+    script = """
+import os, time
+import torch.distributed as dist
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+run = training(backend=vbs.DistributedBackend())
+with checkpoint(folder / "saved", run, every=2) as saves:
+    for _ in range(5):
+        run.run(1)
+        saves.step()
+        if run.optimizer.updates == 3:
+            (folder / f"made{rank}").touch()
+            while rank == 1 and not (folder / "made0").exists():
+                time.sleep(0.01)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ranks = [start(script, tmp_path, rank) for rank in range(2)]
+    errors = [process.communicate(timeout=100)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1, -signal.SIGKILL]
+    lines = [line for line in errors[0].splitlines() if "Checkpoint" in line]
+    assert lines == [NEWEST.format("1 later update is lost")], errors[0]
+    assert "by peer" in errors[0]  # what gloo says of the connection
+
+
+@pytest.mark.parametrize("end", ["with", "finally"])
+@pytest.mark.parametrize(
+    ("updates", "line"),
+    [
+        (0, None),
+        (1, "No checkpoint is in {folder}; 1 update is lost, and the training has to begin again."),
+        (2, NEWEST.format("no update is lost")),
+        (3, NEWEST.format("1 later update is lost")),
+        (4, NEWEST.format("2 later updates are lost")),
+    ],
+)
+def test_an_exception_tells_rank_0_what_to_resume_from(
+    updates: int, line: str | None, end: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(backend: Backend) -> None:
+        run = training(backend=backend)
+        saves = checkpoint(tmp_path, run)
+
+        def loop() -> None:
+            for update in range(1, updates + 1):
+                run.run(1)
+                if update == 2:
+                    saves.save(wait=False)
+            raise KeyError("stop")
+
+        if end == "with":
+            with saves:
+                loop()
+        try:
+            loop()
+        finally:
+            saves.close()
+            saves.close()
+
+    with pytest.raises(KeyError, match="stop"):
+        run_ranks(train, 2)
+    assert capfd.readouterr().err.splitlines() == ([line.format(folder=tmp_path)] if line else [])
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), None])
+def test_an_end_that_was_asked_for_says_nothing(
+    error: BaseException | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        with checkpoint(tmp_path, training().run(2)) as saves:
+            saves.save()
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(type(error)):
+            train()
+    else:
+        train()
+    assert capfd.readouterr().err == ""
+
+
+def test_only_updates_since_the_restore_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def save() -> None:
+        with checkpoint(tmp_path, training().run(2), best="min:loss") as saves:
+            saves.report(loss=1)
+
+    def fail(updates: int, after: Callable[[Any], object]) -> list[str]:
+        run = training()
+        with pytest.raises(KeyError), checkpoint(tmp_path, run) as saves:  # noqa: PT012
+            after(saves)
+            run.run(updates)
+            raise KeyError
+        return capfd.readouterr().err.splitlines()
+
+    save()
+    restored = f"Checkpoint update-00000002 restored: epoch 0, {sum(SIZES[:2])} samples."
+    assert fail(0, lambda saves: saves.restore()) == [restored]
+    assert fail(3, lambda saves: saves.restore()) == [restored, NEWEST.format("3 later updates are lost")]
+    assert fail(1, lambda saves: saves.latest) == []  # the folder is that of another training
+    assert fail(1, lambda saves: saves.restore(best=True)) == [
+        restored,
+        "Checkpoint update-00000002 is the best one; 1 later update is lost; restore(best=True) resumes from it.",
+    ]
+
+
+def test_what_cannot_be_written_is_not_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = training()
+    saves = checkpoint(tmp_path, run)
+    run.run(2)
+    saves.save()
+    run.run(1)
+    saves._agreement.start_write(lambda: (tmp_path / "missing").unlink())
+    with pytest.warns(RuntimeWarning, match="missing"), pytest.raises(KeyError), saves:
+        raise KeyError
+    assert capfd.readouterr().err.splitlines() == [NEWEST.format("1 later update is lost")]
+
+
+def test_rank_0_says_once_what_was_restored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with checkpoint(tmp_path, training().run(2)) as saves:
+        saves.save()
+
+    def restore(backend: Backend) -> None:
+        with checkpoint(tmp_path, training(backend=backend)) as saves:
+            assert saves.restore()
+
+    run_ranks(restore, 3)
+    expected = f"Checkpoint update-00000002 restored: epoch 0, {sum(SIZES[:2])} samples."
+    assert capfd.readouterr().err.splitlines() == [expected]
+
+
+def test_the_newer_ones_that_will_be_deleted_are_named() -> None:
+    line = notices.restored(Path("update-00000001"), 3, 12800, ["update-00000003", "update-00000002"])
+    assert line == (
+        "Checkpoint update-00000001 restored: epoch 3, 12800 samples; the next save deletes update-00000003, "
+        "update-00000002."
+    )
