@@ -68,7 +68,13 @@ def train(flags: argparse.Namespace) -> None:
     checkpoint, best = None, BestAccuracy()
     if flags.checkpoint:
         checkpoint = vbs.Checkpoint(
-            flags.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler, every=flags.save_every, best=best
+            flags.checkpoint,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            every=flags.save_every,
+            best="max:accuracy",
+            best_accuracy=best,
         )
         checkpoint.restore()
 
@@ -93,6 +99,8 @@ def train(flags: argparse.Namespace) -> None:
             f"epoch {epoch}: accuracy {accuracy:.2%}, {optimizer.updates} updates, {optimizer.samples} samples, "
             f"last lr {optimizer.current_lr():.4g}, {time.monotonic() - began:.1f} s"
         )
+        if checkpoint:
+            checkpoint.report(accuracy=accuracy)  # keeps the best one beside the newest ones; last in the epoch
 
     # 5. The end. Closing waits for files that threads still write.
     tracker.close()

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 from helpers.reference import REF, SIZES, batches, examples, training
-from helpers.schedules import counter, every_by, sequential
+from helpers.schedules import SCHEDULERS, counter, every_by, sequential
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.lr_scheduler import DELAY
 from variable_batch_size.testing import run_ranks
@@ -211,6 +211,23 @@ def test_a_cosine_ends_with_the_training(sizes: list[int], total: int, ref: int)
     assert inner.last_epoch == total
 
 
+@every_by
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedules_hold_their_last_value_after_the_total(name: str, by: Any) -> None:
+    run = training(sizes=[40], dataset_size=80, ref_batchsize=30, hyperparameters=GENTLE)
+    inner = SCHEDULERS[name](run.optimizer)
+    scheduler, groups = vbs.ProgressScheduler(inner, run.optimizer, by, total=5.5), list[dict[str, Any]]()
+    for _ in range(14):
+        run.run(1)
+        scheduler.step()
+        if scheduler.done:
+            groups.append({key: value for key, value in run.optimizer.param_groups[0].items() if key != "params"})
+            assert scheduler.get_last_lr() == [groups[0]["lr"]]
+    assert scheduler.state_dict()["steps"] == 5
+    assert len(groups) > 5
+    assert groups == len(groups) * groups[:1]
+
+
 def test_the_end_may_be_between_two_steps() -> None:
     run = training(sizes=[2], dataset_size=40, ref_batchsize=4)
     inner = counter(run.optimizer)
@@ -301,7 +318,8 @@ def test_samples_need_a_reference() -> None:
 )
 def test_rejects_a_total_that_is_not_a_positive_number(total: Any, error: type[Exception], range_: str) -> None:
     run = training()
-    with pytest.raises(error, match=rf"^total must be a finite number {range_}, got .*; pass the length"):
+    expected = rf"^total must be a finite number {range_}, got .*; pass the .* hold their last value, or omit it$"
+    with pytest.raises(error, match=expected):
         vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=total)
 
 

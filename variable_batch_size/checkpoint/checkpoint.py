@@ -45,8 +45,9 @@ class Checkpoint:
     Create it on every rank and call its methods on all ranks after the same updates. Rank 0 writes; every rank must
     see the same folder to restore. A checkpoint is a folder `update-00001234` with two files: `state.pt`, which
     `torch.load(weights_only=True)` reads, and `manifest.json`, which holds the position (epoch, step, samples,
-    updates), the fingerprint of the trace, and the size and SHA-256 of the state. The state consists of rank 0's
-    parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and `random`).
+    updates), the fingerprint of the trace, reported values, and the size and SHA-256 of the state. The state consists
+    of rank 0's parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and
+    `random`).
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
     states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw

@@ -52,7 +52,8 @@ class ProgressScheduler:
             inner optimizer at the beginning of the training. Do not call its `step()`.
         optimizer: the wrapper whose updates are counted.
         by: what is counted.
-        total: length of the training, in reference updates; the schedule stops there, and `done` is True from there on.
+        total: length of the training, in reference updates. From there on the schedule holds its last value, and `done`
+            is True. Without it, a scheduler continues as in torch: a `CosineAnnealingLR` rises again after `T_max`.
 
     Raises:
         TypeError: if `scheduler` is not an LRScheduler or contains a ReduceLROnPlateau, `optimizer` is not a
@@ -112,7 +113,10 @@ class ProgressScheduler:
 
     @property
     def done(self) -> bool:
-        """Whether the training has passed `total` reference updates, as the schedule reads them."""
+        """Whether the training has passed `total` reference updates, as the schedule reads them.
+
+        From then on the schedule holds its last value.
+        """
         return self._reference_updates() >= self._total
 
     def get_last_lr(self) -> list[float]:
@@ -192,7 +196,9 @@ def _check_total(total: object) -> float:
     """Return the last reference update, infinity if there is none."""
     if total is None:
         return math.inf
-    remedy = "pass the length of the training in reference updates, or omit it"
+    remedy = (
+        "pass the length of the training in reference updates, after which schedules hold their last value, or omit it"
+    )
     number = check_number(total, "total", remedy)
     if number == 0:
         raise value_error("total must be a finite number > 0", number, remedy)
