@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -28,25 +27,25 @@ def ranks(size: int) -> list[World]:
     return [World(rank, size) for rank in range(size)]
 
 
-def scalar(plan: Plan, epoch: Epoch, world: World, first_step: int | None = None) -> list[Microbatch]:
+def scalar(plan: Plan, epoch: Epoch, world: World, first_step: int, at_least: int) -> list[Microbatch]:
     """The rank's microbatches to the end of the epoch, one by one."""
-    steps = (plan.step(epoch, s) for s in range(epoch.first_step if first_step is None else first_step, epoch.end_step))
+    steps = (plan.step(epoch, number, at_least) for number in range(first_step, epoch.end_step))
     return [step.microbatch(round_index, world) for step in steps for round_index in range(step.rounds(world))]
 
 
-def map_steps(plan: Plan, epoch: Epoch) -> Iterator[Step]:
-    return (plan.step(epoch, number) for number in range(epoch.first_step, epoch.end_step))
+def map_steps(plan: Plan, epoch: Epoch, at_least: int) -> Iterator[Step]:
+    return (plan.step(epoch, number, at_least) for number in range(epoch.first_step, epoch.end_step))
 
 
 # ----------------------------------------------------------------------------------------------- law 1: the exact batch
 
 
-@given(cases(), worlds, st.integers(0, 2), worlds)
+@given(cases(), worlds, st.integers(0, 2), st.booleans())
 @examples(150)
-def test_the_microbatches_of_all_ranks_make_up_the_batch(case: Case, size: int, number: int, spread: int) -> None:
-    plan, m = replace(case.plan(), ranks=spread), case.minibatch_size
-    for step in map_steps(plan, plan.epoch(number)):
-        expected = split_sizes(step.batch_size, m, case.fixed_shape, spread)
+def test_the_microbatches_of_all_ranks_make_up_the_batch(case: Case, size: int, number: int, spread: bool) -> None:
+    plan, m, at_least = case.plan(), case.minibatch_size, size if spread else 1
+    for step in map_steps(plan, plan.epoch(number), at_least):
+        expected = split_sizes(step.batch_size, m, case.fixed_shape, at_least)
         assert step.num_microbatches == len(expected)
         weight = Fraction(0)
         for world in ranks(size):
@@ -67,12 +66,12 @@ def test_the_microbatches_of_all_ranks_make_up_the_batch(case: Case, size: int, 
 # ------------------------------------------------------------------------------------- law 3: the world does not matter
 
 
-def assert_deals_equal_steps(plan: Plan, epoch: Epoch, world: World, first_step: int) -> None:
-    expected = scalar(plan, epoch, world, first_step)
+def assert_deals_equal_steps(plan: Plan, epoch: Epoch, world: World, first_step: int, at_least: int = 1) -> None:
+    expected = scalar(plan, epoch, world, first_step, at_least)
     done = 0
     step = first_step
     while step < epoch.end_step:
-        deal = plan.deal(epoch, step, world)
+        deal = plan.deal(epoch, step, world, at_least)
         assert deal.first_step == step
         step += len(deal.ends)
         index, round_index = deal.locate(0, len(deal))
@@ -103,13 +102,14 @@ def assert_parts_agree(deal: Deal, start: IntArray, samples: IntArray) -> None:
 def test_deals_of_many_steps_equal_single_steps(
     case: Case, size: int, number: int, data: st.DataObject, steps_per_deal: int
 ) -> None:
-    plan = replace(case.plan(), ranks=data.draw(worlds))
+    plan = case.plan()
     epoch = plan.epoch(number)
     world = World(data.draw(st.integers(0, size - 1)), size)
     first_step = data.draw(st.integers(epoch.first_step, epoch.end_step))
+    at_least = data.draw(st.sampled_from([1, size]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "STEPS_PER_DEAL", steps_per_deal)
-        assert_deals_equal_steps(plan, epoch, world, first_step)
+        assert_deals_equal_steps(plan, epoch, world, first_step, at_least)
 
 
 def test_an_epoch_longer_than_one_deal_continues_in_the_next() -> None:
@@ -119,14 +119,16 @@ def test_an_epoch_longer_than_one_deal_continues_in_the_next() -> None:
     assert_deals_equal_steps(plan, epoch, World(1, 2), epoch.first_step)
 
 
-@given(cases(), worlds, st.integers(0, 2))
+@given(cases(), worlds, st.integers(0, 2), st.booleans())
 @examples(60)
-def test_the_samples_of_a_step_and_their_order_do_not_depend_on_the_world(case: Case, size: int, number: int) -> None:
+def test_the_samples_of_a_step_and_their_order_do_not_depend_on_the_world(
+    case: Case, size: int, number: int, spread: bool
+) -> None:
     plan = case.plan()
     epoch = plan.epoch(number)
     numbered: dict[tuple[int, int], range] = {}
     for world in ranks(size):
-        for step in map_steps(plan, epoch):
+        for step in map_steps(plan, epoch, size if spread else 1):
             for round_index in range(step.rounds(world)):
                 b = step.microbatch(round_index, world)
                 if b.samples:

@@ -34,8 +34,8 @@ def test_fit_is_the_best_of_all_sizes(fixed_shape: bool, batches: range) -> None
     for batch in batches:
         best: dict[int, tuple[int, int, int, int]] = {}
         for m in range(1, 49):
-            sizes = split_sizes(batch, m, fixed_shape)
             for world in range(1, 14):
+                sizes = split_sizes(batch, m, fixed_shape, world)
                 rounds, rows = dealt(sizes, world, m if fixed_shape else None)
                 tried = rounds, rows - batch, m, len(sizes)
                 best[world] = min(best.get(world, tried), tried)
@@ -60,7 +60,7 @@ def test_a_sampler_needs_as_many_rounds_as_fit_says(
         vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold", fixed_shape=fixed_shape)
         for rank in range(world)
     ]
-    first_step = [sampler.plan.step(sampler.plan.epoch(0), 0) for sampler in samplers]
+    first_step = [sampler.plan.step(sampler.plan.epoch(0), 0, sampler.min_microbatches) for sampler in samplers]
     dealt = [step.rounds(sampler.world) for step, sampler in zip(first_step, samplers, strict=True)]
     assert max(dealt) == rounds
     assert first_step[0].num_microbatches == microbatches

@@ -30,14 +30,28 @@ def sizes_of(cut: Cut) -> list[int]:
     return [cut.locate(number)[1] for number in range(cut.microbatches)]
 
 
-@given(st.integers(1, 3000), st.integers(1, 200), st.booleans(), st.integers(1, 30))
+@given(st.integers(1, 3000), st.integers(1, 200), st.booleans(), st.integers(1, 40))
 @examples(300)
-def test_a_cut_holds_every_sample_once(batch_size: int, minibatch_size: int, fixed_shape: bool, ranks: int) -> None:
-    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, ranks=ranks)
-    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape, ranks)
+def test_a_cut_holds_every_sample_once(
+    batch_size: int, minibatch_size: int, fixed_shape: bool, min_microbatches: int
+) -> None:
+    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, min_microbatches=min_microbatches)
+    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape, min_microbatches)
     assert sum(sizes_of(found)) == batch_size
     starts = [found.locate(number)[0] for number in range(found.microbatches)]
     assert starts == [sum(sizes_of(found)[:number]) for number in range(found.microbatches)]
+
+
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 300))
+@examples(300)
+def test_a_minimum_number_of_microbatches_changes_only_steps_that_have_fewer(
+    batch_size: int, minibatch_size: int, min_microbatches: int
+) -> None:
+    usual = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False))
+    sizes = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False, min_microbatches=min_microbatches))
+    assert len(sizes) == max(len(usual), min(batch_size, min_microbatches))
+    assert max(sizes) - min(sizes) <= 1
+    assert len(usual) < min_microbatches or sizes == usual
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))

@@ -43,7 +43,7 @@ def test_each_row_equals_the_slow_twin(case: Case, size: int, steps_per_deal: in
             samples = order(case.dataset_size, case.seed, epoch)(np.arange(case.dataset_size))
             expected = []
             for update in updates:
-                sizes = split_sizes(update.batch_size, m, case.fixed_shape)
+                sizes = split_sizes(update.batch_size, m, case.fixed_shape, size)
                 mine = range(world.rank, len(sizes), size) or [world.rank % len(sizes)]
                 rows = [rows_of(update.start + sum(sizes[:i]), sizes[i], m, case.fixed_shape) for i in mine]
                 expected += [samples[positions].tolist() for positions in rows]
@@ -61,7 +61,7 @@ def test_every_sample_counts_once_an_epoch_over_all_ranks(case: Case, size: int)
         for sampler in samplers:
             sampler.set_epoch(number)
             plan, epoch = sampler.plan, sampler.plan.epoch(number)
-            steps = [plan.step(epoch, step) for step in range(epoch.first_step, epoch.end_step)]
+            steps = [plan.step(epoch, step, size) for step in range(epoch.first_step, epoch.end_step)]
             due = [s.microbatch(r, sampler.world) for s in steps for r in range(s.rounds(sampler.world))]
             for microbatch, rows in zip(due, sampler, strict=True):
                 for index in rows:

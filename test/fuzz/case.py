@@ -35,6 +35,7 @@ FEATURES = {
     "poison": 0.1,  # a sample with an infinite loss, where the noise is measured
     "cut": 0.5,  # fixed_shape=False
     "even_cut": 1.0,  # fixed_shape=False makes ceil(B / m) microbatches whose sizes differ by at most one
+    "spread": 1.0,  # and as many as there are ranks, unless the noise is measured or the model has batch normalization
     "worlds": 0.3,
     "resume": 0.4,
     "other_cut": 0.2,  # resume with another fixed_shape: the saved one wins
@@ -162,7 +163,16 @@ class Case:
     def intermittent(self) -> bool:
         return bool({"rare", "alternate"} & self.parts)
 
-    def segment(self, update: int) -> Segment:
+    def minibatch_size(self, update: int) -> int:
+        return self._segment(update).minibatch_size
+
+    def ranks(self, update: int) -> int:
+        """The number of ranks over which a small step is spread."""
+        if self.measures_noise or "batchnorm" in self.parts or "spread" in self.without:
+            return 1
+        return self._segment(update).world
+
+    def _segment(self, update: int) -> Segment:
         return next(segment for segment in self.segments if update < segment.end)
 
 

@@ -138,7 +138,7 @@ def _minibatch_size(draw: Draw, planned: list[Any], measured: bool) -> int:
 def _segments(draw: Draw, updates: int, fixed_shape: bool, minibatch_size: int, measured: bool) -> tuple[Segment, ...]:
     rng = draw.rng("segments")
     stops = sorted(rng.randint(0, updates) for _ in range(rng.choice([1, 1, 2]))) if draw.feature("resume") else []
-    worlds = [1, 1, 2, 3] if draw.feature("worlds") else [1]
+    worlds = [1, 1, 2, 3, 5] if draw.feature("worlds") else [1]
     loaders = ["loader", "stateful"] if draw.feature("loaders") else ["sampler"]
     loaders += ["ahead"] if draw.feature("read_ahead") else []
     other_size = draw.feature("other_microbatch", bool(stops) and not measured)

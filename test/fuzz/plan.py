@@ -45,11 +45,14 @@ class Planned:
     def microbatches(
         self, minibatch_size: int, fixed_shape: bool, even: bool = True, ranks: int = 1
     ) -> list[tuple[int, list[int]]]:
-        """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update."""
+        """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update.
+
+        `ranks`: the number of ranks over which small steps are spread.
+        """
         result, start = [], 0
         sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape, ranks)
-        if even and not fixed_shape and ranks == 1 and not is_even(sizes, minibatch_size):
-            sizes = even_sizes(len(self.samples), minibatch_size)
+        if even and not fixed_shape and not is_even(sizes, minibatch_size, ranks):
+            sizes = even_sizes(len(self.samples), minibatch_size, ranks)
         for size in sizes:
             positions = rows_of(start, size, minibatch_size, fixed_shape)
             result.append((size, [self.samples[position] for position in positions]))
@@ -57,13 +60,18 @@ class Planned:
         return result
 
 
-def is_even(sizes: Sequence[int], minibatch_size: int) -> bool:
-    """The law of fixed_shape=False: ceil(B / m) microbatches whose sizes differ by at most one, in any order."""
-    return len(sizes) == math.ceil(sum(sizes) / minibatch_size) and max(sizes) - min(sizes) <= 1
+def is_even(sizes: Sequence[int], minibatch_size: int, ranks: int) -> bool:
+    """The law of fixed_shape=False: microbatches whose sizes differ by at most one, in any order."""
+    return len(sizes) == even_number(sum(sizes), minibatch_size, ranks) and max(sizes) - min(sizes) <= 1
 
 
-def even_sizes(batch_size: int, minibatch_size: int) -> list[int]:
-    number = math.ceil(batch_size / minibatch_size)
+def even_number(batch_size: int, minibatch_size: int, ranks: int) -> int:
+    """ceil(B / m), or one for each rank if that is more and there are as many samples."""
+    return max(math.ceil(batch_size / minibatch_size), min(batch_size, ranks))
+
+
+def even_sizes(batch_size: int, minibatch_size: int, ranks: int) -> list[int]:
+    number = even_number(batch_size, minibatch_size, ranks)
     return sorted(batch_size // number + (index < batch_size % number) for index in range(number))
 
 

@@ -91,10 +91,7 @@ class Twin:
         case, planned = self.case, self.case.updates[number]
         batch_size = len(planned.samples)
         microbatches = planned.microbatches(
-            case.segment(number).minibatch_size,
-            case.fixed_shape,
-            even="even_cut" not in case.without,
-            ranks=1 if case.measures_noise else case.segment(number).world,
+            case.minibatch_size(number), case.fixed_shape, "even_cut" not in case.without, case.ranks(number)
         )
         gradients = self.gradients(number, microbatches)
         touched = frozenset(name for own in gradients for name in own)

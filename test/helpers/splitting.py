@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def split_sizes(batch_size: int, minibatch_size: int, fixed_shape: bool = False, ranks: int = 1) -> list[int]:
+def split_sizes(
+    batch_size: int, minibatch_size: int, fixed_shape: bool = False, min_microbatches: int = 1
+) -> list[int]:
     """The samples of each microbatch of a step, in the order of their numbers."""
     if not fixed_shape:
-        number = -(-batch_size // minibatch_size)
-        while number < ranks and batch_size >= 2 * (number + 1):  # no rank is idle, and none has a single sample
-            number += 1
+        number = max(-(-batch_size // minibatch_size), min(batch_size, min_microbatches))
         return [len(part) for part in np.array_split(np.arange(batch_size), number)][::-1]
     full, remainder = divmod(batch_size, minibatch_size)
     partial = []

@@ -1,92 +1,215 @@
-"""No rank is idle where that is free: without a fixed shape, and if no optimizer compares microbatches."""
+"""No rank is idle in a step that has a sample for each, unless the result depends on how the step is split."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import variable_batch_size as vbs
-from helpers.reference import assert_equal, examples, training, twin
+from helpers.reference import Array, Training, assert_equal, examples, filled, network, training, twin, wrap
 from helpers.splitting import split_sizes
+from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
-KINDS = [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer]
+
+def dealt(run: Training) -> list[int]:
+    """The samples that count, of each microbatch of this rank in the next update; its rows come from the sampler."""
+    samples = []
+    for indices in run.sampler:
+        due = run.optimizer.microbatch
+        assert len(indices) == due.rows
+        samples.append(due.samples)
+        run.loss(indices).backward()
+        if run.optimizer.step():
+            return samples
+    raise AssertionError("the epoch has no update")
 
 
-def shares(kind: Any, sizes: list[int], world: int, **options: Any) -> tuple[list[list[int]], list[Any]]:
-    """The samples of each rank's microbatches, and the weights at the end."""
+def in_world(
+    size: int, batch: int, minibatch_size: int, kind: Any = vbs.ConstantOptimizer, **options: Any
+) -> list[int]:
+    """The samples of the microbatches of an update, in their order."""
+    model: Callable[[], nn.Module] | None = options.pop("model", None)
 
-    def train(backend: vbs.Backend) -> tuple[list[int], list[Any]]:
-        run, found = training(kind, sizes, backend=backend, **options), []
-        while run.optimizer.updates < len(sizes):
-            run.sampler.set_epoch(run.optimizer.epoch)
-            run.optimizer.set_epoch(run.optimizer.epoch)
-            for indices in run.sampler:
-                due = run.optimizer.microbatch
-                assert len(indices) == due.rows
-                found.append(due.samples)
-                run.loss(indices).backward()
-                run.optimizer.step()
-                if run.optimizer.updates == len(sizes):
-                    break
-        return found, run.weights()
+    def train(backend: Backend) -> list[int]:
+        own = {} if model is None else {"model": model()}
+        run = training(kind, [batch], backend=backend, minibatch_size=minibatch_size, **own, **options)
+        assert len(run.sampler) == len(list(run.sampler))  # the epoch is one update
+        run.optimizer.discard_step()
+        return dealt(run)
 
-    found, weights = zip(*run_ranks(train, world), strict=True)
-    return list(found), weights[0]
+    options["dataset_size"] = batch
+    ranks = run_ranks(train, size)
+    return [rank[number] for number in range(len(ranks[0])) for rank in ranks if number < len(rank) and rank[number]]
 
 
-def test_the_example_of_eight_ranks() -> None:
-    found, _ = shares(vbs.LinearRuleOptimizer, [128], 8, dataset_size=128, minibatch_size=32)
-    assert found == [[16]] * 8
-    found, _ = shares(vbs.AdaScaleOptimizer, [128], 8, dataset_size=128, minibatch_size=32)
-    assert found == [[32]] * 4 + [[0]] * 4
-    found, _ = shares(vbs.LinearRuleOptimizer, [128], 8, dataset_size=128, minibatch_size=32, noise="microbatches")
-    assert found == [[32]] * 4 + [[0]] * 4
+def test_a_batch_of_128_is_eight_microbatches_of_16_on_eight_ranks() -> None:
+    assert in_world(8, 128, 32) == [16] * 8
+    assert in_world(8, 128, 32, sampling={"fixed_shape": True}) == [32] * 4
+    assert in_world(3, 128, 32) == [32] * 4
+    for kind in (vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer):
+        assert in_world(8, 128, 32, kind) == [32] * 4
+    assert in_world(8, 128, 32, noise="microbatches") == [32] * 4
+    assert in_world(8, 128, 32, noise="differenced") == [32] * 4
 
 
-@given(
-    kind=st.sampled_from(KINDS),
-    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6),
-    world=st.integers(1, 6),
-    minibatch_size=st.integers(1, 40),
-)
 @examples(60)
-def test_ranks_share_a_step_and_the_update_stays_the_same(
-    kind: Any, sizes: list[int], world: int, minibatch_size: int
+@given(
+    batch=st.integers(1, 80),
+    minibatch_size=st.integers(1, 40),
+    world=st.integers(1, 9),
+    fixed_shape=st.booleans(),
+    noise=st.sampled_from([None, None, "microbatches", "differenced"]),
+)
+def test_every_rank_has_a_share_if_there_are_samples(
+    batch: int, minibatch_size: int, world: int, fixed_shape: bool, noise: Any
 ) -> None:
-    found, weights = shares(kind, sizes, world, minibatch_size=minibatch_size)
-    assert_equal(weights, twin(kind, sizes, minibatch_size=minibatch_size), 1e-11)
-    spread = 1 if kind is vbs.AdaScaleOptimizer else world
-    first = split_sizes(sizes[0], minibatch_size, False, spread)
-    begun = [sum(rank[: max(1, -(-(len(first) - number) // world))]) for number, rank in enumerate(found)]
-    assert begun == [sum(first[number::world]) for number in range(world)]
-    if spread > 1 and sizes[0] >= 2 * world:
-        assert min(begun) >= 1
-    assert minibatch_size <= 2 or sizes[0] == 1 or min(first) > 1  # no normalization layer sees a single sample
+    sizes = in_world(world, batch, minibatch_size, sampling={"fixed_shape": fixed_shape}, noise=noise)
+    assert sizes == split_sizes(batch, minibatch_size, fixed_shape, 1 if noise else world)
+    assert fixed_shape or noise or len(sizes) >= min(batch, world)
 
 
-@pytest.mark.parametrize("measured_first", [True, False])
-def test_a_sampler_of_several_optimizers_is_not_spread_if_one_measures(measured_first: bool) -> None:
-    sampler = vbs.CustomSampler(128, 128, 8, 0, 32, fixed_shape=False)
-    backend = vbs.testing.run_ranks(lambda backend: backend, 8)[0]
+def test_the_gain_does_not_depend_on_the_number_of_ranks() -> None:
+    sizes = [9, 4, 7, 12]
 
-    def attach(noise: Any) -> vbs.CustomOptimizer:
-        inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-        return vbs.CustomOptimizer(inner, sampler, 32, rule="linear", noise=noise, backend=backend)
+    def train(backend: Backend) -> Training:
+        return training(vbs.AdaScaleOptimizer, sizes, backend=backend, minibatch_size=4).run(4)
 
-    optimizers = [attach(noise) for noise in (["microbatches", None] if measured_first else [None, "microbatches"])]
-    assert [optimizer.microbatch.samples for optimizer in optimizers] == [32, 32]
-    assert len(next(iter(sampler))) == 32
+    alone = train(vbs.LocalBackend())
+    for rank in run_ranks(train, 5):
+        assert astuple(rank.optimizer.noise()) == pytest.approx(astuple(alone.optimizer.noise()), rel=1e-9)
+        assert_equal(rank.weights(), twin(vbs.AdaScaleOptimizer, sizes, minibatch_size=4))
 
 
-def test_an_iterator_that_was_made_before_the_optimizer_has_the_same_cut() -> None:
-    sampler = vbs.CustomSampler(128, 128, 8, 0, 32, fixed_shape=False)
-    backend = vbs.testing.run_ranks(lambda backend: backend, 8)[0]
-    batches = iter(sampler)
-    weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD([weight], lr=0.1), sampler, 32, backend=backend)
-    assert len(next(batches)) == optimizer.microbatch.rows == 16
+# ------------------------------------------------------------------------------------------------ batch normalization
+
+
+def normalized(layer: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
+    return filled(nn.Sequential(nn.Linear(3, 4), layer(4), nn.Linear(4, 2)).double())
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A user's subclass."""
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, OwnNorm])
+@pytest.mark.parametrize("batch", [2, 5, 8, 11, 40])
+def test_batch_normalization_never_sees_one_sample_of_several(layer: Callable[[int], nn.Module], batch: int) -> None:
+    """It would raise in torch; and its statistics, with them the updates, do not depend on the number of ranks."""
+    assert in_world(4, batch, 8, model=lambda: normalized(layer)) == split_sizes(batch, 8)
+
+    def train(backend: Backend) -> Training:
+        return training(vbs.ConstantOptimizer, [batch], model=normalized(layer), backend=backend, minibatch_size=8).run(
+            3
+        )
+
+    expected = train(vbs.LocalBackend()).weights()
+    for rank in run_ranks(train, 3):
+        assert_equal(rank.weights(), expected, 1e-9)
+
+
+def test_other_normalization_is_spread() -> None:
+    assert in_world(4, 20, 8, model=lambda: normalized(nn.LayerNorm)) == split_sizes(20, 8, False, 4)
+    assert in_world(4, 20, 8, model=lambda: normalized(lambda n: nn.GroupNorm(2, n))) == split_sizes(20, 8, False, 4)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_frozen_batch_normalization_is_found_in_a_model_that_was_broadcast(affine: bool) -> None:
+    def train(backend: Backend) -> tuple[int, int]:
+        models = [normalized(lambda n: nn.BatchNorm1d(n, affine=affine)) for _ in range(2)]
+        vbs.broadcast_parameters(models[1], backend)
+        found = []
+        for model in models:
+            world = backend.world
+            sampler = vbs.CustomSampler(20, 20, world.size, world.rank, 8, fixed_shape=False)
+            vbs.ConstantOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), sampler, backend=backend)  # type: ignore[index]
+            found.append(sampler.min_microbatches)
+        return found[0], found[1]
+
+    assert run_ranks(train, 3) == [(3, 1)] * 3
+
+
+def test_ranks_with_other_models_are_told() -> None:
+    def train(backend: Backend) -> str:
+        layer: Callable[[int], nn.Module] = nn.BatchNorm1d if backend.world.rank else nn.LayerNorm
+        run = training(vbs.ConstantOptimizer, [20], model=normalized(layer), backend=backend, minibatch_size=8)
+        with pytest.raises(RuntimeError) as error:
+            run.run(1)
+        return str(error.value)
+
+    for message in run_ranks(train, 2):
+        assert "the same minimum number of microbatches, but it is 2 on rank 0 and 1 on rank 1; train the" in message
+
+
+# ----------------------------------------------------------------------------------------- several optimizers and loops
+
+
+@pytest.mark.parametrize("measures_first", [True, False])
+def test_one_optimizer_that_measures_decides_for_all_of_a_sampler(measures_first: bool) -> None:
+    sizes = [12, 7, 3]
+    kinds = [vbs.AdaScaleOptimizer, vbs.ConstantOptimizer][:: 1 if measures_first else -1]
+
+    def train(backend: Backend) -> tuple[list[list[Array]], list[int]]:
+        run = training(kinds[0], sizes, minibatch_size=8, backend=backend)
+        model, rows = network(), []
+        other = wrap(kinds[1], torch.optim.SGD(model.parameters(), lr=0.02), run.sampler, backend=backend)
+        for indices in run.sampler:
+            rows.append(len(indices))
+            run.loss(indices).backward()
+            updated = run.optimizer.step()
+            (model(run.x[indices]) - run.target[indices]).square().sum(dim=1).mean().backward()
+            assert other.step() == updated
+        return [run.weights(), [parameter.detach().numpy() for parameter in model.parameters()]], rows
+
+    alone, _ = train(vbs.LocalBackend())
+    for weights, rows in run_ranks(train, 4):
+        assert rows[:3] == [6, 7, 3]  # 12 = 6 + 6 and two replays, not 3 on each rank
+        for found, expected in zip(weights, alone, strict=True):
+            assert_equal(found, expected, 1e-9)
+
+
+def test_an_optimizer_that_measures_and_comes_late_needs_a_new_loop() -> None:
+    """Nothing is weighed by another split than it has."""
+
+    def train(backend: Backend) -> None:
+        run = training(vbs.ConstantOptimizer, [3, 10], backend=backend, minibatch_size=3).run(1)
+        before = iter(run.sampler)
+        assert run.optimizer.microbatch.samples == 2  # five of two samples
+        late = nn.Parameter(torch.zeros(()))
+        other = vbs.AdaScaleOptimizer(torch.optim.SGD([late], lr=0.1), run.sampler, 10, backend=backend)
+        run.loss(next(before)).backward()
+        late.sum().backward()
+        for optimizer in (run.optimizer, other):
+            with pytest.raises(RuntimeError, match=r"iterated again after (an optimizer .* at least 5 |set_epoch)"):
+                optimizer.step()
+            optimizer.discard_step()
+        run.run(1)
+        assert_equal(run.weights(), twin(vbs.ConstantOptimizer, [3, 10], minibatch_size=3))
+
+    run_ranks(train, 5)
+
+
+def test_a_loader_saved_inside_a_step_that_was_spread_resumes_with_the_same_split_only() -> None:
+    def sampler() -> vbs.CustomSampler:
+        return vbs.CustomSampler(20, 20, 3, 0, 4, fixed_shape=False)
+
+    batches = iter(sampler())
+    next(batches)
+    state = batches.state_dict()
+    assert (state["round"], state["min_microbatches"]) == (1, 3)
+    same = iter(sampler())
+    same.load_state_dict(state)
+    assert list(same) == list(sampler())[1:]
+    measuring = sampler()
+    measuring.attach(spread=False)
+    with pytest.raises(
+        ValueError, match=r"same split, but it was .*'min_microbatches': 3.* is .*'min_microbatches': 1"
+    ):
+        iter(measuring).load_state_dict(state)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import MAX_INT, IntArray, check_int
+from variable_batch_size._validation import MAX_INT, check_int
 from variable_batch_size.backend import detect
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.microbatching import microbatch_counts
 
-FloatArray: TypeAlias = NDArray[np.float64]
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 # Messages of exhausted memory that come without an OutOfMemoryError: from the CPU, C++, cuBLAS, cuDNN and XLA.
@@ -45,7 +43,8 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fix
     Ties are broken by the fewest rows computed beyond the batch, including the replays of ranks without a share, so
     that a small batch is spread over the ranks; then by the smallest microbatch, whose rounds are the shortest. If B
     samples are split into c microbatches, for W ranks, the first criterion is ceil(c / W). With a fixed shape of m rows
-    the second one is m max(c, W) - B.
+    the second one is m max(c, W) - B; otherwise it does not depend on m, because `CustomSampler` splits a step into at
+    least min(B, W) microbatches. If the noise is measured, it makes ceil(B / m) of them, in as many rounds.
 
     Args:
         global_batch_size: B, samples of a step.
@@ -72,19 +71,10 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fix
     )  # (sizes,); beyond the batch are only rows
     rounds = -(-counts // world)  # (sizes,)
     sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,)
-    found = counts[sizes - 1]  # (candidates,)
-    # (candidates,), in float64, which does not overflow
-    rows = sizes * np.maximum(found, float(world)) if fixed else _replayed(batch, found, world)
-    size = int(sizes[rows.argmin()])  # the smallest one of several
-    return Fit(size, int(rounds[size - 1]), int(counts[size - 1]))
-
-
-def _replayed(batch: int, counts: IntArray, world: int) -> FloatArray:
-    """Return the rows of the replays if a batch is split into `counts` microbatches of nearly equal size, (sizes,)."""
-    times, rest = np.divmod(np.maximum(world - counts, 0), counts)  # whole steps that are replayed, and microbatches
-    small, larger = np.divmod(batch, counts)
-    rows: FloatArray = times * float(batch) + rest * small + np.maximum(rest - (counts - larger), 0)
-    return rows
+    rows = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), in float64, which does not overflow
+    size = int(sizes[rows.argmin() if fixed else 0])  # the smallest one of several
+    microbatches = max(int(counts[size - 1]), 1 if fixed else min(batch, world))
+    return Fit(size, int(rounds[size - 1]), microbatches)
 
 
 def find_minibatch_size(

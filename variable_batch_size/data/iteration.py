@@ -24,6 +24,10 @@ class Source(Protocol):
     clock: Clock
     iteration: Iteration | None
 
+    @property
+    def min_microbatches(self) -> int:
+        """The minimum number of microbatches of a step, over all ranks."""
+
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset."""
 
@@ -60,12 +64,13 @@ class Iteration:
         start: position of the first step.
         first_round: round of that step at which it starts.
         counts: what was read, and what reached `optimizer.step()`.
+        min_microbatches: minimum number of microbatches of a step, over all ranks.
         resumed: whether its loader may have resumed from a snapshot before the optimizer's position.
         use: what the optimizer has made of it.
     """
 
     def __init__(self, source: Source, start: Position) -> None:
-        self.plan, self.world = source.plan, source.world
+        self.plan, self.world, self.min_microbatches = source.plan, source.world, source.min_microbatches
         self.counts = ReadAhead()
         self.resumed = False
         self.use = Use.NEW
@@ -84,9 +89,6 @@ class Iteration:
         if not self.counts.begun:
             self._source.check_readable()
             self._source.begin_reading()
-            if self.plan is not self._source.plan and self._deal is None:  # an optimizer was created since iter()
-                self.plan = self._source.plan
-                self._start_at(self.start, self.first_round)
         self._source.iteration = self
         self.counts.count_read()
         if self._row == len(self._rows):
@@ -125,7 +127,7 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
             self.counts = ReadAhead()
             self.counts.count_read()
-        deal = self.plan.deal(self._epoch, self._next_step, self.world)
+        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.min_microbatches)
         self._next_step += len(deal.ends)
         self._converted = self._converted if self._deal is None else 0
         return deal
@@ -180,4 +182,5 @@ class Iteration:
         """Return what determines the microbatches of this rank within a step."""
         world, plan = self.world, self.plan
         split = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
+        split["min_microbatches"] = self.min_microbatches
         return {**split, "num_replicas": world.size, "rank": world.rank}

@@ -1,7 +1,8 @@
 """How a batch is split into microbatches. Pure functions of numbers.
 
 With a fixed shape, a batch is split into full microbatches and a remainder in partial ones, whose samples are repeated.
-Otherwise the microbatches have sizes that differ by at most one, so that no normalization layer sees a single sample.
+Otherwise the microbatches have sizes that differ by at most one, so that no normalization layer sees a single sample;
+there may be more of them than necessary, so that each rank has one.
 """
 
 from __future__ import annotations
@@ -84,28 +85,28 @@ class Cut:
         return sum(self.small) + (number - len(self.small)) * self.size, self.size
 
 
-def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, ranks: int = 1) -> Cut:
+def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, min_microbatches: int = 1) -> Cut:
     """Return how a step is split into microbatches.
 
     With a fixed shape: `partial_sizes` of the remainder, then full microbatches. Otherwise
-    max(ceil(B / m), min(floor(B / 2), ranks)) microbatches whose sizes differ by at most one, the smaller ones first;
-    for m >= 3 none has a single sample unless B = 1.
+    max(ceil(B / m), min(B, c)) microbatches whose sizes differ by at most one, the smaller ones first; for c = 1 and
+    m >= 3 none has a single sample unless B = 1.
 
     Args:
         batch_size: B, samples of the step.
         minibatch_size: m, maximum number of rows of a microbatch.
         fixed_shape: whether every microbatch has `minibatch_size` rows.
-        ranks: number of ranks over which the samples are spread, as long as each gets two.
+        min_microbatches: c, minimum number of microbatches without a fixed shape, if there are as many samples.
 
     >>> cut(33, 32, fixed_shape=False)
     Cut(small=(16,), size=17, count=1)
-    >>> cut(128, 32, fixed_shape=False, ranks=8)
-    Cut(small=(), size=16, count=8)
+    >>> cut(33, 32, fixed_shape=False, min_microbatches=4)
+    Cut(small=(8, 8, 8), size=9, count=1)
     """
     if fixed_shape:
         full, remainder = divmod(batch_size, minibatch_size)
         return Cut(partial_sizes(remainder, minibatch_size), minibatch_size, full)
-    microbatches = max(-(-batch_size // minibatch_size), min(batch_size // 2, ranks))
+    microbatches = max(-(-batch_size // minibatch_size), min(batch_size, min_microbatches))
     size, larger = divmod(batch_size, microbatches)
     if larger == 0:
         return Cut((), size, microbatches)

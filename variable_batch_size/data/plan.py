@@ -86,7 +86,7 @@ class Step:
 @final
 @dataclass(frozen=True)
 class Plan:
-    """Which samples make up which update; independent of seed and device, and of the world but for `ranks`.
+    """Which samples make up which update; independent of world, seed and device.
 
     Args:
         trace: step -> global batch size, in samples.
@@ -95,7 +95,6 @@ class Plan:
         drop_last: whether a step that exceeds the rest of an epoch becomes the first step of the next one, so that the
             tail of the epoch is not used; otherwise the step is shortened.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
-        ranks: number of ranks over which a step without a fixed shape is spread, see `cut`.
         begin: the epoch in which a resumed run began, with which the plan begins; None: epoch 0 of the trace.
         max_updates: number of updates after which the training ends, >= 1; None: no such end. A trace with
             `on_end="stop"` ends it after its last step, too.
@@ -111,7 +110,6 @@ class Plan:
     minibatch_size: int
     drop_last: bool = False
     fixed_shape: bool = True
-    ranks: int = 1
     begin: Epoch | None = None
     max_updates: int | None = None
     max_samples: int | None = None
@@ -286,32 +284,32 @@ class Plan:
             f'fewer epochs, or pass on_end="stop", on_end="hold" or on_end="cycle"'
         )
 
-    def step(self, epoch: Epoch, number: int) -> Step:
-        """Return update `number` of the trace, which lies in `epoch`."""
+    def step(self, epoch: Epoch, number: int, min_microbatches: int = 1) -> Step:
+        """Return update `number` of the trace, which lies in `epoch`, split as by `cut`."""
         start = self._held.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
-        sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape, ranks=self.ranks)
+        sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape, min_microbatches=min_microbatches)
         return Step(number, batch_size, start, self.minibatch_size, sizes, self.fixed_shape)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
         """Return the samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
         return epoch.samples_before + min(epoch.samples, self._held.offset(number) - epoch.trace_offset)
 
-    def deal(self, epoch: Epoch, first_step: int, world: World) -> Deal:
+    def deal(self, epoch: Epoch, first_step: int, world: World, min_microbatches: int = 1) -> Deal:
         """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, or in its remaining steps."""
         steps = np.arange(first_step, min(epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as all below
         start = self._held.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts
-        counts = self._microbatches(sizes)
+        counts = self._microbatches(sizes, min_microbatches)
         rounds = np.maximum(1, -(-(counts - world.rank) // world.size))
         return Deal(first_step, np.cumsum(rounds), counts, starts, sizes, world, self.minibatch_size, self.fixed_shape)
 
-    def _microbatches(self, batch_sizes: IntArray) -> IntArray:
+    def _microbatches(self, batch_sizes: IntArray, at_least: int) -> IntArray:
         """Return the number of microbatches of steps of these sizes, (steps,)."""
         if not self.fixed_shape:
-            return np.maximum(-(-batch_sizes // self.minibatch_size), np.minimum(batch_sizes // 2, self.ranks))
+            return np.maximum(-(-batch_sizes // self.minibatch_size), np.minimum(batch_sizes, at_least))
         full, remainders = np.divmod(batch_sizes, self.minibatch_size)
         used, which = np.unique(remainders, return_inverse=True)  # (splits,), (steps,)
         partial = np.array([len(partial_sizes(int(r), self.minibatch_size)) for r in used])  # (splits,)
@@ -319,5 +317,8 @@ class Plan:
         return counts
 
     def count(self, epoch: Epoch, first_step: int, world: World) -> int:
-        """Return how many microbatches this rank computes from `first_step` to the end of `epoch`."""
+        """Return how many microbatches this rank computes from `first_step` to the end of `epoch`.
+
+        A minimum number of microbatches that is at most the size of the world does not change it.
+        """
         return sum(len(self.deal(epoch, step, world)) for step in range(first_step, epoch.end_step, STEPS_PER_DEAL))

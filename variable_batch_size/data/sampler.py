@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import replace
 from types import FrameType
 from typing import Any, final
 
@@ -32,11 +31,12 @@ class CustomSampler(Sampler[list[int]]):
 
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
     `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch. A step of B
-    samples is split into ceil(B / `minibatch_size`) microbatches whose sizes differ by at most one; into more, of at
-    least two samples, if some ranks had none and no optimizer measures the noise. With a fixed shape it is split into
-    full ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so that the mean
-    loss over the rows is the mean over the samples. A rank without a share in a step replays one of its microbatches,
-    which `CustomOptimizer` weighs with 0.
+    samples is split into ceil(B / `minibatch_size`) microbatches whose sizes differ by at most one, or into
+    min(B, `num_replicas`) if that is more; or, with a fixed shape, into full ones and partial ones whose sizes divide
+    `minibatch_size`, in which each sample is repeated, so that the mean loss over the rows is the mean over the
+    samples. If a `CustomOptimizer` measures the gradient noise, or has parameters of a batch normalization, the result
+    depends on the split, which then does not depend on `num_replicas`. A rank without a share in a step replays one of
+    its microbatches, which `CustomOptimizer` weighs with 0.
 
     Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
     microbatches.
@@ -111,9 +111,14 @@ class CustomSampler(Sampler[list[int]]):
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
         self._restored: tuple[Position, RandomStates] | None = None
-        self._clocks: list[Clock] = []  # of the optimizers, which count what is yielded
-        self._measured = False  # whether any of them measures the noise
+        self._attached = False  # whether an optimizer counts what is yielded
         self._followed = False  # whether the clock of that optimizer has ever been followed
+        self._spread = True  # whether no optimizer depends on how a step is split
+
+    @property
+    def min_microbatches(self) -> int:
+        """The minimum number of microbatches of a step, over all ranks, if it has as many samples."""
+        return self.world.size if self._spread and not self.plan.fixed_shape else 1
 
     @property
     def epoch(self) -> int:
@@ -157,22 +162,17 @@ class CustomSampler(Sampler[list[int]]):
             return 0
         return self.plan.count(following, following.first_step, self.world)
 
-    def attach(self, *, measures_noise: bool) -> Clock:
+    def attach(self, *, spread: bool = True) -> Clock:
         """Return a clock for an optimizer that will call `step()` for every microbatch.
 
         Args:
-            measures_noise: whether the optimizer compares microbatches, so that they must not depend on the world.
+            spread: whether steps with fewer microbatches than ranks may be split further, so that no rank is idle.
         """
-        if self.iteration is not None:  # microbatches that were read before are not for this optimizer
-            self.iteration.use = Use.STALE
-        self.iteration = None
-        self._measured |= measures_noise
-        self.plan = replace(self.plan, ranks=1 if self._measured else self.world.size)
+        self._attached = True
+        self._spread = self._spread and spread
+        self.iteration = None  # microbatches that were read before are not for this optimizer
         clock = Clock(self.plan)
         clock.follow(self.clock)
-        self._clocks.append(clock)
-        for each in (self.clock, *self._clocks):
-            each.plan = self.plan
         return clock
 
     def follow(self, clock: Clock) -> None:
@@ -315,7 +315,7 @@ class CustomSampler(Sampler[list[int]]):
         last = self.iteration
         if last is None or last.use is Use.STALE or not last.counts.incomplete:
             return
-        if not self._clocks or self.clock.finished:
+        if not self._attached or self.clock.finished:
             return
         self.iteration = None
         raise RuntimeError(

@@ -26,6 +26,7 @@ _REMEDIES = {
     "parameters": "call vbs.broadcast_parameters(model) before the first update",
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
+    "minimum number of microbatches": "train the same model on every rank, and create the same optimizers",
 }
 
 
@@ -142,6 +143,7 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
         "fixed_shape": int(plan.fixed_shape),
         "max_updates": plan.max_updates or 0,
         "max_samples": plan.max_samples or 0,
+        "minimum number of microbatches": sampler.min_microbatches,
     }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 from weakref import WeakSet
 
@@ -12,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from variable_batch_size.optim.instances import instances
 
 REDUCED_TWICE = (
     "gradients must be reduced once, by optimizer.step(), but the model is wrapped in DistributedDataParallel, which "
@@ -57,20 +58,9 @@ class DataParallelCheck:
 def _observe() -> None:
     """Find all instances that exist, and from now on each one when it gets its module."""
     register_module_module_registration_hook(_add)
-    for kind in _with_subclasses(DistributedDataParallel):
-        # Every object refers to its class. gc.get_objects() would also hold references to tensors, while other threads
-        # may be freeing them.
-        for candidate in gc.get_referrers(kind):
-            if isinstance(candidate, DistributedDataParallel):
-                _found.add(candidate)
+    _found.update(instances(DistributedDataParallel))
 
 
 def _add(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if isinstance(module, DistributedDataParallel):
         _found.add(module)
-
-
-def _with_subclasses(kind: type[object]) -> Iterator[type[object]]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _with_subclasses(subclass)

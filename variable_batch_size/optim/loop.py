@@ -54,14 +54,15 @@ class Loop:
     It reads the plan and counts by itself, because microbatches that the sampler yielded may only be prefetched.
     """
 
-    def __init__(self, sampler: CustomSampler, backend: Backend, *, measures_noise: bool = False) -> None:
+    def __init__(self, sampler: CustomSampler, backend: Backend, *, spread: bool = True) -> None:
         self.sampler = _check_sampler(sampler, backend)
-        self.clock: Clock = sampler.attach(measures_noise=measures_noise)
+        self.clock: Clock = sampler.attach(spread=spread)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.phase = Phase.BETWEEN_STEPS
         self._world = backend.world
         self._round = 0  # microbatches of the current step received on this rank
         self._step: Step | None = None
+        self._min_microbatches = sampler.min_microbatches  # with which it was split
         self._microbatches: dict[int, Microbatch] = {}  # of the current step, by round: each is needed several times
         self._iteration: Iteration | None = None
         self._received = 0  # microbatches of the iteration received
@@ -88,8 +89,10 @@ class Loop:
     @property
     def step(self) -> Step:
         """The current step: the next update."""
-        if self._step is None:
-            self._step = self.clock.plan.step(self.clock.epoch, self.clock.step)
+        at_least = self.sampler.min_microbatches  # an optimizer that attaches later may change it
+        if self._step is None or at_least != self._min_microbatches:
+            self._step = self.clock.plan.step(self.clock.epoch, self.clock.step, at_least)
+            self._min_microbatches, self._microbatches = at_least, {}
         return self._step
 
     @property
@@ -132,9 +135,9 @@ class Loop:
         """
         if self.clock.finished:
             self._enter_next_epoch()
-        round_index = self._round + ahead
+        step, round_index = self.step, self._round + ahead
         if round_index not in self._microbatches:
-            self._microbatches[round_index] = self.step.microbatch(round_index, self._world)
+            self._microbatches[round_index] = step.microbatch(round_index, self._world)
         return self._microbatches[round_index]
 
     def receive(self) -> Microbatch:
@@ -148,6 +151,14 @@ class Loop:
         if iteration is not None and iteration is not self._iteration:
             self._received = self._begin(iteration)
             self._iteration = iteration
+        if iteration is not None and iteration.min_microbatches != self._min_microbatches:
+            iteration.use = Use.STALE
+            raise RuntimeError(
+                f"the loader must be iterated again after an optimizer is created whose result depends on how steps "
+                f"are split, but this iteration was begun before, and splits them into at least "
+                f"{iteration.min_microbatches} microbatches; call optimizer.discard_step() and start a new loop over "
+                f"the loader"
+            )
         if iteration is None or self._received >= iteration.counts.yielded:
             raise RuntimeError(
                 f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "

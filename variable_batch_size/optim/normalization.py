@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -16,6 +16,7 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.data.microbatching import cut
 from variable_batch_size.data.plan import STEPS_PER_DEAL
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.instances import instances
 
 ENOUGH = 8  # distinct samples in a microbatch
 
@@ -89,12 +90,27 @@ def check_seen(parameters: Sequence[Tensor], sampler: CustomSampler) -> None:
             check_model(model, sampler)
 
 
+def normalizes_batches(parameters: Sequence[Tensor]) -> bool:
+    """Return whether a batch normalization has one of these parameters, or is in a remembered model that has one.
+
+    Then the result of a training depends on how a step is split. A layer whose own parameters are not among these, and
+    whose model was not passed to `broadcast_parameters` before, is not found.
+    """
+    own = {*map(id, parameters)}
+    models = [model for model in _seen if not own.isdisjoint(map(id, model.parameters()))]
+    if any(isinstance(part, _BatchNorm) for model in models for part in model.modules()):
+        return True
+    lengths = [parameter.numel() for parameter in parameters if parameter.dim() == 1]
+    if len({*lengths}) == len(lengths):  # weight and bias of a layer are vectors of the same length
+        return False
+    return any(not own.isdisjoint(map(id, layer.parameters())) for layer in instances(_BatchNorm))
+
+
 def _smallest(sampler: CustomSampler) -> _Smallest:
     """Return the smallest microbatch of the present epoch."""
     plan, epoch = sampler.plan, sampler.clock.epoch
     deals = (plan.deal(epoch, step, sampler.world) for step in range(epoch.first_step, epoch.end_step, STEPS_PER_DEAL))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
-    cuts = (
-        (cut(size, plan.minibatch_size, fixed_shape=plan.fixed_shape, ranks=plan.ranks), size) for size in batch_sizes
-    )
+    how: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "min_microbatches": sampler.min_microbatches}
+    cuts = ((cut(size, plan.minibatch_size, **how), size) for size in batch_sizes)
     return min(_Smallest(found.locate(0)[1], size) for found, size in cuts)

@@ -20,6 +20,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
+from variable_batch_size.optim.normalization import normalizes_batches
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, check_named_rules
@@ -107,10 +108,10 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
         check_applies_lr(inner, rules)
-        self._loop = Loop(sampler, self._backend, measures_noise=self._updater.gradient_noise is not None)
+        depends_on_split = self._updater.gradient_noise is not None or normalizes_batches(parameters)
+        self._loop = Loop(sampler, self._backend, spread=not depends_on_split)
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
-        logs = tracker is not None or log_steps is not None or log_samples is not None
-        self.tracker = (tracker or Tracker("runs")) if logs else None
+        self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
 
     @property
@@ -379,9 +380,8 @@ class CustomOptimizer(OptimizerWrapper):
         loop = self._loop
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
         # A GradScaler sets both attributes for this call.
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        inside, scale = loop.begun, {"found_inf": found_inf, "grad_scale": grad_scale}
-        self._updater.add(microbatch, following, inside_step=inside, **scale, count=count)
+        scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
+        self._updater.add(microbatch, following, inside_step=loop.begun, **scale, count=count)
         if not microbatch.ends_step:
             loop.next_round()
         return microbatch.ends_step
