@@ -63,7 +63,7 @@ class Checkpoint:
         optimizer: the wrapper whose updates are counted.
         sampler: the sampler; optional, because the state of the optimizer includes its state.
         scheduler: a `ProgressScheduler`, or the scheduler of torch whose `step()` the loop calls.
-        keep: number of checkpoints to keep, >= 1; older ones are deleted.
+        keep: number of checkpoints to keep, >= 1; older ones are deleted, except the best one.
         every: interval at which `step()` saves, none by default. A number of updates, >= 1: it saves when the training
             has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0,
             whose decision costs one small message per update.

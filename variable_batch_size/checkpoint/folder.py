@@ -176,21 +176,21 @@ class CheckpointFolder:
         _flush_folder(self.path)
         self._verified.add(target)
 
-    def mark(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def mark(self, entry: Entry, facts: Mapping[str, Any]) -> None:
         """Add facts to the manifest of a checkpoint, which holds all of them or none at any instant.
 
         Raises:
             OSError: if the manifest cannot be written; the checkpoint is unchanged.
         """
         self._delete_leftovers()
-        manifest = _sealed_manifest(path)
+        manifest = _sealed_manifest(entry.path)
         del manifest["seal"]
-        part = _part_of(self.next_path(manifest["updates"]))
+        part = _part_of(self.next_path(entry.update))
         part.mkdir()
         try:
             _write_manifest(part, {**manifest, **facts})
-            (part / MANIFEST).replace(path / MANIFEST)
-            _flush_folder(path)
+            (part / MANIFEST).replace(entry.path / MANIFEST)
+            _flush_folder(entry.path)
         finally:
             _delete(part)
 
@@ -240,9 +240,9 @@ class CheckpointFolder:
         best = self.best(criterion)
         return criterion.rank(facts) < (criterion.rank(_sealed_manifest(best)) if best else math.inf)
 
-    def newest(self) -> Entry | None:
-        """Return the newest intact checkpoint, or None."""
-        return next((entry for entry in self.entries() if self._is_intact(entry.path)), None)
+    def newest(self, after: int = -1) -> Entry | None:
+        """Return the newest intact checkpoint of a later update than `after`, or None."""
+        return next((entry for entry in self.entries() if entry.update > after and self._is_intact(entry.path)), None)
 
     def _manifests(self) -> list[tuple[Entry, dict[str, Any]]]:
         """Return the entries with their manifests, empty if damaged; newest first."""

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from variable_batch_size.checkpoint.folder import STATE, CheckpointFolder, verified_manifest
+from variable_batch_size.checkpoint.folder import STATE, CheckpointFolder, Entry, verified_manifest
 
 
 @final
@@ -92,14 +92,14 @@ def write(
     folder.prune(keep)
 
 
-def mark(folder: CheckpointFolder, keep: int, path: Path, facts: dict[str, Any]) -> None:
+def mark(folder: CheckpointFolder, keep: int, entry: Entry, facts: dict[str, Any]) -> None:
     """Add facts to the manifest of a checkpoint, and delete the checkpoints that exceed `keep`.
 
     Raises:
         OSError: if the manifest cannot be written.
     """
-    with _named_errors(folder, path):
-        folder.mark(path, facts)
+    with _named_errors(folder, entry.path):
+        folder.mark(entry, facts)
     folder.prune(keep)
 
 

@@ -77,10 +77,9 @@ class Writer:
             ValueError: if the folder has a checkpoint of a later update, from which the training does not come.
         """
         self._discard_newer()
-        newest = self._folder.newest()
-        if newest is not None and newest.update > updates:
+        if later := self._folder.newest(after=updates):
             raise ValueError(
-                f"Checkpoint {newest.path} is ahead of this training, which has made {updates} updates; restore() it "
+                f"Checkpoint {later.path} is ahead of this training, which has made {updates} updates; restore() it "
                 f"first, or choose another folder"
             )
         position, path = parts["optimizer"]["vbs"], self._folder.next_path(updates)
@@ -111,10 +110,10 @@ class Writer:
         if self._criterion is None or not self._folder.is_better(reported, self._criterion):
             return ""
         self._discard_newer()
-        newest = self._folder.newest()
-        if newest is None or newest.update != updates:
+        newest = self._folder.newest(after=updates - 1)
+        if newest is None or newest.update > updates:  # the save will raise in the second case
             return "save"
-        stored_state.mark(self._folder, self._keep, newest.path, reported)
+        stored_state.mark(self._folder, self._keep, newest, reported)
         return "marked"
 
     def candidates(self, best: bool) -> list[Path]:
