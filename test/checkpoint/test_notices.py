@@ -69,17 +69,17 @@ def test_an_exception_tells_rank_0_what_to_resume_from(
                     saves.save(wait=False)
             raise KeyError("stop")
 
-        if end == "with":
-            with saves:
+        with pytest.raises(KeyError, match="stop"):  # noqa: PT012
+            if end == "with":
+                with saves:
+                    loop()
+            try:
                 loop()
-        try:
-            loop()
-        finally:
-            saves.close()
-            saves.close()
+            finally:
+                saves.close()
+                saves.close()
 
-    with pytest.raises(KeyError, match="stop"):
-        run_ranks(train, 2)
+    run_ranks(train, 2)
     assert capfd.readouterr().err.splitlines() == ([line.format(folder=tmp_path)] if line else [])
 
 
