@@ -57,6 +57,11 @@ def train(flags: argparse.Namespace) -> None:
 
         loader = MpDeviceLoader(loader, device)  # uploads the next microbatches during the computation of this one
 
+    # Each test sample is dealt once, whatever the number of ranks, and the accuracy is the mean over exactly these.
+    test_sampler = vbs.EvaluationSampler(test_set, num_replicas=world.size, rank=world.rank, minibatch_size=500)
+    test_loader = DataLoader(test_set, batch_sampler=test_sampler)
+    metrics = vbs.Accumulator(test_sampler)
+
     # 2. The model and the optimizer. The wrapper accumulates microbatches, sums over the ranks once per update, and
     # scales lr by the rule.
     model = make_model(flags.seed).to(device)
@@ -93,7 +98,7 @@ def train(flags: argparse.Namespace) -> None:
                 scheduler.step()
             if checkpoint:
                 checkpoint.step()  # saves if a save is due, and exits after it if a signal asked for that
-        accuracy = evaluate(model, test_set, device, backend)
+        accuracy = evaluate(model, test_loader, device, metrics)
         best.accuracy = max(best.accuracy, accuracy)
         backend.print0(
             f"epoch {epoch}: accuracy {accuracy:.2%}, {optimizer.updates} updates, {optimizer.samples} samples, "
@@ -185,17 +190,12 @@ class BestAccuracy:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, test_set: TensorDataset, device: torch.device, backend: vbs.Backend) -> float:
+def evaluate(model: nn.Module, loader: DataLoader, device: torch.device, metrics: vbs.Accumulator) -> float:
     """Return the accuracy on the test set; each rank evaluates its share."""
-    images, labels = test_set.tensors  # (10000, 1, 28, 28), (10000,)
-    size, world = 500, backend.world  # 500 divides 10000, so all batches have one shape, and XLA compiles one graph
-    correct = torch.zeros(1, device=device)
-    for start in range(world.rank * size, len(images), world.size * size):
-        batch = slice(start, start + size)
-        correct += (model(images[batch].to(device)).argmax(dim=1) == labels[batch].to(device)).sum()
-        backend.mark_step()  # runs the graph that XLA has recorded; does nothing on other devices
-    backend.all_reduce_sum([correct])
-    return backend.host(correct).item() / len(images)
+    for images, labels in loader:
+        hits = model(images.to(device)).argmax(dim=1) == labels.to(device)
+        metrics.add(accuracy=hits.float().mean())
+    return metrics.read()["accuracy"]  # over all ranks
 
 
 def report(
