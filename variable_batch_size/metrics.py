@@ -130,6 +130,9 @@ class Accumulator:
         """Return the samples and sums over all ranks, as numbers that do not depend on the world.
 
         Every rank has to call it: it takes two small all-reduces. Save it with the optimizer's state of the update.
+
+        Raises:
+            RuntimeError: as `read` does.
         """
         sums = self._sums_over_ranks().items()
         state = {name: {SAMPLES: samples, "sum": total} for name, (samples, total) in sums}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import variable_batch_size as vbs
@@ -59,6 +60,16 @@ def test_the_sampler_and_the_optimizer_detect_the_world(ranks: list[dict[str, An
         world, weights = rank["detected_world"]
         assert world == vbs.World(i, len(ranks))
         assert_equal(weights, ranks[0]["detected_world"][1], 0)
+
+
+@pytest.mark.parametrize(("config", "kind"), [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu")])
+def test_ranks_communicate_on_a_device_of_the_process_group(
+    config: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert vbs.DistributedBackend().device.type == kind
 
 
 def test_an_evaluation_detects_the_world(ranks: list[dict[str, Any]]) -> None:

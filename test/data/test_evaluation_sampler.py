@@ -49,7 +49,7 @@ def test_every_sample_counts_once_and_every_rank_has_the_same_number_of_batches(
         (7, False, [[[0], [5, 6]], [[1, 2], [0]], [[3, 4], [1, 2]]]),
     ],
 )
-def test_examples(n: int, fixed_shape: bool, expected: list[list[list[int]]]) -> None:
+def test_small_datasets_and_large_worlds(n: int, fixed_shape: bool, expected: list[list[list[int]]]) -> None:
     found = [list(vbs.EvaluationSampler(n, 3, rank, minibatch_size=2, fixed_shape=fixed_shape)) for rank in range(3)]
     assert found == expected
 

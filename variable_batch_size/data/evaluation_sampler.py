@@ -54,7 +54,7 @@ class EvaluationSampler(Sampler[list[int]]):
         RuntimeError: if neither is given, and a launcher has started several processes without an initialized
             `torch.distributed`.
 
-    >>> [list(EvaluationSampler(5, num_replicas=2, rank=rank, minibatch_size=2)) for rank in (0, 1)]
+    >>> [list(EvaluationSampler(5, 2, rank, minibatch_size=2, fixed_shape=False)) for rank in (0, 1)]
     [[[0], [3, 4]], [[1, 2], [0]]]
     """
 

@@ -327,7 +327,11 @@ class CustomSampler(Sampler[list[int]]):
 
 
 def world_of(rank: int | None, num_replicas: int | None) -> World:
-    """Return the world that a user passes, or that of the current thread; raise ValueError for a half of it."""
+    """Return the world that a user passes, by default that of the current thread.
+
+    Raises:
+        ValueError: if only one of the arguments is given.
+    """
     if rank is None and num_replicas is None:
         return current_world()
     if rank is None or num_replicas is None:
