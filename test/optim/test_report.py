@@ -60,6 +60,15 @@ def test_the_norm_of_the_gradient_before_clipping(tmp_path: Path) -> None:
         assert pd.read_csv(folder / "scalars.csv")["vbs/grad_norm"].tolist() == pytest.approx([expected])
 
 
+def test_a_skipped_update_has_no_norm() -> None:
+    run = training(vbs.ConstantOptimizer, [4, 4], ref_batchsize=None, grad_norm=True, reduction="sum")
+    for indices, count in zip(run.sampler, (3, 0), strict=False):
+        run.loss(indices).backward()
+        assert run.optimizer.step(count=count) == (count > 0)
+        assert run.optimizer.grad_norm is not None
+        assert math.isfinite(run.optimizer.grad_norm.item()) == (count > 0)
+
+
 def test_without_asking_there_is_no_norm() -> None:
     assert training().run(2).optimizer.grad_norm is None
 

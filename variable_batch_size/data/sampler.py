@@ -149,7 +149,8 @@ class CustomSampler(Sampler[list[int]]):
         """Return how many microbatches the iteration under way yields on this rank, or else the next one.
 
         At the end of an epoch, also of one whose empty rest is still to be read after a restore, it is that over the
-        epoch that follows; 0 if none does.
+        epoch that follows; 0 if none does. With workers, a loader has read the end before the loop is there: the last
+        `step()` of an epoch then ends it.
         """
         clock, iteration = self.clock, self.iteration
         if iteration is not None and iteration.under_way and iteration.start.epoch == clock.epoch.number:

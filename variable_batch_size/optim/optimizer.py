@@ -300,7 +300,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; None before it."""
+        """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; nan if skipped."""
         return self._updater.grad_norm
 
     def lr_factor(self) -> float:

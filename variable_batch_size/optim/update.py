@@ -11,6 +11,7 @@ The stages of `Updater.apply`, in their order:
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -213,6 +214,7 @@ class Updater:
         else:
             scalings = self._apply_measured_rules(self.gradient_noise, update, step)
         if scalings is None:
+            self.grad_norm = None if self.grad_norm is None else torch.full_like(self.grad_norm, math.nan)
             return False
         self._step_inner(scalings)
         self.last_scaling = scalings[0]
