@@ -57,6 +57,12 @@ def test_finds_state_that_updates_read_and_state_dict_omits() -> None:
         assert_resumes_identically(build, loss, updates=12, seed=7)
 
 
+def test_a_training_that_ends_before_raises() -> None:
+    build = builder(vbs.LinearRuleOptimizer, sampling={"max_updates": 5})
+    with pytest.raises(ValueError, match="must have 12 updates, but it ends after 5; pass fewer updates, or a sampler"):
+        assert_resumes_identically(build, loss, updates=12, seed=1)
+
+
 def with_lr_by_world(backend: Backend) -> Any:
     """Build a training whose learning rate depends on the world."""
     model, sampler, optimizer = builder(vbs.LinearRuleOptimizer)(backend)

@@ -177,6 +177,11 @@ def _train(
         model.load_state_dict(copy.deepcopy(state.model))
         optimizer.load_state_dict(copy.deepcopy(state.optimizer))
     while optimizer.updates < end:
+        if optimizer.done:
+            raise ValueError(
+                f"the training must have {end} updates, but it ends after {optimizer.updates}; pass fewer updates, or "
+                f'a sampler without max_updates, max_samples and on_end="stop"'
+            )
         epoch = optimizer.epoch
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -140,6 +141,28 @@ def test_a_microbatch_of_an_update_that_is_skipped_raises(skipped: int) -> None:
 
     with pytest.raises(RuntimeError, match="update 2 is not complete and update 3 is read; call step"):
         loop()
+
+
+@pytest.mark.parametrize("sizes", [[40], [20], [15]])  # of one, two and three updates in an epoch
+@pytest.mark.parametrize("wrong", ["first microbatch only", "skips the first update", "skips the last update"])
+def test_a_wrong_loop_raises_when_the_next_epoch_begins_at_the_latest(sizes: list[int], wrong: str) -> None:
+    run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="hold")))
+
+    def loop() -> None:
+        for _ in range(2):
+            for number, update in enumerate(vbs.updates(Reading(run, 0), run.optimizer)):
+                skipped = (wrong == "skips the first update" and number == 0) or (
+                    wrong == "skips the last update" and number == -(-40 // sizes[0]) - 1
+                )
+                for microbatch in () if skipped else update[:1] if wrong.startswith("first") else update:
+                    (run.weight * len(microbatch)).backward()
+                    run.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"every microbatch of an update must reach optimizer.step"):
+        loop()
+    run.discard_step()
+    for update in vbs.updates(Reading(run, 0), run.optimizer):
+        assert update
 
 
 def test_a_loader_of_something_else_raises() -> None:

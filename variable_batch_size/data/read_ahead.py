@@ -29,6 +29,7 @@ class ReadAhead:
         yielded: number of microbatches that were read.
         stepped: number of microbatches that reached `step()`.
         exhausted: whether a read has met the end.
+        all_updates_read: whether a loop over `vbs.updates` has got all updates.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class ReadAhead:
         self._reads = 0  # including those that met the end
         self._lead: int | None = None  # reads that had not reached step() when the first one did
         self._reader = 0  # the thread of the last read
-        self._by_update = False
+        self._by_update, self.all_updates_read = False, False
 
     @property
     def begun(self) -> bool:

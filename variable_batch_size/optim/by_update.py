@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Generic, TypeVar, final
 
 from variable_batch_size._validation import type_error
+from variable_batch_size.data.iteration import Use
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 T = TypeVar("T")
@@ -37,11 +38,22 @@ class Updates(Generic[T]):
         """Set the epoch of the next update, and yield the updates that are left of it.
 
         Raises:
-            RuntimeError: if the last update was read, but did not reach `optimizer.step()` whole; or if the loader does
-                not read the optimizer's sampler, or ends within an update.
+            RuntimeError: if an update was read, but did not reach `optimizer.step()` whole; or if the loader does not
+                read the optimizer's sampler, or ends within an update.
         """
         optimizer, sampler = self._optimizer, self._optimizer.sampler
-        epoch = optimizer.epoch
+        epoch, last = optimizer.epoch, sampler.iteration
+        if (
+            last is not None
+            and last.counts.all_updates_read
+            and last.use is not Use.STALE
+            and epoch == last.start.epoch
+        ):
+            raise RuntimeError(
+                f"every microbatch of an update must reach optimizer.step(), but all updates of epoch {epoch} were "
+                f"read and update {optimizer.updates} is not complete; call step() once for each microbatch of each "
+                f"list, or optimizer.discard_step() to read the rest again"
+            )
         sampler.set_epoch(epoch)
         optimizer.set_epoch(epoch)
         self._epoch = epoch
@@ -65,8 +77,9 @@ class Updates(Generic[T]):
             known = optimizer.updates > first
             rounds = sampler.plan.step(epoch, step).rounds(sampler.world)
             update = list(islice(microbatches, rounds))
-            if sampler.iteration is not None:
-                sampler.iteration.counts.read_by_update()
+            if (iteration := sampler.iteration) is not None:
+                iteration.counts.read_by_update()
+                iteration.counts.all_updates_read = step + 1 == epoch.end_step
             if len(update) < rounds:
                 raise RuntimeError(
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with "

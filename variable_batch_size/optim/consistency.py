@@ -153,7 +153,9 @@ def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dic
     return {
         "ref_batchsize": 0 if updater.ref_batchsize is None else updater.ref_batchsize,
         # Without memory addresses, which differ between ranks.
-        "rule, reduction, max_grad_norm and noise": zlib.crc32(re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()),
+        "rule, reduction, max_grad_norm, noise and other options": zlib.crc32(
+            re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()
+        ),
         "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
         "count= in step()": int(updater.token_count.used or False),

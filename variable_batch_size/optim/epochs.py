@@ -73,5 +73,5 @@ def _check(sampler: object, optimizers: object, until: object, by: object) -> No
         check_number(until, "until", "pass the end of the training in the unit of by=")
     elif not sampler.plan.ends:
         requirement = "something must end the training"
-        remedy = 'pass until=, or max_updates=, max_samples= or on_end="stop" to the sampler'
+        remedy = 'pass until=, or max_updates= or max_samples= to the sampler, or on_end="stop" with a trace that ends'
         raise value_error(requirement, "neither an end of the sampler nor until=", remedy)

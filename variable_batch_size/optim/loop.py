@@ -233,8 +233,9 @@ class Loop:
         here, start = self.clock.position, iteration.start
         if iteration.use is Use.STALE:
             raise RuntimeError(
-                f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), but this "
-                f"iteration was begun before the optimizer moved to {here}; start a new loop over the loader"
+                f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), and after "
+                f"an optimizer is created, but this iteration was begun before the optimizer moved to {here}; start a "
+                f"new loop over the loader"
             )
         iteration.use = Use.STALE  # if an error follows, its microbatch is lost
         if self.begun:
