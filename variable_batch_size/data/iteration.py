@@ -179,8 +179,10 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
 
     def _split(self) -> dict[str, int]:
-        """Return what determines the microbatches of this rank within a step."""
+        """Return what determines the microbatches of this rank within a step.
+
+        `min_microbatches` does not: it changes only steps with one microbatch for each rank.
+        """
         world, plan = self.world, self.plan
         split = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
-        split["min_microbatches"] = self.min_microbatches
         return {**split, "num_replicas": world.size, "rank": world.rank}
