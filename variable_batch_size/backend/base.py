@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from variable_batch_size.world import World
 
@@ -123,6 +125,10 @@ class Backend(ABC):
     def hyperparameter(self, value: Any) -> Any:
         """Return the value to give to the inner optimizer, so that it does not become a constant of a graph."""
         return value
+
+    def numbers_as_inputs(self, inner: Optimizer) -> AbstractContextManager[object]:
+        """Return a context for steps of `inner`, in which a coincidence of two numbers does not change the graph."""
+        return nullcontext()
 
     def mark_step(self) -> None:  # noqa: B027 (a no-op on devices that execute eagerly)
         """End the current graph and run it. A no-op on devices that execute eagerly."""

@@ -18,9 +18,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend._xla_launch import Rendezvous, environment_with, run_by, run_child, run_threads
+from variable_batch_size.backend._xla_numbers import NumbersAsInputs
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.preemption import EXIT_CODE, signal_notice
 from variable_batch_size.world import World
@@ -131,6 +133,10 @@ class XlaBackend(Backend):
         if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
             return value
         return _REPLACEMENTS.get(value, value)
+
+    def numbers_as_inputs(self, inner: Optimizer) -> NumbersAsInputs:
+        """Return a context for steps of `inner`, in which a coincidence of two numbers does not change the graph."""
+        return NumbersAsInputs(inner, self.scalar)
 
     def mark_step(self) -> None:
         """Execute the operations that this replica has recorded since its last step marker."""

@@ -31,6 +31,7 @@ class HyperparameterScaling:
     def __init__(self, inner: Optimizer, backend: Backend, *, deferred_lr: bool = False) -> None:
         self._inner, self._backend = inner, backend
         self._bias_correction = BiasCorrection(inner, backend)
+        self._numbers_as_inputs = backend.numbers_as_inputs(inner)
         self._deferred_lr = DeferredLrFactor(inner) if deferred_lr else None
 
     @contextmanager
@@ -55,7 +56,8 @@ class HyperparameterScaling:
             _update(groups, changes)
             if self._deferred_lr is not None:
                 self._deferred_lr.save(groups, scalings)
-            yield
+            with self._numbers_as_inputs:
+                yield
             _check_unchanged(groups, changes)
         finally:
             _update(groups, saved)
