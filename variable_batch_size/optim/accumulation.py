@@ -138,6 +138,7 @@ class InPlaceAccumulation(Accumulation):
         super().__init__(parameters, backend)
         self._weight = 1.0  # by which the gradients in .grad must still be multiplied
         self._allocated: dict[Tensor, Tensor] = {}  # parameter -> gradient, while .grad is None for the update
+        self._zeros: dict[Tensor, int] = {}  # gradient that was set to 0 -> its version since
 
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None:
         assert grad_scale is None, "a GradScaler needs BufferedAccumulation"
@@ -181,8 +182,10 @@ class InPlaceAccumulation(Accumulation):
         for parameter, gradient in self._allocated.items():
             parameter.grad = gradient
         self._allocated.clear()
-        if gradients := self._present():
+        # Between two steps all are zeros: zeroing them again, as at the end of an epoch, would be a graph of its own.
+        if gradients := [gradient for gradient in self._present() if self._zeros.get(gradient) != gradient._version]:
             torch._foreach_zero_(gradients)
+        self._zeros = {gradient: gradient._version for gradient in self._present()}
 
 
 @final
