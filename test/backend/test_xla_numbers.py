@@ -41,9 +41,7 @@ class Sent:
 def optimizer(kind: str, dtype: torch.dtype = torch.float64) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 2), (4,), (2,), (5,))
-    one, other, third, last = (
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
-    )
+    one, other, third, last = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
     groups = [{"params": [one, other]}, {"params": [third, last]}]
     return getattr(torch.optim, kind)(groups, foreach=False, **KINDS[kind])  # type: ignore[no-any-return]
 

@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 # The names of torch's functions, without underscores: "add" is also add_ and __add__, "iadd" is __iadd__.
-_BINARY = frozenset(
-    prefix + name for name in ("add", "sub", "mul", "div", "truediv") for prefix in ("", "i", "r")
-)
+_BINARY = frozenset(prefix + name for name in ("add", "sub", "mul", "div", "truediv") for prefix in ("", "i", "r"))
 _WITH_VALUE = frozenset(("addcmul", "addcdiv"))
 
 

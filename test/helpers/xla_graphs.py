@@ -1,0 +1,99 @@
+"""The function that the replicas of test_xla_graphs.py run, in a module that a child process can import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import variable_batch_size as vbs
+from variable_batch_size.backend.xla import compiled_graphs
+
+SAMPLES = 60
+MINIBATCH_SIZE = 4
+REF = 8
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training of `len(sizes)` updates, of two parameter groups."""
+
+    sizes: tuple[int, ...]
+    rule: str | tuple[str, ...] = "linear"
+    kind: str = "SGD"
+    lrs: tuple[float, float] = (0.1, 0.1)
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    schedule: tuple[float, ...] = (1.0,)  # factors on lr, which follow one another in a cycle
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    loop: str = ""  # what the loop does besides: "zero_grad" at each microbatch, or "reads" after each update
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update has compiled."""
+
+    rounds: int  # microbatches on each rank
+    compiled: int  # graphs, since the previous update
+
+
+def count(folder: Path, trainings: Sequence[Training]) -> None:
+    """Run each training; rank 0 writes the list of its updates, for each of them, to `updates.pt`."""
+    found = [_updates(training, 3 + number) for number, training in enumerate(trainings)]
+    if vbs.XlaBackend().world.rank == 0:
+        torch.save(found, folder / "updates.pt")
+
+
+def _updates(training: Training, width: int) -> list[Update]:
+    """Run a training of a model with `width` hidden units, which no other training has: graphs are cached."""
+    import torch_xla
+
+    device, backend = torch_xla.device(), vbs.XlaBackend()
+    generator = torch.Generator().manual_seed(width)
+    x, target = (torch.randn(SAMPLES, n, generator=generator).to(training.dtype) for n in (3, 2))
+    model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).to(training.dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model.to(device)
+    groups = [{"params": list(model[i].parameters()), "lr": lr} for i, lr in zip((0, 2), training.lrs, strict=True)]
+    inner = getattr(torch.optim, training.kind)(groups, **training.hyperparameters)
+    sampler = vbs.CustomSampler(SAMPLES, list(training.sizes), minibatch_size=MINIBATCH_SIZE, on_end="hold")
+    optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=training.rule, **training.options)
+    scheduler = LambdaLR(optimizer, lambda update: training.schedule[update % len(training.schedule)])
+    found: list[Update] = []
+    rounds, before = 0, _compiled(backend)
+    while len(found) < len(training.sizes):
+        for indices in sampler:
+            loss = (model(x[indices].to(device)) - target[indices].to(device)).square().sum(dim=1)
+            if training.loop == "zero_grad":
+                optimizer.zero_grad()
+            (loss.sum() if optimizer.reduction == "sum" else loss.mean()).backward()
+            rounds += 1
+            if not optimizer.step():
+                continue
+            scheduler.step()
+            if training.loop == "reads":
+                optimizer.state_dict()
+            now = _compiled(backend)
+            found.append(Update(rounds, now - before))
+            rounds, before = 0, now
+            if len(found) == len(training.sizes):
+                break
+        else:
+            sampler.set_epoch(sampler.epoch)
+            optimizer.set_epoch(optimizer.epoch)
+    return found
+
+
+def _compiled(backend: vbs.XlaBackend) -> int:
+    """Return how many graphs have been compiled, read while no replica compiles."""
+    backend.barrier()
+    number = compiled_graphs()
+    backend.barrier()
+    return number

@@ -1,0 +1,90 @@
+"""What compiles (law 6) on PyTorch/XLA: nothing after the third update that follows the first accumulation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.xla
+
+from helpers.xla_graphs import MINIBATCH_SIZE, REF, Training, Update, count  # noqa: E402
+from variable_batch_size.backend.xla import launch  # noqa: E402
+
+
+def run(trainings: list[Training], cores: int, folder: Path) -> list[list[Update]]:
+    launch(count, (folder, trainings), cores=cores)
+    found: list[list[Update]] = torch.load(folder / "updates.pt", weights_only=False)
+    return found
+
+
+def late(updates: list[Update]) -> dict[int, int]:
+    """The numbers of the updates that compiled against the law, with how many graphs: the first update is 1."""
+    first = next((number for number, update in enumerate(updates, 1) if update.rounds > 1), len(updates))
+    return {
+        number: update.compiled
+        for number, update in enumerate(updates, 1)
+        if update.compiled and (3 < number < first or number > first + 3)
+    }
+
+
+def trace(seed: int, cores: int) -> tuple[int, ...]:
+    """Ten updates of one microbatch a rank, then spells of several and of one again."""
+    rng = random.Random(seed)
+    one = [size * cores for size in (1, 2, MINIBATCH_SIZE)]
+    several = range(MINIBATCH_SIZE * cores + 1, 8 * MINIBATCH_SIZE)
+    spells = [rng.choices(one if number % 2 else several, k=rng.randint(1, 3)) for number in range(5)]
+    return (*rng.choices(one, k=10), *sum(spells, []))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(cores: int, tmp_path: Path) -> None:
+    variants = [
+        {"options": {"reduction": "sum"}, "hyperparameters": {"momentum": 0.9}},
+        {"options": {"accumulation": "buffered"}, "loop": "zero_grad"},
+        {"options": {"max_grad_norm": 0.5}, "kind": "AdamW", "loop": "reads"},
+        {"options": {"max_grad_norm": 0.5, "reduction": "sum"}, "rule": "adascale", "loop": "reads"},
+        {"options": {"noise": "differenced"}, "rule": "adascale"},
+        {"options": {"find_unused_parameters": True}, "dtype": torch.float64},
+    ]
+    trainings = [
+        Training(trace(seed, cores), **variant)  # type: ignore[arg-type]
+        for seed, variant in enumerate(variants)
+    ]
+    found = run(trainings, cores, tmp_path)
+    for updates in found:
+        assert {update.rounds for update in updates[:10]} == {1}
+        assert any(update.rounds > 1 for update in updates)
+    assert list(map(late, found)) == [{}] * len(found)
+
+
+def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -> None:
+    sizes = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9)
+    two_rules = ("linear", "root")
+    trainings = [
+        Training(sizes, two_rules, hyperparameters={"momentum": 0.9}),  # equal rates if B = ref
+        Training(sizes, two_rules, hyperparameters={"momentum": 0.9}, dtype=torch.bfloat16),
+        Training(sizes, two_rules, "AdamW"),  # and equal to 1 - beta1
+        Training(sizes, ("sqrt-sde", "root"), "AdamW", (0.01, 0.01)),  # betas that are equal if B = ref
+        Training(sizes, "constant", "SGD", (0.1, 0.2), schedule=(1.0, 0.5, 0.7, 0.3, 0.0, 5.0, 9.0, -5.0)),
+        # Factors 1 - lr weight_decay that are all 1, and equal to others that are 1.
+        Training(sizes, "constant", "AdamW", (0.1, 0.2), schedule=(1.0, 0.5, 0.7, 0.3, 0.0, 1e-9, 1e-7)),
+        Training(
+            sizes, "linear-momentum", "SGD", (0.1, 0.1), {"momentum": 0.5, "weight_decay": 0.25, "nesterov": True}
+        ),
+        Training(sizes, "sqrt-sde", "RMSprop", (0.1, 0.1), {"momentum": 0.9, "alpha": 0.9}),
+    ]
+    found = run(trainings, 2, tmp_path)
+    assert list(map(late, found)) == [{}] * len(found)
+
+
+def test_of_torchs_optimizers_only_radam_compiles_late_and_once(tmp_path: Path) -> None:
+    kinds = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad", "Adadelta", "RAdam")
+    sizes = (20, 17, 30, 9, 2, 3, 8, 33, 16, 25, 41, 4)
+    found = run([Training(sizes, kind=kind) for kind in kinds], 1, tmp_path)
+    compiled = dict(zip(kinds, map(late, found), strict=True))
+    assert compiled.pop("RAdam") == {6: 1}  # its rectification begins, by a branch on the host
+    assert compiled == dict.fromkeys(compiled, {})
