@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 # The names of torch's functions, without underscores: "add" is also add_ and __add__, "iadd" is __iadd__.
 _BINARY = frozenset(prefix + name for name in ("add", "sub", "mul", "div", "truediv") for prefix in ("", "i", "r"))
-_WITH_VALUE = frozenset(("addcmul", "addcdiv"))
 
 
 @final
@@ -51,24 +50,36 @@ class NumbersAsInputs(TorchFunctionMode):
             for tensor in (parameter, parameter.grad, *self._inner.state.get(parameter, {}).values())
             if isinstance(tensor, Tensor)
         }
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, with tensors instead of numbers."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").strip("_")
-        if len(args) == 2 and name in _BINARY and self._compiles(args[0]):
-            other = self._input(args[1], args)
-            if "alpha" in kwargs:
-                other = other * self._input(kwargs.pop("alpha"), args)
-            args = args[0], other
-        elif len(args) == 3 and name in _WITH_VALUE and "value" in kwargs and self._compiles(args[0]):
-            args = args[0], args[1] * self._input(kwargs.pop("value"), args), args[2]
-        elif len(args) == 3 and name == "lerp" and self._compiles(args[0]):
-            weight = self._input(args[2], args)
-            args = args[0], args[1], weight.to(args[0].dtype) if isinstance(weight, Tensor) else weight
+        if len(args) in (2, 3) and self._compiles(args[0]):
+            name = getattr(func, "__name__", "")
+            plain = name.strip("_")
+            if plain in _BINARY and len(args) == 2 and not kwargs:
+                args = args[0], self._input(args[1], args)
+            elif (increment := self._increment(plain, args, kwargs)) is not None:
+                func, args, kwargs = getattr(Tensor, "add_" if name.endswith("_") else "add"), (args[0], increment), {}
         return func(*args, **kwargs)
+
+    def _increment(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function adds to the first one of `args`; None if it is none that uses a number for that.
+
+        The result is the same up to rounding. PyTorch/XLA traces sums and products faster than these functions.
+        """
+        start, other, *third = args
+        if name == "lerp" and third and not kwargs and not isinstance(third[0], Tensor):
+            return (other - start) * self._input(third[0], args)
+        if name == "add" and not third and kwargs.keys() == {"alpha"}:
+            return other * self._input(kwargs["alpha"], args)
+        if name == "addcmul" and third and kwargs.keys() == {"value"}:
+            return other * third[0] * self._input(kwargs["value"], args)
+        if name == "addcdiv" and third and kwargs.keys() == {"value"}:
+            return other / third[0] * self._input(kwargs["value"], args)
+        return None
 
     def _compiles(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and tensor.device.type == self._device_type and tensor.is_floating_point()
