@@ -182,10 +182,12 @@ class InPlaceAccumulation(Accumulation):
         for parameter, gradient in self._allocated.items():
             parameter.grad = gradient
         self._allocated.clear()
+        gradients = self._present()
         # Between two steps all are zeros: zeroing them again, as at the end of an epoch, would be a graph of its own.
-        if gradients := [gradient for gradient in self._present() if self._zeros.get(gradient) != gradient._version]:
+        # Otherwise all are zeroed: the graph of an update must not depend on which ones this rank has used.
+        if any(self._zeros.get(gradient) != gradient._version for gradient in gradients):
             torch._foreach_zero_(gradients)
-        self._zeros = {gradient: gradient._version for gradient in self._present()}
+        self._zeros = {gradient: gradient._version for gradient in gradients}
 
 
 @final
