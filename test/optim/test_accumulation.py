@@ -12,6 +12,7 @@ import variable_batch_size as vbs
 from helpers.models import Mixed, Words, half_frozen
 from helpers.reference import REF, SGD, SIZES, Array, Training, assert_equal, batches, filled, training, twin
 from variable_batch_size.backend import Backend
+from variable_batch_size.optim.accumulation import InPlaceAccumulation
 from variable_batch_size.testing import run_ranks
 
 
@@ -170,3 +171,21 @@ def test_half_precision_gradients_are_accumulated_without_loss_of_digits(dtype: 
         (weight * values[index]).backward()
         optimizer.step()
     assert weight.item() == -values.double().mean().to(dtype).item()
+
+
+def test_with_a_static_graph_gradients_are_zeroed_all_together_and_not_if_all_are_zeros(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vbs.LocalBackend, "static_graph", True)
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first.grad, second.grad = torch.ones(2), torch.zeros(2)
+    accumulation = InPlaceAccumulation([first, second], vbs.LocalBackend())
+
+    def versions() -> list[int]:
+        accumulation.clear()
+        return [parameter.grad._version for parameter in (first, second) if parameter.grad is not None]
+
+    assert versions() == versions() == [1, 1]
+    first.grad.add_(1)
+    assert versions() == [3, 2]  # the second one, too: another rank may have used it
+    assert first.grad.tolist() == [0.0, 0.0]
