@@ -140,7 +140,7 @@ def test_resumes_in_another_world(folder: Path) -> None:
     [
         ("weights", r"same parameters, but it is \d+ on rank 0 and \d+ on rank 1; call vbs\.broadcast_parameters"),
         ("seed", r"same seed, but it is 0 on rank 0 and 1 on rank 1; pass the same value on every rank"),
-        ("rule", r"same rule, reduction, max_grad_norm and noise, but it is"),
+        ("rule", r"same rule, reduction, max_grad_norm, noise and other options, but it is"),
         ("wrapped before", r"wrapped in DistributedDataParallel, which reduces them too; train the bare module"),
         ("wrapped after", r"wrapped in DistributedDataParallel, which reduces them too; train the bare module"),
         ("broadcast", r"wrapped in DistributedDataParallel, which reduces them too; train the bare module"),

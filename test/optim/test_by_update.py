@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -123,6 +124,34 @@ def test_the_loop_may_leave_in_the_middle_of_an_update() -> None:
         for microbatch in update:
             run.take(microbatch)
     assert together([run.log]) == CASE.steps[:8]
+
+
+@given(cases(largest_dataset=40), st.integers(1, 3))
+@examples(30)
+def test_two_optimizers_take_turns_at_each_update(case: Case, size: int) -> None:
+    """As in a GAN whose generator meets the updated discriminator: each update of both uses the same samples."""
+
+    def train(backend: vbs.Backend) -> tuple[list[list[int]], list[list[int]]]:
+        sampler = case.sampler(backend.world)
+        weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
+        optimizers = [
+            vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.0), sampler, backend=backend) for weight in weights
+        ]
+        used: tuple[list[list[int]], list[list[int]]] = ([], [])
+        for _ in vbs.remaining_epochs(sampler, optimizers, case.epochs):
+            for update in vbs.updates(sampler, optimizers[0]):
+                for log, weight, optimizer in zip(used, weights, optimizers, strict=True):
+                    for microbatch in update:
+                        (weight * len(microbatch)).backward()
+                        updated = optimizer.step()
+                        log.append(microbatch)
+                    assert updated
+                assert optimizers[0].samples == optimizers[1].samples
+        assert optimizers[0].updates == optimizers[1].updates == len(case.steps)
+        return used
+
+    for first, second in run_ranks(train, size):
+        assert first == second
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes

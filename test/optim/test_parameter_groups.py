@@ -154,7 +154,7 @@ def test_rejects_ranks_with_different_rules() -> None:
         options: dict[str, Any] = {"rule": rules if backend.world.rank else rules[::-1], "ref_batchsize": REF}
         training(vbs.CustomOptimizer, inner=layers, backend=backend, **options).run(1)
 
-    with pytest.raises(RuntimeError, match="rule, reduction, max_grad_norm and noise"):
+    with pytest.raises(RuntimeError, match="rule, reduction, max_grad_norm, noise and other options"):
         run_ranks(train, 2)
 
 
