@@ -119,12 +119,12 @@ class Checkpoint:
 
     @property
     def latest(self) -> Path | None:
-        """The newest intact checkpoint in the folder, as this rank reads it; None if there is none."""
+        """The newest intact checkpoint that is written, as this rank reads the folder; None if there is none."""
         return next((entry.path for entry in self._folder.entries() if verified_manifest(entry.path) is not None), None)
 
     @property
     def best(self) -> Path | None:
-        """The best intact checkpoint in the folder, as this rank reads it; None if none has a reported value.
+        """The best intact checkpoint that is written, as this rank reads the folder; None if none has a reported value.
 
         Without `best=` it is the best by the criterion with which the newest of them was reported.
         """

@@ -29,6 +29,9 @@ class EvaluationSampler(Sampler[list[int]]):
     which counts as 0 samples. Use it as `DataLoader(dataset, batch_sampler=sampler)`, and compute means with
     `Accumulator(sampler)`, which are exact.
 
+    The models of the ranks must be the same: the running statistics of batch normalization are each rank's own, so call
+    `broadcast_parameters(model)` before the evaluation, which copies those of rank 0.
+
     The n samples are split into ceil(n / `minibatch_size`) batches whose sizes differ by at most one; or, with a fixed
     shape, into full ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so
     that a mean over the rows is the mean over the samples. It draws no random numbers and knows no position: every

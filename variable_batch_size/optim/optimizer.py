@@ -250,8 +250,8 @@ class CustomOptimizer(OptimizerWrapper):
         Args:
             closure: runs forward and `backward()` of the microbatch; not with a `GradScaler`.
             count: what the loss of the microbatch is a sum over, if not its samples: the number of its tokens, of all
-                rows, >= 0. The update is then the gradient of the sum of all losses over the sum of all counts, see
-                `TokenCount`. It needs `reduction="sum"`, a rule without noise, and a count for every microbatch.
+                rows, >= 0. The update is then the gradient of the sum of all losses divided by the sum of all counts,
+                with repeated rows once. It needs `reduction="sum"`, a rule without noise, and counts in every step.
 
         Returns:
             Whether the weights changed: False in the middle of a step, if the counts of a step sum to 0, and if a
