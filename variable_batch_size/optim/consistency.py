@@ -65,8 +65,8 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
         RuntimeError: on every rank, if they differ.
     """
     if backend.world.size > 1:
-        of_loop = {**loop.clock.state_dict(), **facts_of_sampler(loop.sampler)}
-        facts = of_loop | facts_of_update(updater, inner, backend)
+        of_update = facts_of_update(updater, inner, backend)  # before the sampler's, which noise has changed
+        facts = {**loop.clock.state_dict(), **of_update, **facts_of_sampler(loop.sampler)}
         check_same_on_all_ranks(facts, backend, updater.parameters[0].device)
         names = updater.step_means.names_of_step
         check_same_names(names, "log()", backend, updater.parameters[0].device)

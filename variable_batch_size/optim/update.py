@@ -249,7 +249,8 @@ class Updater:
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
         self.participation.load_state_dict(state)
-        self.agreed, self.token_count.used, self.step_means.names = False, state.get("counts"), None
+        self.agreed, self.step_means.names = False, None
+        self.token_count.used = state.get("counts", self.token_count.used)
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
