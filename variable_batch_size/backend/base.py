@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from variable_batch_size.backend.channel import Channel
 from variable_batch_size.world import World
 
 
@@ -29,9 +30,11 @@ class Backend(ABC):
         world: this rank, and the number of ranks.
         static_graph: whether every update must issue the same operations, whatever its numbers are. If so, numbers
             are passed to the device as tensors (see `scalars`), and gradients stay allocated.
+        overlaps: whether it has `open_channel`, with which sums run beside a computation.
     """
 
     static_graph: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -87,6 +90,14 @@ class Backend(ABC):
         rows[world.rank].numpy().data[: len(message)] = message
         self.all_reduce_sum([rows])
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+    def open_channel(self) -> Channel:
+        """Return a way to sum tensors while the caller computes; every rank has to call it.
+
+        Raises:
+            NotImplementedError: unless `overlaps`.
+        """
+        raise NotImplementedError
 
     def store(self) -> dist.Store:
         """Return a key-value store that all ranks share, through which they communicate without a collective."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.channel import Channel, next_number, open_channel
 from variable_batch_size.world import World
 
 
@@ -24,6 +25,8 @@ class DistributedBackend(Backend):
     Raises:
         ValueError: if no process group is initialized, or this process does not belong to `group`.
     """
+
+    overlaps: ClassVar[bool] = True
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
@@ -53,17 +56,26 @@ class DistributedBackend(Backend):
             dist.all_gather_object(messages, message, group=self._group)
         return messages
 
+    def open_channel(self) -> Channel:
+        """Return a channel in a process group of the same ranks that no other open channel uses on any rank."""
+        group = self._own_group()
+        number = self.all_gather_floats([next_number(group)], self.device).max()
+        return open_channel(group, int(number))
+
     def store(self) -> dist.Store:
         """Return the store through which the ranks of the group found one another."""
-        group = self._group or dist.group.WORLD
-        assert group is not None  # for mypy: the constructor has raised otherwise
-        return group.get_group_store()
+        return self._own_group().get_group_store()
 
     @property
     def device(self) -> torch.device:
         """The CPU if the process group has a backend for it, otherwise its accelerator."""
         kinds = [entry.split(":")[0] for entry in dist.get_backend_config(self._group).split(",")]
         return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+    def _own_group(self) -> dist.ProcessGroup:
+        group = self._group or dist.group.WORLD
+        assert group is not None  # for mypy: the constructor has raised otherwise
+        return group
 
     def _buffer(self, like: Tensor, length: int) -> Tensor:
         """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""

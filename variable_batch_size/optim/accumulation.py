@@ -10,7 +10,7 @@ a step need that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -68,6 +68,7 @@ class Accumulation(ABC):
         self.parameters = list(parameters)
         self._backend = backend
         self._has_gradient = [False] * len(self.parameters)
+        self._weight = 1.0  # by which what is accumulated must still be multiplied
 
     @property
     def has_gradient(self) -> tuple[bool, ...]:
@@ -104,6 +105,39 @@ class Accumulation(ABC):
                 a member without a gradient on this rank gets zeros.
         """
 
+    def prepare(self, weight: float) -> None:
+        """Scale what is accumulated to the weight of the last microbatch of the step on this rank."""
+        self._weight = weight
+
+    def fill(self, parameters: Sequence[Tensor], flat: Tensor, factor: float) -> None:
+        """Write `factor` times this rank's share of some parameters to a flat tensor, and leave all gradients as is.
+
+        The last microbatch of the step on this rank is in `.grad`, and `prepare` or `add` was called for it.
+
+        Args:
+            parameters: parameters of the dtype of `flat`.
+            flat: the shares one after another, (sum of numels,).
+            factor: a factor that all parameters share.
+        """
+        if self._weight == 0:  # a replay, whose gradient may be non-finite: 0 * inf is nan
+            flat.zero_()
+            return
+        narrow = is_narrow(flat)
+        wide = torch.empty_like(flat, dtype=torch.float32) if narrow else flat
+        views = split_flat(wide, parameters)
+        new, old = {p: p.grad for p in parameters if p.grad is not None}, self._stored(parameters)
+        pairs = list(zip(parameters, views, strict=True))
+        if missing := [view for parameter, view in pairs if parameter not in new and parameter not in old]:
+            torch._foreach_zero_(missing)
+        if copied := [(view, (old | new)[p]) for p, view in pairs if p in new or p in old]:
+            torch._foreach_copy_([view for view, _ in copied], [gradient for _, gradient in copied])
+        if added := [(view, old[p]) for p, view in pairs if p in new and p in old]:
+            torch._foreach_add_([view for view, _ in added], [gradient for _, gradient in added])
+        if (weight := factor * self._weight) != 1:
+            wide.mul_(weight)
+        if narrow:
+            flat.copy_(wide)
+
     def exclude(self, members: Sequence[bool]) -> None:
         """Set `.grad` to None where a parameter is no member, until `clear`."""
         for parameter, member in zip(self.parameters, members, strict=True):
@@ -118,6 +152,10 @@ class Accumulation(ABC):
         """Discard the accumulated microbatches, after an update or to start the step over."""
         self._has_gradient = [False] * len(self.parameters)
         self.drop_current()
+
+    def _stored(self, parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+        """Return what is accumulated apart from `.grad`, by parameter."""
+        return {}
 
     def _present(self) -> list[Tensor]:
         return [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
@@ -136,14 +174,13 @@ class InPlaceAccumulation(Accumulation):
 
     def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
         super().__init__(parameters, backend)
-        self._weight = 1.0  # by which the gradients in .grad must still be multiplied
         self._allocated: dict[Tensor, Tensor] = {}  # parameter -> gradient, while .grad is None for the update
         self._zeros: dict[Tensor, int] = {}  # gradient that was set to 0 -> its version since
 
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None:
         assert grad_scale is None, "a GradScaler needs BufferedAccumulation"
         if next_weight is None:
-            self._weight = weight
+            self.prepare(weight)
         else:
             multiply(self._present(), weight / next_weight, self._backend)
 
@@ -195,7 +232,8 @@ class BufferedAccumulation(Accumulation):
     """Accumulates in a buffer, in float32 for gradients in half precision; `.grad` is None before each microbatch.
 
     Weights are applied by Horner's scheme here, too, so that only a change of the weight costs a multiplication. With a
-    static graph or a `GradScaler` each gradient is weighted before it is added.
+    static graph or a `GradScaler` each gradient is weighted before it is added. Otherwise the gradients of the last
+    microbatch stay in `.grad` until `finish`.
     """
 
     keeps_grad = False
@@ -203,24 +241,33 @@ class BufferedAccumulation(Accumulation):
     def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
         super().__init__(parameters, backend)
         self._buffer: dict[Tensor, Tensor] = {}  # parameter -> gradient
-        self._weight = 1.0  # by which the buffer must still be multiplied
+
+    def prepare(self, weight: float) -> None:
+        """Scale what is accumulated to the weight of the last microbatch of the step on this rank."""
+        if self._buffer:
+            multiply(list(self._buffer.values()), self._weight / weight, self._backend)
+        self._weight = weight
 
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None:
+        if grad_scale is None and not self._backend.static_graph:
+            self.prepare(weight)
+            if next_weight is None:
+                return
+        self._take(weight, grad_scale)
+
+    def _take(self, weight: float, grad_scale: Tensor | None = None) -> None:
+        """Move the gradients in `.grad` to the buffer."""
         new = {parameter: _widened(parameter.grad) for parameter in self.parameters if parameter.grad is not None}
         for parameter in self.parameters:
             parameter.grad = None
         if not (weight or self._backend.static_graph):
             return  # a replay, whose gradient may be non-finite: 0 * inf is nan
         if grad_scale is not None:
-            gradients = list(new.values())
+            self._weight, gradients = 1.0, list(new.values())
             if gradients:
                 torch._foreach_mul_(gradients, weight / grad_scale.to(scalar_dtype(gradients)))
         elif self._backend.static_graph:
             multiply(list(new.values()), weight, self._backend)
-        else:
-            if self._buffer:
-                multiply(list(self._buffer.values()), self._weight / weight, self._backend)
-            self._weight = weight
         known = [
             (gradient, self._buffer[parameter]) for parameter, gradient in new.items() if parameter in self._buffer
         ]
@@ -230,6 +277,8 @@ class BufferedAccumulation(Accumulation):
 
     def finish(self, factor: float, members: Sequence[bool]) -> list[Tensor]:
         """Put `factor` times this rank's share in `.grad`, and return the gradients of the members."""
+        if not self._backend.static_graph:
+            self._take(self._weight)
         self.exclude(members)
         present = [p for p, member in zip(self.parameters, members, strict=True) if member]
         missing = [parameter for parameter in present if parameter not in self._buffer]
@@ -243,6 +292,10 @@ class BufferedAccumulation(Accumulation):
             parameter.grad = gradient
         return gradients
 
+    def _stored(self, parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+        """Return what is accumulated apart from `.grad`, by parameter."""
+        return {p: self._buffer[p] for p in parameters if p in self._buffer}
+
     def drop_current(self) -> None:
         """Drop the gradients in `.grad`; the buffer stays."""
         for parameter in self.parameters:
@@ -253,6 +306,12 @@ class BufferedAccumulation(Accumulation):
         super().clear()
         self._buffer.clear()
         self._weight = 1.0
+
+
+def split_flat(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return consecutive views of a flat tensor that have the shapes of parameters."""
+    views = torch.split(flat, [parameter.numel() for parameter in parameters])
+    return [view.view(parameter.shape) for view, parameter in zip(views, parameters, strict=True)]
 
 
 def _widened(gradient: Tensor) -> Tensor:

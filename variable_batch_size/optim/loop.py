@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from enum import Enum, auto
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 from weakref import WeakSet
 
 from variable_batch_size.backend import Backend
@@ -28,6 +28,15 @@ class Watcher(Protocol):
 
     def discard(self) -> None:
         """Handle the discarding of the accumulated step, if any."""
+
+
+class Upcoming(NamedTuple):
+    """The microbatch that the next `step()` counts, and the update that it belongs to."""
+
+    microbatch: Microbatch
+    step: Step
+    updates: int  # before this one
+    samples: int  # of those updates
 
 
 @final
@@ -139,6 +148,12 @@ class Loop:
         if round_index not in self._microbatches:
             self._microbatches[round_index] = step.microbatch(round_index, self._world)
         return self._microbatches[round_index]
+
+    def upcoming(self) -> Upcoming | None:
+        """Return what the next `step()` counts; None if it must not be called now, or the next epoch was not set."""
+        if self.clock.finished or self.phase not in (Phase.BETWEEN_STEPS, Phase.INSIDE_STEP):
+            return None
+        return Upcoming(self.microbatch(), self.step, self.clock.step, self.clock.samples)
 
     def receive(self) -> Microbatch:
         """Count the next microbatch as received, and return it.

@@ -60,6 +60,10 @@ class CustomOptimizer(OptimizerWrapper):
             gradients on any rank, as `DistributedDataParallel` does; the host then waits for the device once an update.
             Otherwise the first update settles it, and a later change raises. A world of one needs none of this.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
+        overlap: whether gradients are summed over the ranks while the last `backward()` of a step still runs, from the
+            second update on, where `torch.distributed` connects several ranks, each gradient comes once for each
+            microbatch and there is no `GradScaler`. It takes a process group of its own.
+        bucket_cap_mb: size, in MB, of the messages in which gradients are summed then.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
         log_samples: number of samples between two rows of scalars, instead.
         tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` or `log_samples` is given.
@@ -86,6 +90,8 @@ class CustomOptimizer(OptimizerWrapper):
         accumulation: AccumulationKind = "in_place",
         find_unused_parameters: bool = False,
         grad_norm: bool = False,
+        overlap: bool = True,
+        bucket_cap_mb: float = 25,
         log_steps: int | None = None,
         log_samples: int | None = None,
         tracker: Tracker | None = None,
@@ -104,12 +110,14 @@ class CustomOptimizer(OptimizerWrapper):
             world = sampler.world
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters, world)
-        options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters, grad_norm)
+        kinds = noise, reduction, max_grad_norm, accumulation, find_unused_parameters
+        options = UpdateOptions(*kinds, grad_norm, overlap, bucket_cap_mb)
         self._updater = Updater(inner, self._backend, rules, reference, options)
         self._updater.rule_per_group = self._rule_per_group
         check_applies_lr(inner, rules)
         depends_on_split = self._updater.gradient_noise is not None or normalizes_batches(parameters)
         self._loop = Loop(sampler, self._backend, spread=not depends_on_split)
+        self._updater.upcoming = self._loop.upcoming
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
@@ -361,6 +369,7 @@ class CustomOptimizer(OptimizerWrapper):
         check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self.mark_stepped()
+        self._updater.forget_round()
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {})
@@ -396,5 +405,5 @@ class CustomOptimizer(OptimizerWrapper):
         updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples)
         updater.clear()
         loop.commit(updated=updated)
-        updater.check.begin(several=loop.several_rounds)
+        updater.begin(several=loop.several_rounds)
         return updated

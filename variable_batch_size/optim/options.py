@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, TypedDict, get_args
 
-from variable_batch_size._validation import check_number, value_error
+from variable_batch_size._validation import check_number, type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.tracker import Tracker
 
@@ -23,6 +23,8 @@ class Options(TypedDict, total=False):
     accumulation: AccumulationKind
     find_unused_parameters: bool
     grad_norm: bool
+    overlap: bool
+    bucket_cap_mb: float
     log_steps: int | None
     log_samples: int | None
     tracker: Tracker | None
@@ -38,9 +40,11 @@ class UpdateOptions(NamedTuple):
     accumulation: AccumulationKind = "in_place"
     find_unused_parameters: bool = False
     grad_norm: bool = False
+    overlap: bool = True
+    bucket_cap_mb: float = 25
 
     def checked(self) -> UpdateOptions:
-        """Return the options with a checked `max_grad_norm`; raise ValueError or TypeError for others."""
+        """Return the options with checked numbers; raise ValueError or TypeError for others."""
         if self.reduction not in get_args(Reduction):
             raise value_error('reduction must be "mean" or "sum"', repr(self.reduction), "pass what the loss does")
         if self.noise is not None and self.noise not in get_args(Estimator):
@@ -49,7 +53,10 @@ class UpdateOptions(NamedTuple):
         if self.accumulation not in get_args(AccumulationKind):
             requirement = 'accumulation must be "in_place" or "buffered"'
             raise value_error(requirement, f"{self.accumulation!r:.60}", "pass one, or omit it")
-        return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm))
+        if not isinstance(self.overlap, bool):
+            raise type_error("overlap must be True or False", self.overlap, "pass one, or omit it")
+        megabytes = check_number(self.bucket_cap_mb, "bucket_cap_mb", "pass a size in MB, or omit it")
+        return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm), bucket_cap_mb=megabytes)
 
 
 def check_objects(tracker: object, backend: object) -> None:

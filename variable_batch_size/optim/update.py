@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, final
 
 import torch
@@ -34,12 +35,15 @@ from variable_batch_size.optim.accumulation import (
     multiply,
 )
 from variable_batch_size.optim.backward_check import BackwardCheck
+from variable_batch_size.optim.buckets import Bucket
 from variable_batch_size.optim.factors import scalings_of_groups
 from variable_batch_size.optim.gradient_noise import GradientNoise
+from variable_batch_size.optim.loop import Upcoming
 from variable_batch_size.optim.noise_support import UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.participation import participation
 from variable_batch_size.optim.progress import Progress
+from variable_batch_size.optim.reduction import Reduction
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.squared_norm import squared_norm
 from variable_batch_size.optim.step_means import StepMeans
@@ -62,6 +66,8 @@ class Updater:
         accumulation: this rank's share of the gradient of the step.
         check: what has changed the gradients since the last microbatch.
         participation: which parameters take part in an update.
+        reduction: the sums of gradients that overlap with `backward()`; None where they do not.
+        upcoming: function that returns what the next `step()` counts, if it is known.
         gradient_noise: the measured noise; None if it is not measured.
         progress: progress of the training, in updates at the reference.
         last_scaling: scaling of the first parameter group in the last update.
@@ -89,6 +95,8 @@ class Updater:
         self.inner_step_begun = False
         self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
         self._inner, self._backend = inner, backend
+        self.reduction: Reduction | None = None
+        self.upcoming: Callable[[], Upcoming | None] = lambda: None
         self.refresh_parameters()
         self.gradient_noise = create_gradient_noise(inner, rules, ref_batchsize, self.options.noise, backend)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
@@ -110,17 +118,34 @@ class Updater:
         )
         self.check = BackwardCheck(parameters)
         self.participation = participation(parameters, self._backend, find_unused=options.find_unused_parameters)
+        self.reduction = self._new_reduction(parameters)
         self.agreed = False  # whether the ranks were compared
         self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
         self._replay = False  # whether this rank has only a replay in the step
+        self._factor = 1.0  # on the gradients of all parameters, when they are summed
+        self._square_factor: float | None = None  # on the square of the last microbatch, if it was not added
+        self._scalings: list[Scaling] | Exception | None = None  # what rules that need no noise have given
         self.accumulation.clear()
         self.check.begin(several=True)
 
+    def begin(self, *, several: bool) -> None:
+        """Begin the next step, which has several microbatches on this rank, or one."""
+        self.check.begin(several=several)
+        if self.reduction is not None:
+            self.reduction.watch()
+
+    def forget_round(self) -> None:
+        """Forget what is summed over the ranks at present, because every rank loads a state."""
+        if self.reduction is not None:
+            self.reduction.restore()
+
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
+        if self.reduction is not None:
+            self.reduction.void()
         self.accumulation.clear()
         self.check.remember()
-        self._found_inf, self.inner_step_begun = None, False
+        self._found_inf, self._square_factor, self._scalings, self.inner_step_begun = None, None, None, False
         self.token_count.clear()
         self.step_means.clear()
         if self.gradient_noise is not None:
@@ -163,10 +188,12 @@ class Updater:
             found_inf = found_inf * (not self._replay)
             self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
             grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
-        if self.gradient_noise is not None:
-            factor = microbatch.samples / self._divisor(microbatch) ** 2
-            present = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
-            self.gradient_noise.add(present, factor, grad_scale)
+        if self.reduction is not None:
+            scaled = found_inf is not None
+            self.reduction.after_microbatch(replay=self._replay, ends_step=following is None, scaled=scaled)
+        self._square_factor = self._square_factor_of(microbatch)
+        if following is not None or found_inf is not None or self._backend.static_graph:
+            self._add_square(grad_scale)
         next_weight = None if following is None else self._weight_of(following)
         self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
         like = self.parameters[0]
@@ -177,7 +204,32 @@ class Updater:
 
     def agree(self) -> None:
         """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
-        self.participation.agree(self.accumulation.has_gradient, replay=self._replay)
+        used = self.accumulation.has_gradient
+        self.participation.agree(used, replay=self._replay)
+        if self.reduction is not None:
+            self.reduction.agree(self.participation.summed(used))
+
+    def prepare_last(self) -> bool:
+        """Return whether the next `step()` counts the last microbatch of this rank in a step, and prepare for it."""
+        next_one = self.upcoming() if self.agreed and self._found_inf is None else None
+        if next_one is None or not next_one.microbatch.ends_step:
+            return False
+        self.accumulation.prepare(self._weight_of(next_one.microbatch))
+        self._square_factor = self._square_factor_of(next_one.microbatch)
+        try:
+            self._factor = self._shared_factor(self._rule_input(*next_one[1:]))
+        except Exception:  # `apply` raises it
+            return False
+        return True
+
+    def fill(self, bucket: Bucket) -> Tensor | None:
+        """Write this rank's share of the gradients to a bucket; return the weighted squares of the last microbatch."""
+        squares = None
+        if self.gradient_noise is not None and self._square_factor is not None:
+            present = [gradient for parameter in bucket.parameters if (gradient := parameter.grad) is not None]
+            squares = self.gradient_noise.square(present, self._square_factor)
+        self.accumulation.fill(bucket.parameters, bucket.flat, self._factor)
+        return squares
 
     def drop_current(self, *, inside_step: bool) -> None:
         """Drop the gradients that have come since the last microbatch, as `zero_grad()` does.
@@ -186,6 +238,8 @@ class Updater:
             RuntimeError: if they cannot be told from the microbatches of the step, which are in `.grad`, too.
         """
         if not (inside_step and self.accumulation.keeps_grad):
+            if self.reduction is not None:
+                self.reduction.drop_current()
             self.accumulation.drop_current()
             self.check.remember()
         elif any(self.check.fresh()):
@@ -207,8 +261,7 @@ class Updater:
         Returns:
             False if the update was skipped, because the host has read that a gradient is non-finite.
         """
-        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        update = RuleInput(step.batch_size, reference, updates, samples)
+        update = self._rule_input(step, updates, samples)
         if self.gradient_noise is None:
             scalings = self._apply_known_rules(update, step)
         else:
@@ -231,7 +284,7 @@ class Updater:
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
         own["counts"] = self.token_count.used
-        own |= self.participation.state_dict()
+        own |= self.participation.state_dict() | ({} if self.reduction is None else self.reduction.state_dict())
         return {**self._reference(), **own, **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -249,6 +302,8 @@ class Updater:
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
         self.participation.load_state_dict(state)
+        if self.reduction is not None:
+            self.reduction.load_state_dict(state)
         self.agreed, self.step_means.names = False, None
         self.token_count.used = state.get("counts", self.token_count.used)
         self._scaling.load_state_dict(state)
@@ -259,22 +314,44 @@ class Updater:
 
     def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
-        scalings = scalings_of_groups(self.rules, update)
-        # A factor on the gradient that all groups share, and that no clipping precedes, is multiplied together with the
-        # weight, which saves a pass over the gradients.
-        shared = self.options.max_grad_norm is None and not self.options.grad_norm and not self.rule_per_group
-        reduced = self._reduce(step, scalings[0].gradient if shared else 1.0)
+        scalings = self._known_scalings(update)
+        self._factor = self._shared_factor(update)
+        reduced = self._reduce(step)
         if reduced is None:
             return None
         self._clip(reduced)
-        if not shared:
+        if not self._shares_factor:
             self._scale_gradients(scalings)
         return scalings
+
+    @property
+    def _shares_factor(self) -> bool:
+        """Whether all groups share their factor on the gradient, known before the reduction, and no clipping precedes.
+
+        It is multiplied together with the weight then, which saves a pass over the gradients.
+        """
+        options = self.options
+        known = self.gradient_noise is None and not self.rule_per_group
+        return known and options.max_grad_norm is None and not options.grad_norm
+
+    def _shared_factor(self, update: RuleInput) -> float:
+        return self._known_scalings(update)[0].gradient if self._shares_factor else 1.0
+
+    def _known_scalings(self, update: RuleInput) -> list[Scaling]:
+        """Return the factors of rules that need no noise, which are called once in a step, or raise their exception."""
+        if self._scalings is None:
+            try:
+                self._scalings = scalings_of_groups(self.rules, update)
+            except Exception as error:
+                self._scalings = error
+        if isinstance(self._scalings, Exception):
+            raise self._scalings
+        return self._scalings
 
     def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
-        reduced = self._reduce(step, 1.0, squares)
+        reduced = self._reduce(step, squares)
         if reduced is None:
             return None
         statistics = noise.statistics(squares[0], reduced)
@@ -295,30 +372,42 @@ class Updater:
         self._scale_gradients(scalings)
         return scalings
 
-    def _reduce(self, step: Step, factor: float, squares: list[Tensor] | None = None) -> list[Tensor] | None:
-        """Return `factor` times the gradient, summed over the ranks.
+    def _reduce(self, step: Step, squares: list[Tensor] | None = None) -> list[Tensor] | None:
+        """Return `self._factor` times the gradient, summed over the ranks.
 
         It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted.
 
         Args:
             step: the accumulated step.
-            factor: a factor on all gradients.
             squares: gets the sum of the weighted squares over all ranks, (1,).
         """
         accumulation, used = self.accumulation, self.accumulation.has_gradient
         summed = self.participation.summed(used)
-        gradients = accumulation.finish(factor, summed)
-        if not gradients:
+        buckets = self.reduction if self.reduction is not None and self.reduction.buckets else None
+        if buckets is None:
+            self._add_square()
+        like = list(compress(self.parameters, summed)) if buckets else accumulation.finish(self._factor, summed)
+        if not like:
             raise RuntimeError(
                 "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
                 "this optimizer; compute the loss from them, and set requires_grad"
             )
-        if squares is not None and self.gradient_noise is not None:
-            squares.append(self.gradient_noise.local_squares(gradients))
         found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
         message = self.participation.message(used, replay=self._replay)
-        counts, means = self.token_count.message(gradients[0]), self.step_means.message(gradients[0])
-        self._backend.all_reduce_sum([*gradients, *(squares or ()), *found_inf, *message, *counts, *means])
+        counts, means = self.token_count.message(like[0]), self.step_means.message(like[0])
+
+        def all_messages(more: Sequence[Tensor] = ()) -> list[Tensor]:
+            if squares is not None and self.gradient_noise is not None:
+                squares.append(self.gradient_noise.local_squares(like, more))
+            return [*(squares or ()), *found_inf, *message, *counts, *means]
+
+        if buckets is None:
+            self._backend.all_reduce_sum([*like, *all_messages()])
+            gradients = like
+        else:
+            accumulation.exclude(summed)
+            buckets.reduce(all_messages)
+            gradients = [gradient for parameter in like if (gradient := parameter.grad) is not None]
         members = self.participation.settle(message)
         self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:
@@ -383,6 +472,36 @@ class Updater:
             for factor in (scaling.lr, scaling.progress)
         )
         return replace(scaling, lr=lr, progress=progress)
+
+    def _new_reduction(self, parameters: Sequence[Tensor]) -> Reduction | None:
+        """Return None where sums cannot overlap with `backward()`; the reduction of other parameters ends."""
+        if self.reduction is not None:
+            self.reduction.stop()
+        options = self.options
+        if not (options.overlap and self._backend.overlaps and self._backend.world.size > 1):
+            return None
+        return Reduction(
+            parameters,
+            self._backend,
+            self,
+            bytes_per_bucket=options.bucket_cap_mb * 2**20,
+            as_views=type(self._inner).__module__.startswith("torch.optim."),  # others may keep gradients
+            reads=options.find_unused_parameters or all(one.device.type == "cpu" for one in parameters),
+        )
+
+    def _rule_input(self, step: Step, updates: int, samples: int) -> RuleInput:
+        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
+        return RuleInput(step.batch_size, reference, updates, samples)
+
+    def _square_factor_of(self, microbatch: Microbatch) -> float:
+        return microbatch.samples / self._divisor(microbatch) ** 2
+
+    def _add_square(self, grad_scale: Tensor | None = None) -> None:
+        """Add the square of the last microbatch to those of the step, unless this was done."""
+        if self.gradient_noise is not None and self._square_factor is not None:
+            present = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+            self.gradient_noise.add(present, self._square_factor, grad_scale)
+        self._square_factor = None
 
     def _weight_of(self, microbatch: Microbatch) -> float:
         """Return the factor on a microbatch's gradient such that the sum over the step is its mean over samples."""

@@ -1,0 +1,94 @@
+"""Sums that are started and waited for later, beside the other collectives."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Started(Protocol):
+    """A sum that was started."""
+
+    def wait(self) -> object:
+        """Wait until the tensor holds the sum; on an accelerator only its stream waits."""
+
+
+class Channel(Protocol):
+    """Sums tensors over all ranks in the order in which they were started, independently of all other collectives."""
+
+    def start_sum(self, flat: Tensor) -> Started:
+        """Begin to replace a tensor by its sum over all ranks; every rank has to start the same sums in one order."""
+
+
+@final
+class GroupChannel:
+    """A channel with a process group of its own.
+
+    Groups are reused when a channel is dropped, unless one of its sums was never waited for: other ranks may have
+    started another number of them.
+
+    Args:
+        group: process group.
+        number: number of the group among those of the same ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+        self.number = number
+        self._group = group
+        self._left = 0  # sums to wait for
+
+    def start_sum(self, flat: Tensor) -> Started:
+        """Begin to replace a tensor by its sum over all ranks."""
+        self._left += 1
+        _unfinished.add(self)
+        return _Started(self, dist.all_reduce(flat, group=self._group, async_op=True))
+
+    def finish(self) -> None:
+        """Count a sum that was waited for."""
+        self._left -= 1
+        if not self._left:
+            _unfinished.discard(self)
+
+
+@final
+class _Started:
+    def __init__(self, channel: GroupChannel, work: Any) -> None:
+        self._channel, self._work = channel, work
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._channel.finish()
+
+
+_unfinished: set[GroupChannel] = set()
+_open: WeakKeyDictionary[dist.ProcessGroup, WeakSet[GroupChannel]] = WeakKeyDictionary()  # by the group of the ranks
+_groups: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()  # likewise, by number
+
+
+def next_number(group: dist.ProcessGroup) -> int:
+    """Return the number from which on all are free on this rank."""
+    return max((channel.number for channel in _open.setdefault(group, WeakSet())), default=-1) + 1
+
+
+def open_channel(group: dist.ProcessGroup, number: int) -> GroupChannel:
+    """Return a channel of the ranks of a group; every rank has to call it, with the same number."""
+    groups = _groups.setdefault(group, [])
+    while len(groups) <= number:
+        groups.append(_like(group))
+    channel = GroupChannel(groups[number], number)
+    _open.setdefault(group, WeakSet()).add(channel)
+    return channel
+
+
+def _like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a new group of the same ranks, with the same backend and timeout."""
+    device = group._device_types[0]
+    return dist.new_group(  # type: ignore[no-any-return]
+        dist.get_process_group_ranks(group),
+        timeout=group._get_backend(device).options._timeout,
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+    )
