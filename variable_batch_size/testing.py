@@ -155,16 +155,17 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
     def run(rank: int) -> None:
         try:
             results[rank] = train(ThreadBackend(World(rank, size), rendezvous))
-        except threading.BrokenBarrierError:
+        except BaseException as error:
+            if not isinstance(error.__cause__ or error, threading.BrokenBarrierError):
+                errors.insert(0, error)
+                rendezvous.abort()
+                return
             errors.append(
                 RuntimeError(
                     f"every rank must take part in every all-reduce, but rank {rank} waited for one that has returned "
                     f"or is more than {_TIMEOUT:g} s late; give all ranks the same number of updates"
                 )
             )
-        except BaseException as error:
-            errors.insert(0, error)
-            rendezvous.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -110,7 +110,7 @@ def test_clips_the_gradient_of_the_whole_update(kind: Kind, max_grad_norm: float
 @every_class
 def test_an_update_makes_one_collective_call(kind: Kind) -> None:
     def calls(backend: Backend) -> list[int]:
-        run = training(kind, SIZES, dataset_size=sum(SIZES), backend=backend)
+        run = training(kind, SIZES, dataset_size=sum(SIZES), backend=backend, overlap=False)
         counts = [backend.collectives for updated in run.steps() if updated]  # type: ignore[attr-defined]
         return [after - before for before, after in pairwise(counts)]
 

@@ -166,6 +166,7 @@ def test_an_update_takes_one_collective() -> None:
             rule=(vbs.LinearMomentumRule(), vbs.RootRule()),
             ref_batchsize=REF,
             backend=backend,
+            overlap=False,
         ).run(1)
         before = backend.collectives  # type: ignore[attr-defined]
         run.run(4)

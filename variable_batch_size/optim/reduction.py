@@ -87,6 +87,7 @@ class Reduction:
         self._early = True  # whether buckets may leave before `step()`
         self._last: bool | None = None  # whether the gradients that come now are of the last microbatch; None: unknown
         self._arrived: set[int] = set()
+        self._again: int | None = None  # a parameter whose gradient came again after it was sent
         self._left = 0  # buckets of the round that have left
         self._squares: list[Tensor] = []  # of these
         self._under_way: list[Started] = []
@@ -116,11 +117,7 @@ class Reduction:
         self._hooks.clear()
 
     def count(self, index: int) -> None:
-        """Count a gradient; send the buckets that it completes.
-
-        Raises:
-            RuntimeError: if it was sent already.
-        """
+        """Count a gradient; send the buckets that it completes."""
         if self.order is None:
             self._came.append(index)
             return
@@ -134,26 +131,23 @@ class Reduction:
         if not self._last or bucket is None:
             return
         if index in self._arrived:
-            self._count_again(index, bucket)
+            self._count_again(index)
             return
         self._arrived.add(index)
         bucket.missing -= 1
         while self._left < len(self.buckets) and not self.buckets[self._left].missing:
             self._send(self.buckets[self._left])
 
-    def _count_again(self, index: int, bucket: Bucket) -> None:
+    def _count_again(self, index: int) -> None:
+        bucket = self._bucket_of[index]
         if bucket.number >= self._left:
-            return  # the bucket is filled with the sum
-        position = bucket.indices.index(index)
-        if self._reads and self._parameters[index].grad is not bucket.sent[position][0]:
+            return  # the bucket will be filled with the sum
+        sent, _ = bucket.sent[bucket.indices.index(index)]
+        if self._reads and self._parameters[index].grad is not sent:
             self.void()  # the gradient was cleared since: what has left was of another backward
             self._early = False
-            return
-        raise RuntimeError(
-            f"with overlap a gradient must come once for each microbatch, but that of parameter {index}, of shape "
-            f"{tuple(self._parameters[index].shape)}, came again after it was sent to the other ranks; pass "
-            f"overlap=False to the optimizer"
-        )
+        else:
+            self._again = index if self._again is None else self._again
 
     # Before the first update. -------------------------------------------------------------------------------------
 
@@ -166,7 +160,7 @@ class Reduction:
             scaled: whether a `GradScaler` has scaled its gradients.
 
         Raises:
-            RuntimeError: if gradients have changed since they were sent.
+            RuntimeError: if gradients have changed since they were sent, as by a second backward.
         """
         if self.order is None:
             self._repeated |= scaled or len(set(self._came)) < len(self._came)
@@ -177,6 +171,12 @@ class Reduction:
             self._early = False
         elif not ends_step:
             self._last = None
+        elif self._again is not None:
+            raise RuntimeError(
+                f"with overlap a gradient must come once for each microbatch, but that of parameter {self._again}, of "
+                f"shape {tuple(self._parameters[self._again].shape)}, came again after it was sent to the other ranks; "
+                f"pass overlap=False to the optimizer"
+            )
         elif not all(bucket.is_unchanged() for bucket in self.buckets[: self._left]):
             raise RuntimeError(
                 "with overlap gradients must not change after backward(), but some have changed since they were sent "
@@ -314,7 +314,7 @@ class Reduction:
             raise RuntimeError(f"a rank does not take part in the sum of the gradients, {_RESTART}: {error}") from error
 
     def _begin_round(self) -> None:
-        self._left, self._squares = 0, []
+        self._left, self._squares, self._again = 0, [], None
         self._arrived.clear()
         for bucket in self.buckets:
             bucket.reset()
