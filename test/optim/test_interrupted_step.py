@@ -150,10 +150,10 @@ def test_a_microbatch_that_was_read_for_a_refused_step_is_lost() -> None:
     run = training()
     batches = iter(run.sampler)
     run.loss(next(batches)).backward()
-    run.optimizer._updater.accumulation = None  # type: ignore[assignment]
+    run.optimizer._updater.gradient.accumulation = None  # type: ignore[assignment]
     with pytest.raises(AttributeError):
         run.optimizer.step()
-    run.optimizer._updater.refresh_parameters()
+    run.optimizer._updater.gradient.refresh(list(run.model.parameters()))
     other = iter(run.sampler)
     run.loss(next(other)).backward()
     with pytest.raises(RuntimeError, match=BEFORE):

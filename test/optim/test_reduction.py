@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.reference import ADAM, HYPERPARAMETERS, REF, SGD, SIZES, Training, assert_equal, examples, filled, network, training, twin
+from helpers.reference import (
+    ADAM,
+    HYPERPARAMETERS,
+    REF,
+    SGD,
+    Training,
+    examples,
+    filled,
+    training,
+)
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.buckets import make_buckets
 from variable_batch_size.testing import run_ranks
 
 TINY = 4e-5  # MB: buckets of some parameters

@@ -127,9 +127,10 @@ class Accumulation(ABC):
         views = split_flat(wide, parameters)
         new, old = {p: p.grad for p in parameters if p.grad is not None}, self._stored(parameters)
         pairs = list(zip(parameters, views, strict=True))
-        if missing := [view for parameter, view in pairs if parameter not in new and parameter not in old]:
+        either = {**old, **new}
+        if missing := [view for parameter, view in pairs if parameter not in either]:
             torch._foreach_zero_(missing)
-        if copied := [(view, (old | new)[p]) for p, view in pairs if p in new or p in old]:
+        if copied := [(view, either[parameter]) for parameter, view in pairs if parameter in either]:
             torch._foreach_copy_([view for view, _ in copied], [gradient for _, gradient in copied])
         if added := [(view, old[p]) for p, view in pairs if p in new and p in old]:
             torch._foreach_add_([view for view, _ in added], [gradient for _, gradient in added])

@@ -68,11 +68,11 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
         of_update = facts_of_update(updater, inner, backend)  # before the sampler's, which noise has changed
         facts = {**loop.clock.state_dict(), **of_update, **facts_of_sampler(loop.sampler)}
         check_same_on_all_ranks(facts, backend, updater.parameters[0].device)
-        names = updater.step_means.names_of_step
+        names = updater.gradient.step_means.names_of_step
         check_same_names(names, "log()", backend, updater.parameters[0].device)
-        updater.agree()
+        updater.gradient.agree()
     check_seen(updater.parameters, loop.sampler)
-    updater.agreed = True
+    updater.gradient.agreed = True
 
 
 def check_same_on_all_ranks(facts: Mapping[str, int], backend: Backend, device: torch.device) -> None:
@@ -158,7 +158,7 @@ def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dic
         ),
         "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
-        "count= in step()": int(updater.token_count.used or False),
+        "count= in step()": int(updater.gradient.token_count.used or False),
         "parameters": checksum(updater.parameters, backend),
     }
 

@@ -96,7 +96,8 @@ class GradientNoise:
         square = squared_norm(gradients)
         if scale is not None:
             square = square / scale.to(square.dtype).square()
-        return square * self._backend.scalar(factor, square)
+        weighted: Tensor = square * self._backend.scalar(factor, square)
+        return weighted
 
     def local_squares(self, gradients: Sequence[Tensor], more: Sequence[Tensor] = ()) -> Tensor:
         """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the all-reduce sums.

@@ -60,10 +60,9 @@ class CustomOptimizer(OptimizerWrapper):
             gradients on any rank, as `DistributedDataParallel` does; the host then waits for the device once an update.
             Otherwise the first update settles it, and a later change raises. A world of one needs none of this.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
-        overlap: whether gradients are summed over the ranks while the last `backward()` of a step still runs, from the
-            second update on, where `torch.distributed` connects several ranks, each gradient comes once for each
-            microbatch and there is no `GradScaler`. It takes a process group of its own.
-        bucket_cap_mb: size, in MB, of the messages in which gradients are summed then.
+        overlap: whether gradients are summed over the processes while the last `backward()` of an update still runs,
+            from the second one on, if each came once per microbatch in the first one, without a `GradScaler`.
+        bucket_cap_mb: size of the messages in which they are summed, in MB.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
         log_samples: number of samples between two rows of scalars, instead.
         tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` or `log_samples` is given.
@@ -117,7 +116,7 @@ class CustomOptimizer(OptimizerWrapper):
         check_applies_lr(inner, rules)
         depends_on_split = self._updater.gradient_noise is not None or normalizes_batches(parameters)
         self._loop = Loop(sampler, self._backend, spread=not depends_on_split)
-        self._updater.upcoming = self._loop.upcoming
+        self._updater.gradient.upcoming = self._loop.upcoming
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
@@ -159,7 +158,7 @@ class CustomOptimizer(OptimizerWrapper):
             rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
             super().add_param_group(param_group)
             self._updater.rules = rules
-            self._updater.refresh_parameters()
+            self._updater.gradient.refresh(self._updater.parameters)
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +244,7 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and
                 `accumulation` is not "buffered".
         """
-        self._updater.drop_current(inside_step=self._loop.begun)
+        self._updater.gradient.drop_current(inside_step=self._loop.begun)
 
     def watch(self, watcher: Watcher) -> None:
         """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
@@ -299,12 +298,12 @@ class CustomOptimizer(OptimizerWrapper):
         over the rows of a microbatch; with `step(count=)`, means over what is counted. They travel in the message of
         the gradients.
         """
-        self._updater.step_means.log(means)
+        self._updater.gradient.step_means.log(means)
 
     @property
     def logged(self) -> dict[str, Tensor]:
         """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
-        return self._updater.step_means.last
+        return self._updater.gradient.step_means.last
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -326,12 +325,7 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the noise is not measured.
         """
-        if self._updater.gradient_noise is None:
-            raise RuntimeError(
-                f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "
-                f'noise="microbatches" to the optimizer'
-            )
-        return self._updater.gradient_noise.noise()
+        return self._updater.noise()
 
     # State. ------------------------------------------------------------------------------------------------------
 
@@ -369,7 +363,7 @@ class CustomOptimizer(OptimizerWrapper):
         check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self.mark_stepped()
-        self._updater.forget_round()
+        self._updater.gradient.reduction.restore()
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {})
@@ -390,7 +384,7 @@ class CustomOptimizer(OptimizerWrapper):
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
         # A GradScaler sets both attributes for this call.
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
-        self._updater.add(microbatch, following, inside_step=loop.begun, **scale, count=count)
+        self._updater.gradient.add(microbatch, following, inside_step=loop.begun, **scale, count=count)
         if not microbatch.ends_step:
             loop.next_round()
         return microbatch.ends_step
@@ -400,10 +394,10 @@ class CustomOptimizer(OptimizerWrapper):
         # be the same on all ranks.
         self._backend.mark_step()
         updater, loop = self._updater, self._loop
-        if not updater.agreed:
+        if not updater.gradient.agreed:
             consistency.compare_ranks(updater, loop, self.inner, self._backend)
         updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples)
         updater.clear()
         loop.commit(updated=updated)
-        updater.begin(several=loop.several_rounds)
+        updater.gradient.begin(several=loop.several_rounds)
         return updated

@@ -23,8 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.channel import Channel, Started
+from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.accumulation import scalar_dtype
 from variable_batch_size.optim.buckets import Bucket, make_buckets
+from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.participation import READ_EVERY
 
 _KEY = "order_of_gradients"  # in a state dict
@@ -50,11 +52,10 @@ class Reduction:
 
     Args:
         parameters: all parameters of the optimizer.
-        backend: backend with `overlaps`.
+        backend: backend of the optimizer. It does nothing if this cannot overlap, or has one rank.
         source: where the gradients come from.
-        bytes_per_bucket: size of a bucket.
-        as_views: whether `.grad` may be a view of the message after the sum, until the next update.
-        reads: whether the host may wait for the sums.
+        options: `overlap`, `bucket_cap_mb` and `find_unused_parameters`.
+        as_views: whether `.grad` may be a view of a message after the sum, until the next update.
 
     Attributes:
         order: indices of the parameters in the order in which their gradients are summed; None before the ranks have
@@ -67,15 +68,17 @@ class Reduction:
         parameters: Sequence[Tensor],
         backend: Backend,
         source: Source,
+        options: UpdateOptions,
         *,
-        bytes_per_bucket: float,
         as_views: bool,
-        reads: bool,
     ) -> None:
         self.order: tuple[int, ...] | None = None
         self.buckets: list[Bucket] = []
         self._parameters, self._backend, self._source = list(parameters), backend, weakref.ref(source)
-        self._bytes, self._as_views, self._reads = bytes_per_bucket, as_views, reads
+        self._enabled = options.overlap and backend.overlaps and backend.world.size > 1
+        self._bytes, self._as_views = options.bucket_cap_mb * 2**20, as_views
+        # Whether the host may wait for the sums.
+        self._reads = options.find_unused_parameters or all(one.device.type == "cpu" for one in parameters)
         self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
         self._channel: Channel | None = None
         # Before the ranks have agreed.
@@ -101,20 +104,16 @@ class Reduction:
     # The hooks. ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Register the hooks, also of parameters that have been unfrozen."""
-        if self.order == ():
-            return self.stop()
+        """Register the hooks, also of parameters that have been unfrozen; remove them where nothing overlaps."""
+        if not self._enabled or self.order == ():
+            for handle in self._hooks.values():
+                handle.remove()
+            self._hooks.clear()
+            return
         for index, parameter in enumerate(self._parameters):
             if index not in self._hooks and parameter.requires_grad and parameter.is_leaf:
                 hook = _hook(weakref.ref(self), index)
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return None
-
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
 
     def count(self, index: int) -> None:
         """Count a gradient; send the buckets that it completes."""
@@ -124,9 +123,7 @@ class Reduction:
         if self._last is None:
             source = self._source()
             with torch.no_grad():
-                self._last = (
-                    self._early and self._length is not None and source is not None and source.prepare_last()
-                )
+                self._last = self._early and self._length is not None and source is not None and source.prepare_last()
         bucket = self._bucket_of.get(index)
         if not self._last or bucket is None:
             return
@@ -151,25 +148,20 @@ class Reduction:
 
     # Before the first update. -------------------------------------------------------------------------------------
 
-    def after_microbatch(self, *, replay: bool, ends_step: bool, scaled: bool) -> None:
-        """Handle a microbatch that was counted.
-
-        Args:
-            replay: whether it is a replay.
-            ends_step: whether it is the last one of the step on this rank.
-            scaled: whether a `GradScaler` has scaled its gradients.
+    def after_microbatch(self, microbatch: Microbatch, *, scaled: bool) -> None:
+        """Handle a microbatch that was counted; `scaled`: a `GradScaler` has scaled its gradients.
 
         Raises:
             RuntimeError: if gradients have changed since they were sent, as by a second backward.
         """
         if self.order is None:
             self._repeated |= scaled or len(set(self._came)) < len(self._came)
-            self._known = self._known if replay else self._came
+            self._known = self._came if microbatch.samples else self._known
             self._came = []
         elif scaled:
             self.void()
             self._early = False
-        elif not ends_step:
+        elif not microbatch.ends_step:
             self._last = None
         elif self._again is not None:
             raise RuntimeError(
@@ -207,6 +199,8 @@ class Reduction:
         Args:
             summed: for each parameter, whether its gradient is summed; the same on every rank.
         """
+        if not self._enabled:
+            return
         members = {index for index, member in enumerate(summed) if member}
         if self.order is not None and self.order != () and set(self.order) != members:
             self.order = None
@@ -344,7 +338,7 @@ class Reduction:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; without one, the ranks agree at the next update."""
-        order = state.get(_KEY)
+        order = state.get(_KEY) if self._enabled else None
         fits = order is not None and all(index < len(self._parameters) for index in order)
         order = tuple(order) if fits else None  # type: ignore[arg-type]
         if order != self.order:

@@ -93,7 +93,9 @@ class Reporter:
     def _reads_device(self) -> bool:
         """Whether the next row has numbers that a device computes."""
         updater = self._updater
-        measured = updater.gradient_noise is not None or updater.options.grad_norm or bool(updater.step_means.names)
+        measured = (
+            updater.gradient_noise is not None or updater.options.grad_norm or bool(updater.gradient.step_means.names)
+        )
         return measured and updater.parameters[0].device.type != "cpu"
 
     def _is_due(self, step: Step) -> bool:
@@ -118,7 +120,7 @@ class Reporter:
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
         progress, means = (
             updater.progress.later(),
-            updater.step_means.later(),
+            updater.gradient.step_means.later(),
         )
 
         def read() -> dict[str, float]:

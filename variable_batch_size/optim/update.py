@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import Any, final
 
 import torch
@@ -24,57 +24,37 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
-from variable_batch_size.optim.accumulation import (
-    Accumulation,
-    BufferedAccumulation,
-    InPlaceAccumulation,
-    check_dense,
-    is_narrow,
-    multiply,
-)
-from variable_batch_size.optim.backward_check import BackwardCheck
-from variable_batch_size.optim.buckets import Bucket
+from variable_batch_size.optim.accumulation import multiply
 from variable_batch_size.optim.factors import scalings_of_groups
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.loop import Upcoming
 from variable_batch_size.optim.noise_support import UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
-from variable_batch_size.optim.participation import participation
 from variable_batch_size.optim.progress import Progress
-from variable_batch_size.optim.reduction import Reduction
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.squared_norm import squared_norm
-from variable_batch_size.optim.step_means import StepMeans
-from variable_batch_size.optim.token_count import TokenCount
+from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.wrapper import stepping
-from variable_batch_size.rules import Rule, RuleInput, Scaling
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
 
 
 @final
 class Updater:
-    """Accumulates this rank's microbatches of one step, and then makes the update; see `CustomOptimizer`.
+    """Makes an update of the gradient of each step; see `CustomOptimizer`.
 
     Attributes:
         rules: the rule of each parameter group.
         ref_batchsize: reference batch size, in samples; None if there is none.
         options: the checked options.
-        accumulation: this rank's share of the gradient of the step.
-        check: what has changed the gradients since the last microbatch.
-        participation: which parameters take part in an update.
-        reduction: the sums of gradients that overlap with `backward()`; None where they do not.
-        upcoming: function that returns what the next `step()` counts, if it is known.
+        gradient: the gradient of the step.
         gradient_noise: the measured noise; None if it is not measured.
         progress: progress of the training, in updates at the reference.
         last_scaling: scaling of the first parameter group in the last update.
         reference_lr: learning rate of the first parameter group in the last update, before scaling.
         grad_norm: norm of the gradient of the last update before clipping, 0-D; None if nobody asks for it.
-        token_count: counts by which the gradient is divided, if they are not its samples.
-        step_means: means of logged values.
         inner_step_begun: whether the inner optimizer's step of the present update has begun.
     """
 
@@ -93,12 +73,17 @@ class Updater:
         self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)
         self.grad_norm: Tensor | None = None
         self.inner_step_begun = False
-        self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
         self._inner, self._backend = inner, backend
-        self.reduction: Reduction | None = None
-        self.upcoming: Callable[[], Upcoming | None] = lambda: None
-        self.refresh_parameters()
+        self._scalings: list[Scaling] | Exception | None = None  # what rules that need no noise have given in this step
         self.gradient_noise = create_gradient_noise(inner, rules, ref_batchsize, self.options.noise, backend)
+        self.gradient = StepGradient(
+            self.parameters,
+            backend,
+            self.options,
+            self.gradient_noise,
+            shared_factor=weakref.WeakMethod(self.shared_factor),
+            as_views=type(inner).__module__.startswith("torch.optim."),  # others may keep what was in .grad
+        )
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
         self._unmeasured = UnmeasuredWarning()
@@ -108,147 +93,12 @@ class Updater:
         """All parameters of the inner optimizer, in the order of its groups."""
         return [parameter for group in self._inner.param_groups for parameter in group["params"]]
 
-    def refresh_parameters(self) -> None:
-        """Start over with the parameters that the inner optimizer has now."""
-        parameters, options = self.parameters, self.options
-        noise = options.noise is not None or any(map(needs_noise, self.rules))
-        buffered = noise or options.accumulation == "buffered" or any(map(is_narrow, parameters))
-        self.accumulation: Accumulation = (BufferedAccumulation if buffered else InPlaceAccumulation)(
-            parameters, self._backend
-        )
-        self.check = BackwardCheck(parameters)
-        self.participation = participation(parameters, self._backend, find_unused=options.find_unused_parameters)
-        self.reduction = self._new_reduction(parameters)
-        self.agreed = False  # whether the ranks were compared
-        self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
-        self._replay = False  # whether this rank has only a replay in the step
-        self._factor = 1.0  # on the gradients of all parameters, when they are summed
-        self._square_factor: float | None = None  # on the square of the last microbatch, if it was not added
-        self._scalings: list[Scaling] | Exception | None = None  # what rules that need no noise have given
-        self.accumulation.clear()
-        self.check.begin(several=True)
-
-    def begin(self, *, several: bool) -> None:
-        """Begin the next step, which has several microbatches on this rank, or one."""
-        self.check.begin(several=several)
-        if self.reduction is not None:
-            self.reduction.watch()
-
-    def forget_round(self) -> None:
-        """Forget what is summed over the ranks at present, because every rank loads a state."""
-        if self.reduction is not None:
-            self.reduction.restore()
-
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
-        if self.reduction is not None:
-            self.reduction.void()
-        self.accumulation.clear()
-        self.check.remember()
-        self._found_inf, self._square_factor, self._scalings, self.inner_step_begun = None, None, None, False
-        self.token_count.clear()
-        self.step_means.clear()
+        self.gradient.clear()
+        self._scalings, self.inner_step_begun = None, False
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
-
-    def add(
-        self,
-        microbatch: Microbatch,
-        following: Microbatch | None,
-        *,
-        inside_step: bool,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-        count: Any = None,
-    ) -> None:
-        """Accumulate a microbatch, whose `backward()` has run.
-
-        Args:
-            microbatch: the microbatch.
-            following: the next microbatch of this rank in the same step; None after the last one.
-            inside_step: whether it is not the first one of the step.
-            found_inf: under a `GradScaler`, whether the gradient is non-finite, 0-D.
-            grad_scale: the scale of the loss under a `GradScaler` that has not yet divided by it, 0-D.
-            count: of the microbatch, if its loss counts something else than samples; see `TokenCount`.
-
-        Raises:
-            TypeError: if a gradient is sparse.
-            RuntimeError: if there was no `backward()`, or something else has changed the gradients.
-        """
-        if not (self.agreed or inside_step):
-            check_dense(self.parameters)
-        self.token_count.check(count, self.options.reduction, noise=self.gradient_noise is not None)
-        self._replay = microbatch.samples == 0
-        unscaled = found_inf is not None and grad_scale is None
-        fresh = self.check.fresh()
-        accumulating = inside_step and self.accumulation.keeps_grad
-        self.check.check(fresh, replay=self._replay, accumulating=accumulating, unscaled=unscaled)
-        if found_inf is not None:
-            self._use_buffer(inside_step)
-            found_inf = found_inf * (not self._replay)
-            self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
-            grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
-        if self.reduction is not None:
-            scaled = found_inf is not None
-            self.reduction.after_microbatch(replay=self._replay, ends_step=following is None, scaled=scaled)
-        self._square_factor = self._square_factor_of(microbatch)
-        if following is not None or found_inf is not None or self._backend.static_graph:
-            self._add_square(grad_scale)
-        next_weight = None if following is None else self._weight_of(following)
-        self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
-        like = self.parameters[0]
-        self.token_count.add(count, microbatch, like)
-        weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
-        self.step_means.add(weight, like)
-        self.check.remember()
-
-    def agree(self) -> None:
-        """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
-        used = self.accumulation.has_gradient
-        self.participation.agree(used, replay=self._replay)
-        if self.reduction is not None:
-            self.reduction.agree(self.participation.summed(used))
-
-    def prepare_last(self) -> bool:
-        """Return whether the next `step()` counts the last microbatch of this rank in a step, and prepare for it."""
-        next_one = self.upcoming() if self.agreed and self._found_inf is None else None
-        if next_one is None or not next_one.microbatch.ends_step:
-            return False
-        self.accumulation.prepare(self._weight_of(next_one.microbatch))
-        self._square_factor = self._square_factor_of(next_one.microbatch)
-        try:
-            self._factor = self._shared_factor(self._rule_input(*next_one[1:]))
-        except Exception:  # `apply` raises it
-            return False
-        return True
-
-    def fill(self, bucket: Bucket) -> Tensor | None:
-        """Write this rank's share of the gradients to a bucket; return the weighted squares of the last microbatch."""
-        squares = None
-        if self.gradient_noise is not None and self._square_factor is not None:
-            present = [gradient for parameter in bucket.parameters if (gradient := parameter.grad) is not None]
-            squares = self.gradient_noise.square(present, self._square_factor)
-        self.accumulation.fill(bucket.parameters, bucket.flat, self._factor)
-        return squares
-
-    def drop_current(self, *, inside_step: bool) -> None:
-        """Drop the gradients that have come since the last microbatch, as `zero_grad()` does.
-
-        Raises:
-            RuntimeError: if they cannot be told from the microbatches of the step, which are in `.grad`, too.
-        """
-        if not (inside_step and self.accumulation.keeps_grad):
-            if self.reduction is not None:
-                self.reduction.drop_current()
-            self.accumulation.drop_current()
-            self.check.remember()
-        elif any(self.check.fresh()):
-            raise RuntimeError(
-                "zero_grad() within a step must leave the microbatches that step() has accumulated, but a backward() "
-                'has added to their gradients in .grad since; pass accumulation="buffered" to the optimizer, which '
-                "keeps them apart, or set requires_grad_(False) for these parameters during that backward(); after an "
-                "exception call discard_step()"
-            )
 
     def apply(self, step: Step, updates: int, samples: int) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer.
@@ -277,15 +127,25 @@ class Updater:
             self._unmeasured.after_update(self.gradient_noise)
         return True
 
+    def noise(self) -> Noise:
+        """Return the gradient noise, averaged so far.
+
+        Raises:
+            RuntimeError: if it is not measured.
+        """
+        if self.gradient_noise is None:
+            raise RuntimeError(
+                f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "
+                f'noise="microbatches" to the optimizer'
+            )
+        return self.gradient_noise.noise()
+
     def state_dict(self) -> dict[str, Any]:
         """Return progress and, if there are any, participation, noise and bias correction."""
-        self.participation.check()
         noise = {} if self.gradient_noise is None else {"noise": self.gradient_noise.state_dict()}
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
-        own["counts"] = self.token_count.used
-        own |= self.participation.state_dict() | ({} if self.reduction is None else self.reduction.state_dict())
-        return {**self._reference(), **own, **noise, **self._scaling.state_dict()}
+        return {**self._reference(), **own, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
@@ -301,11 +161,7 @@ class Updater:
             rates = state["last_rates"]
             self.last_scaling = Scaling(lr=rates["lr"], gradient=rates["gradient"])
             self.reference_lr = rates["reference_lr"]
-        self.participation.load_state_dict(state)
-        if self.reduction is not None:
-            self.reduction.load_state_dict(state)
-        self.agreed, self.step_means.names = False, None
-        self.token_count.used = state.get("counts", self.token_count.used)
+        self.gradient.load_state_dict(state)
         self._scaling.load_state_dict(state)
         if self.gradient_noise is not None:
             self.gradient_noise.load_state_dict(state.get("noise"))
@@ -315,8 +171,7 @@ class Updater:
     def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
         scalings = self._known_scalings(update)
-        self._factor = self._shared_factor(update)
-        reduced = self._reduce(step)
+        reduced = self.gradient.reduce(step, float(scalings[0].gradient) if self._shares_factor else 1.0)
         if reduced is None:
             return None
         self._clip(reduced)
@@ -324,34 +179,10 @@ class Updater:
             self._scale_gradients(scalings)
         return scalings
 
-    @property
-    def _shares_factor(self) -> bool:
-        """Whether all groups share their factor on the gradient, known before the reduction, and no clipping precedes.
-
-        It is multiplied together with the weight then, which saves a pass over the gradients.
-        """
-        options = self.options
-        known = self.gradient_noise is None and not self.rule_per_group
-        return known and options.max_grad_norm is None and not options.grad_norm
-
-    def _shared_factor(self, update: RuleInput) -> float:
-        return self._known_scalings(update)[0].gradient if self._shares_factor else 1.0
-
-    def _known_scalings(self, update: RuleInput) -> list[Scaling]:
-        """Return the factors of rules that need no noise, which are called once in a step, or raise their exception."""
-        if self._scalings is None:
-            try:
-                self._scalings = scalings_of_groups(self.rules, update)
-            except Exception as error:
-                self._scalings = error
-        if isinstance(self._scalings, Exception):
-            raise self._scalings
-        return self._scalings
-
     def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
-        reduced = self._reduce(step, squares)
+        reduced = self.gradient.reduce(step, 1.0, squares)
         if reduced is None:
             return None
         statistics = noise.statistics(squares[0], reduced)
@@ -371,53 +202,6 @@ class Updater:
         self._clip(reduced)
         self._scale_gradients(scalings)
         return scalings
-
-    def _reduce(self, step: Step, squares: list[Tensor] | None = None) -> list[Tensor] | None:
-        """Return `self._factor` times the gradient, summed over the ranks.
-
-        It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted.
-
-        Args:
-            step: the accumulated step.
-            squares: gets the sum of the weighted squares over all ranks, (1,).
-        """
-        accumulation, used = self.accumulation, self.accumulation.has_gradient
-        summed = self.participation.summed(used)
-        buckets = self.reduction if self.reduction is not None and self.reduction.buckets else None
-        if buckets is None:
-            self._add_square()
-        like = list(compress(self.parameters, summed)) if buckets else accumulation.finish(self._factor, summed)
-        if not like:
-            raise RuntimeError(
-                "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
-                "this optimizer; compute the loss from them, and set requires_grad"
-            )
-        found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
-        message = self.participation.message(used, replay=self._replay)
-        counts, means = self.token_count.message(like[0]), self.step_means.message(like[0])
-
-        def all_messages(more: Sequence[Tensor] = ()) -> list[Tensor]:
-            if squares is not None and self.gradient_noise is not None:
-                squares.append(self.gradient_noise.local_squares(like, more))
-            return [*(squares or ()), *found_inf, *message, *counts, *means]
-
-        if buckets is None:
-            self._backend.all_reduce_sum([*like, *all_messages()])
-            gradients = like
-        else:
-            accumulation.exclude(summed)
-            buckets.reduce(all_messages)
-            gradients = [gradient for parameter in like if (gradient := parameter.grad) is not None]
-        members = self.participation.settle(message)
-        self.step_means.settle(means, self.token_count.total(counts))
-        if members is not None:
-            accumulation.exclude(members)
-            pairs = zip(gradients, members, strict=True)
-            gradients = [gradient for gradient, member in pairs if member]
-        counted = self.token_count.settle(counts, gradients, step.batch_size)
-        if not counted or any(self._backend.host(found).item() for found in found_inf):
-            return None
-        return gradients
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is asked for."""
@@ -451,18 +235,38 @@ class Updater:
         rules = [re.sub(r"(?i) at 0x[0-9a-f]+", "", repr(rule)) for rule in self.rules]
         return {"rule": ", ".join(dict.fromkeys(rules)), "ref_batchsize": self.ref_batchsize}
 
-    # Details. ----------------------------------------------------------------------------------------------------
+    # The factors. ------------------------------------------------------------------------------------------------
 
-    def _use_buffer(self, inside_step: bool) -> None:
-        """Accumulate in a buffer from this step on: a `GradScaler` may change its scale between microbatches."""
-        if not self.accumulation.keeps_grad:
-            return
-        if inside_step:
-            raise RuntimeError(
-                "all microbatches of a step must reach the optimizer through the GradScaler, or none, but the first "
-                "ones of this step did not; call scaler.step(optimizer) for each of them"
-            )
-        self.accumulation = BufferedAccumulation(self.parameters, self._backend)
+    def shared_factor(self, upcoming: Upcoming) -> float:
+        """Return the factor on the gradients of all parameters with which those of a step are summed.
+
+        A factor that all groups share, that needs no noise, and that no clipping precedes, is multiplied together with
+        the weight, which saves a pass over the gradients.
+        """
+        if not self._shares_factor:
+            return 1.0
+        update = self._rule_input(upcoming.step, upcoming.updates, upcoming.samples)
+        return float(self._known_scalings(update)[0].gradient)
+
+    @property
+    def _shares_factor(self) -> bool:
+        noise, options = self.gradient_noise, self.options
+        return noise is None and not (self.rule_per_group or options.max_grad_norm is not None or options.grad_norm)
+
+    def _known_scalings(self, update: RuleInput) -> list[Scaling]:
+        """Return the factors of rules that need no noise, which are called once in a step; or raise their exception."""
+        if self._scalings is None:
+            try:
+                self._scalings = scalings_of_groups(self.rules, update)
+            except Exception as error:
+                self._scalings = error
+        if isinstance(self._scalings, Exception):
+            raise self._scalings
+        return self._scalings
+
+    def _rule_input(self, step: Step, updates: int, samples: int) -> RuleInput:
+        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
+        return RuleInput(step.batch_size, reference, updates, samples)
 
     def _zero_if_not(self, finite: Tensor, scaling: Scaling) -> Scaling:
         """Multiply the factor on lr and the progress by `finite`, 0-D, which is 0 or 1."""
@@ -472,41 +276,3 @@ class Updater:
             for factor in (scaling.lr, scaling.progress)
         )
         return replace(scaling, lr=lr, progress=progress)
-
-    def _new_reduction(self, parameters: Sequence[Tensor]) -> Reduction | None:
-        """Return None where sums cannot overlap with `backward()`; the reduction of other parameters ends."""
-        if self.reduction is not None:
-            self.reduction.stop()
-        options = self.options
-        if not (options.overlap and self._backend.overlaps and self._backend.world.size > 1):
-            return None
-        return Reduction(
-            parameters,
-            self._backend,
-            self,
-            bytes_per_bucket=options.bucket_cap_mb * 2**20,
-            as_views=type(self._inner).__module__.startswith("torch.optim."),  # others may keep gradients
-            reads=options.find_unused_parameters or all(one.device.type == "cpu" for one in parameters),
-        )
-
-    def _rule_input(self, step: Step, updates: int, samples: int) -> RuleInput:
-        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        return RuleInput(step.batch_size, reference, updates, samples)
-
-    def _square_factor_of(self, microbatch: Microbatch) -> float:
-        return microbatch.samples / self._divisor(microbatch) ** 2
-
-    def _add_square(self, grad_scale: Tensor | None = None) -> None:
-        """Add the square of the last microbatch to those of the step, unless this was done."""
-        if self.gradient_noise is not None and self._square_factor is not None:
-            present = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
-            self.gradient_noise.add(present, self._square_factor, grad_scale)
-        self._square_factor = None
-
-    def _weight_of(self, microbatch: Microbatch) -> float:
-        """Return the factor on a microbatch's gradient such that the sum over the step is its mean over samples."""
-        return microbatch.samples / (microbatch.batch_size * self._divisor(microbatch))
-
-    def _divisor(self, microbatch: Microbatch) -> int:
-        """Return the number by which to divide a microbatch's gradient to get that of its mean loss."""
-        return microbatch.rows if self.options.reduction == "sum" else 1
