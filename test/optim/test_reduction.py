@@ -29,7 +29,7 @@ TINY = 4e-5  # MB: buckets of some parameters
 
 
 class Odd(nn.Module):
-    """Layers of two dtypes, some of them tied, and one for rare samples; the order of their use is not that of names."""
+    """Layers of two dtypes, some of them tied, and one for rare samples; their order is not that of their names."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
