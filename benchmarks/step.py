@@ -37,11 +37,19 @@ MODELS: dict[str, Make] = {
         nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(10, 20, 5), nn.MaxPool2d(2), nn.ReLU(),
         nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10),
     ),
-    "10M parameters": lambda: nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048),
-        nn.ReLU(), nn.Linear(2048, 10),
-    ),
+    "10M parameters": lambda: perceptron(2048, 2),
 }  # fmt: skip
+LARGE: dict[str, Make] = {
+    "1M parameters": lambda: perceptron(512, 2),
+    "10M parameters": lambda: perceptron(2048, 2),
+    "100M parameters": lambda: perceptron(4096, 6),
+}  # of several processes
+
+
+def perceptron(width: int, hidden: int) -> nn.Module:
+    """Return a network with so many hidden layers between the first and the last one."""
+    layers = [layer for _ in range(hidden) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), *layers, nn.Linear(width, 10))
 
 
 def with_library(rule: str, make: Make, batches: Batches, *, logs: bool = False) -> Callable[[], None]:

@@ -47,6 +47,7 @@ FEATURES = {
     "stray_backward": 0.15,  # a backward() for no microbatch between two steps, then optimizer.zero_grad()
     "stray_inside": 0.1,  # the same inside a step: an error unless gradients are buffered
     "buffered": 0.2,
+    "overlap": 0.7,  # sums in buckets that leave during backward, in worlds of several ranks
     "discard": 0.2,
     "save_inside": 0.1,  # state_dict() inside a step raises
     "set_epoch": 0.15,  # of the epoch under way
@@ -127,6 +128,8 @@ class Case:
     max_grad_norm: float | None
     reduction: str
     buffered: bool  # accumulation="buffered"
+    overlap: bool
+    bucket_cap_mb: float
     loss_scale: float
     decay: float  # of the user's lr after every update
     poisoned: int | None

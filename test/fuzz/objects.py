@@ -99,6 +99,8 @@ def create_optimizer(
         noise=case.noise,  # type: ignore[arg-type]
         reduction=case.reduction,  # type: ignore[arg-type]
         max_grad_norm=case.max_grad_norm,
+        overlap=case.overlap,
+        bucket_cap_mb=case.bucket_cap_mb,
         backend=backend,
         **options,
     )
