@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +19,17 @@ from helpers.reference import (
     HYPERPARAMETERS,
     REF,
     SGD,
+    SIZES,
     Training,
+    assert_equal,
     examples,
     filled,
+    network,
     training,
+    twin,
 )
 from variable_batch_size.backend import Backend
+from variable_batch_size.optim.buckets import make_buckets
 from variable_batch_size.testing import run_ranks
 
 TINY = 4e-5  # MB: buckets of some parameters
@@ -140,3 +147,238 @@ def test_updates_are_those_without_overlap(
     for rank, other in zip(run_ranks(lambda backend: train(backend, True), world), without, strict=True):
         # The squares of the noise are added in another order.
         torch.testing.assert_close(rank, other, rtol=1e-6 if "scale" in rule[0] else 0, atol=0, equal_nan=True)
+
+
+# -------------------------------------------------------------------------------------------------------- the buckets
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=12),
+    seed=st.integers(0, 99),
+    most=st.integers(0, 200),
+)
+@examples(100)
+def test_buckets_hold_each_parameter_once_and_are_complete_in_their_order(
+    sizes: list[tuple[int, bool]], seed: int, most: int
+) -> None:
+    parameters = [torch.zeros(size, dtype=torch.float64 if wide else torch.float32) for size, wide in sizes]
+    order = random.Random(seed).sample(range(len(sizes)), len(sizes))
+    buckets = make_buckets(order, parameters, most)
+    assert sorted(index for bucket in buckets for index in bucket.indices) == sorted(order)
+    last = [order.index(bucket.indices[-1]) for bucket in buckets]
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+    for bucket in buckets:
+        assert {parameters[index].dtype for index in bucket.indices} == {bucket.flat.dtype}
+        assert [order.index(index) for index in bucket.indices] == sorted(order.index(i) for i in bucket.indices)
+        assert sum(parameters[index].nbytes for index in bucket.indices[:-1]) < max(most, 1)
+    full = [number for number, bucket in zip(last, buckets, strict=True) if bucket.flat.nbytes >= most]
+    assert full == sorted(full)
+
+
+def test_the_first_bucket_is_small_as_in_distributed_data_parallel() -> None:
+    parameters = [torch.zeros(1 << 17) for _ in range(60)]  # half a MB each
+    assert [len(bucket.indices) for bucket in make_buckets(range(60), parameters, 25 * 2**20)] == [2, 50, 8]
+
+
+# ------------------------------------------------------------------------------------------------- what is learnt
+
+
+def order_of(run: Training) -> Any:
+    return run.optimizer.state_dict()["vbs"].get("order_of_gradients")
+
+
+def test_the_order_is_that_of_the_first_backward_agreed_and_saved() -> None:
+    def train(backend: Backend) -> list[Any]:
+        run = training(backend=backend)
+        found = [order_of(run), order_of(run.run(1)), order_of(run.run(2))]
+        other = training(backend=backend, overlap=False)
+        other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        return [*found, order_of(other.run(1))]
+
+    for found in run_ranks(train, 3):
+        assert found == [None, [3, 2, 1, 0], [3, 2, 1, 0], None]
+    assert train(vbs.LocalBackend()) == 4 * [None]
+
+
+def scaled(run: Training, updates: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for indices in run.sampler:
+        scaler.scale(run.loss(indices)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        if run.optimizer.updates == updates:
+            return
+
+
+@pytest.mark.parametrize("options", [{}, {"noise": "microbatches"}], ids=str)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_grad_scaler_switches_it_off(first: int, options: dict[str, Any]) -> None:
+    """From the first update on, or later, when some gradients have left before the scaler is known."""
+
+    def train(backend: Backend) -> Training:
+        run = training(backend=backend, **options)
+        loop(run, first)
+        scaled(run, 4)
+        assert order_of(run) == ([3, 2, 1, 0] if first else [])
+        return run
+
+    for run in run_ranks(train, 2):
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+def test_parameters_that_are_added_later() -> None:
+    def train(backend: Backend, overlap: bool) -> list[Any]:
+        model = network()
+        run = training(
+            vbs.CustomOptimizer,
+            model=model,
+            rule="linear",
+            ref_batchsize=REF,
+            inner=lambda parameters, **_: torch.optim.SGD(list(parameters)[:2], **SGD),
+            hyperparameters={},
+            backend=backend,
+            overlap=overlap,
+        ).run(2)
+        run.model.zero_grad()
+        run.optimizer.add_param_group({"params": list(model.parameters())[2:]})
+        return run.run(3).weights()
+
+    expected = run_ranks(lambda backend: train(backend, False), 2)[0]
+    for found in run_ranks(lambda backend: train(backend, True), 2):
+        assert_equal(found, expected, 0)
+
+
+@given(
+    seed=st.integers(0, 99),
+    rule=st.sampled_from(RULES),
+    stops=st.sets(st.integers(1, 5), min_size=1, max_size=3),
+    world=st.integers(2, 3),
+)
+@examples(25)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    seed: int, rule: tuple[str, str], stops: set[int], world: int
+) -> None:
+    sizes = [9, 20, 4, 30, 2, 12]
+
+    def train(backend: Backend) -> None:
+        whole, run = (odd(backend, seed, sizes, *rule) for _ in range(2))
+        loop(whole, len(sizes))
+        for stop in sorted(stops):
+            loop(run, stop)
+            state = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+            run = odd(backend, seed, sizes, *rule)
+            run.model.load_state_dict(state[0])
+            run.optimizer.load_state_dict(state[1])
+        loop(run, len(sizes))
+        torch.testing.assert_close(run.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+        assert run.optimizer.lr_factor() == whole.optimizer.lr_factor()
+
+    run_ranks(train, world)
+
+
+# -------------------------------------------------------------------------------------------------- wrong and odd loops
+
+
+class Keeping(torch.optim.Optimizer):
+    """Not of torch: it keeps the gradient of the last update, as it may if `.grad` is set to None."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            last = self.state[parameter].get("last", 0)
+            with torch.no_grad():
+                parameter -= self.param_groups[0]["lr"] * (parameter.grad + 0.5 * last)
+            self.state[parameter]["last"] = parameter.grad
+
+
+def test_an_optimizer_that_keeps_gradients_gets_tensors_of_its_own() -> None:
+    def train(backend: Backend, overlap: bool) -> list[Any]:
+        options: dict[str, Any] = {"inner": Keeping, "hyperparameters": {"lr": 0.02}, "overlap": overlap}
+        return training(vbs.ConstantOptimizer, backend=backend, **options).run(5).weights()
+
+    expected = run_ranks(lambda backend: train(backend, False), 2)[0]
+    assert_equal(run_ranks(lambda backend: train(backend, True), 2)[0], expected, 0)
+
+
+def test_gradients_that_are_changed_after_they_have_left_raise() -> None:
+    def train(backend: Backend) -> Training:
+        run = training(backend=backend).run(3)
+        run.run(1)
+        for indices in run.sampler:
+            last = run.optimizer.microbatch.ends_step
+            run.loss(indices).backward()
+            if last:
+                next(iter(run.model.parameters())).grad.mul_(2)  # type: ignore[union-attr]
+                with pytest.raises(RuntimeError, match="with overlap gradients must not change after backward"):
+                    run.optimizer.step()
+                break
+            run.optimizer.step()
+        run.optimizer.discard_step()
+        return run.run(1)
+
+    for run in run_ranks(train, 2):
+        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:5]))
+
+
+@pytest.mark.parametrize("where", ["the rule", "log"])
+def test_an_exception_between_backward_and_the_sum_is_discarded_on_one_rank_alone(where: str) -> None:
+    def train(backend: Backend) -> Training:
+        run = training(vbs.LinearRuleMomentumOptimizer, backend=backend)
+        failing = backend.world.rank == 0
+        while run.optimizer.updates < 6:
+            epoch = run.optimizer.epoch
+            run.sampler.set_epoch(epoch)
+            run.optimizer.set_epoch(epoch)
+            for indices in run.sampler:
+                run.loss(indices).backward()
+                due = run.optimizer.microbatch
+                run.optimizer.log(one=1)
+                if failing and run.optimizer.updates == 3 and due.ends_step:
+                    failing = False
+                    if where == "log":
+                        run.optimizer._updater.gradient.step_means._microbatches = {"one": 99}
+                    else:
+                        run.optimizer._updater._scalings = ValueError("log() planted")
+                    with pytest.raises((RuntimeError, ValueError), match=r"log\(\)"):
+                        run.optimizer.step()
+                    run.optimizer.discard_step()
+                    break
+                run.optimizer.step()
+                if run.optimizer.updates == 6:
+                    break
+        return run
+
+    for run in run_ranks(train, 3):
+        assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES[:6]))
+
+
+def test_no_hook_is_left_of_an_optimizer_that_is_gone() -> None:
+    def train(backend: Backend) -> None:
+        model = network()
+        for _ in range(2):
+            training(model=model, backend=backend).run(5)
+        for parameter in model.parameters():
+            assert all(hook() is None for hook in hooks_of(parameter))
+
+    run_ranks(train, 2)
+
+
+def hooks_of(parameter: Any) -> Iterator[Callable[[], object]]:
+    """The weak references of the hooks of a parameter."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        yield from (cell.cell_contents for cell in hook.__closure__ if "weakref" in repr(cell.cell_contents))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"overlap": 1}, TypeError, r"overlap must be True or False, got 1 \(int\); pass one, or omit it"),
+        ({"bucket_cap_mb": -1}, ValueError, r"bucket_cap_mb must be a finite number >= 0, got -1; pass a size in MB"),
+        ({"bucket_cap_mb": "25"}, TypeError, r"bucket_cap_mb must be a finite number >= 0, got '25' \(str\)"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        training(**options)
