@@ -295,8 +295,7 @@ class CustomOptimizer(OptimizerWrapper):
         """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
 
         Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
-        over the rows of a microbatch; with `step(count=)`, means over what is counted. They travel in the message of
-        the gradients.
+        over the rows of a microbatch; with `step(count=)`, means over what is counted.
         """
         self._updater.gradient.step_means.log(means)
 
@@ -312,8 +311,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     def lr_factor(self) -> float:
         """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
-        scaling = self._updater.last_scaling
-        return float(scaling.lr) * float(scaling.gradient)
+        return self._updater.lr_factor
 
     def current_lr(self) -> float:
         """Return the effective learning rate of the last update, of the first parameter group."""
@@ -390,8 +388,7 @@ class CustomOptimizer(OptimizerWrapper):
         return microbatch.ends_step
 
     def _update(self) -> bool:
-        # Ranks may have different pending operations. These must not be in the graph of the collective, which has to
-        # be the same on all ranks.
+        # Pending operations, which may differ between ranks, must not be in the graph of the collective.
         self._backend.mark_step()
         updater, loop = self._updater, self._loop
         if not updater.gradient.agreed:

@@ -93,6 +93,11 @@ class Updater:
         """All parameters of the inner optimizer, in the order of its groups."""
         return [parameter for group in self._inner.param_groups for parameter in group["params"]]
 
+    @property
+    def lr_factor(self) -> float:
+        """The factor on lr times the factor on the gradient in the last update, of the first parameter group."""
+        return float(self.last_scaling.lr) * float(self.last_scaling.gradient)
+
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
         self.gradient.clear()
