@@ -1,8 +1,9 @@
 """What does an update cost, relative to the same loop without the library? What do AdaScale and logging add to it?
 
 In one process the alternative is gradient accumulation written by hand; in two (gloo) it is DistributedDataParallel
-with `no_sync`. AdaScale is compared with the linear rule; and so is the linear rule with logging: the loss, the norm
-of the gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors;
+with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes. AdaScale is also
+compared with the linear rule; and so is the linear rule with logging: the loss, the norm of the gradient, and a row in
+`scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors;
 the library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of
 blocks gives one ratio. `--xla` compares on PyTorch/XLA cores. Memory is the peak of a new process.
 """
@@ -39,11 +40,12 @@ MODELS: dict[str, Make] = {
     ),
     "10M parameters": lambda: perceptron(2048, 2),
 }  # fmt: skip
-LARGE: dict[str, Make] = {
+BY_SIZE: dict[str, Make] = {
     "1M parameters": lambda: perceptron(512, 2),
     "10M parameters": lambda: perceptron(2048, 2),
     "100M parameters": lambda: perceptron(4096, 6),
-}  # of several processes
+}  # compared with DistributedDataParallel
+BLOCKS = {"small CNN": 64, "1M parameters": 64, "10M parameters": 8, "100M parameters": 1}  # microbatches in a block
 
 
 def perceptron(width: int, hidden: int) -> nn.Module:
@@ -52,7 +54,9 @@ def perceptron(width: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), *layers, nn.Linear(width, 10))
 
 
-def with_library(rule: str, make: Make, batches: Batches, *, logs: bool = False) -> Callable[[], None]:
+def with_library(
+    rule: str, make: Make, batches: Batches, *, logs: bool = False, overlap: bool = True
+) -> Callable[[], None]:
     """Return a function that makes one update with the library."""
     model, world = make().to(batches[0][0].device), current_world()
     vbs.broadcast_parameters(model)  # XLA cores on a CPU are threads, which share one random generator
@@ -60,7 +64,7 @@ def with_library(rule: str, make: Make, batches: Batches, *, logs: bool = False)
     sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
     logging = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if logs else {}
-    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, **logging)
+    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, overlap=overlap, **logging)
     indices = iter(sampler)
 
     def update() -> None:
@@ -75,11 +79,15 @@ def with_library(rule: str, make: Make, batches: Batches, *, logs: bool = False)
     return update
 
 
-def by_hand(make: Make, batches: Batches) -> Callable[[], None]:
-    """Return a function that makes one update without the library."""
+def by_hand(
+    make: Make, batches: Batches, *, hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
+) -> Callable[[], None]:
+    """Return a function that makes one update without the library; `hook`: how DDP communicates."""
     model = make()
     if dist.is_initialized():
         model = DistributedDataParallel(model)
+        if hook is not None:
+            model.register_comm_hook(None, lambda _, bucket: hook(bucket))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
 
     def update() -> None:
@@ -121,38 +129,53 @@ def ratios(
             yield seconds[0] / seconds[1]
 
 
-def compare(pairs: int, where: str, sides: dict[str, tuple[Callable, Callable]], counts: list[int], **options) -> None:
+def compare(
+    models: dict[str, Make],
+    pairs: int,
+    where: str,
+    sides: dict[str, tuple[Callable, Callable]],
+    counts: list[int],
+    **options,
+) -> None:
     """Record the ratios of all models.
 
     Args:
-        pairs: pairs of blocks to measure.
+        models: name -> a function that creates the model.
+        pairs: pairs of blocks to measure, a quarter of them for the largest model.
         where: the ranks, for the question.
         sides: name of a ratio -> its numerator and its denominator.
         counts: numbers of microbatches per update and rank.
         options: `barrier`, and optionally `device`.
     """
     world, barrier = current_world(), options["barrier"]
-    for name, make in MODELS.items():
+    for name, make in models.items():
+        number = max(3, pairs // 4) if name.startswith("100M") else pairs
         for microbatches in counts:
-            block = max(1, (64 if name == "small CNN" else 8) // microbatches)
+            block = max(1, BLOCKS[name] // microbatches)
             for ratio, pair in sides.items():
                 batches = data(microbatches, options.get("device"))
-                answer = spread(list(ratios(tuple(side(make, batches) for side in pair), block, pairs, barrier)))
+                answer = spread(list(ratios(tuple(side(make, batches) for side in pair), block, number, barrier)))
                 if world.rank == 0:
                     record(
                         f"time of an update, {ratio}, {name}, {where} x {microbatches} microbatches of {ROWS}", answer
                     )
 
 
-def processes(rank: int, world: int, store: str, pairs: int) -> None:
-    """Compare in this process, which is one of `world`."""
-    alternative = "accumulation by hand" if world == 1 else "DistributedDataParallel with no_sync"
-    sides = {f"linear rule / {alternative}": (linear, by_hand), "AdaScale / linear rule": (adascale, linear), **LOGGING}
+def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str]) -> None:
+    """Compare in this process, which is one of `world`; with DDP for models of these sizes."""
+    sides = {"AdaScale / linear rule": (adascale, linear), **LOGGING}
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     barrier = dist.barrier if world > 1 else (lambda: None)
-    compare(pairs, f"CPU, {world}", sides, [1, 4, 16], barrier=barrier)
+    where, counts = f"CPU, {world}", [1, 4, 16]
+    if world == 1:
+        sides["linear rule / accumulation by hand"] = (linear, by_hand)
+    else:
+        with_ddp = {"linear / DDP with no_sync": (linear, by_hand), "AdaScale / DDP": (adascale, by_hand)}
+        chosen = {name: make for name, make in BY_SIZE.items() if name.split()[0] in sizes}
+        compare(chosen, pairs, where, with_ddp, counts, barrier=barrier)
+    compare(MODELS, pairs, where, sides, counts, barrier=barrier)
     if world > 1:
         dist.destroy_process_group()
 
@@ -163,7 +186,7 @@ def cores(pairs: int) -> None:
 
     backend = vbs.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
     where, sides = f"XLA, {backend.world.size}", {"AdaScale / linear rule": (adascale, linear), **LOGGING}
-    compare(pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
+    compare(MODELS, pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
 
 
 def print_peak_memory(rule: str, xla: bool) -> None:
@@ -196,6 +219,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=41, help="pairs of blocks per ratio")
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--sizes", nargs="*", default=["1M", "10M", "100M"], help="models to compare with DDP")
     parser.add_argument("--xla", action="store_true", help="use PyTorch/XLA cores instead of processes")
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -206,8 +230,8 @@ if __name__ == "__main__":
         if flags.xla:
             xla.launch(cores, (flags.pairs,), cores=world)
         elif world == 1:
-            processes(0, 1, "", flags.pairs)
+            processes(0, 1, "", flags.pairs, flags.sizes)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(processes, (world, f"{folder}/store", flags.pairs), nprocs=world)
+                mp.spawn(processes, (world, f"{folder}/store", flags.pairs, flags.sizes), nprocs=world)
     memory(flags.xla)
