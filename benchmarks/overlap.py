@@ -116,7 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each side")
     parser.add_argument("--sizes", nargs="*", default=["10M"], help="models: 1M, 10M, 100M")
     parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4], help="per update and rank")
-    parser.add_argument("--rate", type=float, default=1e9, help="bytes per second of the slow link")
+    parser.add_argument("--rate", type=float, default=5e8, help="bytes per second of the slow link")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         given = f"{folder}/store", flags.sizes, flags.microbatches, flags.rounds, flags.rate
