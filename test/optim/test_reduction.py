@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +29,6 @@ from helpers.reference import (
     twin,
 )
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.buckets import make_buckets
 from variable_batch_size.testing import run_ranks
 
 TINY = 4e-5  # MB: buckets of some parameters
@@ -149,37 +148,6 @@ def test_updates_are_those_without_overlap(
         torch.testing.assert_close(rank, other, rtol=1e-6 if "scale" in rule[0] else 0, atol=0, equal_nan=True)
 
 
-# -------------------------------------------------------------------------------------------------------- the buckets
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=12),
-    seed=st.integers(0, 99),
-    most=st.integers(0, 200),
-)
-@examples(100)
-def test_buckets_hold_each_parameter_once_and_are_complete_in_their_order(
-    sizes: list[tuple[int, bool]], seed: int, most: int
-) -> None:
-    parameters = [torch.zeros(size, dtype=torch.float64 if wide else torch.float32) for size, wide in sizes]
-    order = random.Random(seed).sample(range(len(sizes)), len(sizes))
-    buckets = make_buckets(order, parameters, most)
-    assert sorted(index for bucket in buckets for index in bucket.indices) == sorted(order)
-    last = [order.index(bucket.indices[-1]) for bucket in buckets]
-    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
-    for bucket in buckets:
-        assert {parameters[index].dtype for index in bucket.indices} == {bucket.flat.dtype}
-        assert [order.index(index) for index in bucket.indices] == sorted(order.index(i) for i in bucket.indices)
-        assert sum(parameters[index].nbytes for index in bucket.indices[:-1]) < max(most, 1)
-    full = [number for number, bucket in zip(last, buckets, strict=True) if bucket.flat.nbytes >= most]
-    assert full == sorted(full)
-
-
-def test_the_first_bucket_is_small_as_in_distributed_data_parallel() -> None:
-    parameters = [torch.zeros(1 << 17) for _ in range(60)]  # half a MB each
-    assert [len(bucket.indices) for bucket in make_buckets(range(60), parameters, 25 * 2**20)] == [2, 50, 8]
-
-
 # ------------------------------------------------------------------------------------------------- what is learnt
 
 
@@ -198,6 +166,22 @@ def test_the_order_is_that_of_the_first_backward_agreed_and_saved() -> None:
     for found in run_ranks(train, 3):
         assert found == [None, [3, 2, 1, 0], [3, 2, 1, 0], None]
     assert train(vbs.LocalBackend()) == 4 * [None]
+
+
+def test_ranks_that_load_other_orders_are_told() -> None:
+    def train(backend: Backend) -> str:
+        run = training(backend=backend).run(2)
+        state = copy.deepcopy(run.optimizer.state_dict())
+        if backend.world.rank:
+            del state["vbs"]["order_of_gradients"]
+        run.optimizer.load_state_dict(state)
+        with pytest.raises(RuntimeError) as error:
+            run.run(1)
+        return str(error.value)
+
+    for message in run_ranks(train, 2):
+        assert "the same order of gradients" in message
+        assert "restore the same checkpoint on every rank" in message
 
 
 def scaled(run: Training, updates: int) -> None:
@@ -358,18 +342,22 @@ def test_an_exception_between_backward_and_the_sum_is_discarded_on_one_rank_alon
 def test_no_hook_is_left_of_an_optimizer_that_is_gone() -> None:
     def train(backend: Backend) -> None:
         model = network()
-        for _ in range(2):
-            training(model=model, backend=backend).run(5)
-        for parameter in model.parameters():
-            assert all(hook() is None for hook in hooks_of(parameter))
+        run = training(model=model, backend=backend, overlap=False).run(3)
+        run.optimizer._updater.gradient.check.stop()
+        for overlap in (True, False):
+            run = training(model=model, backend=backend, overlap=overlap)
+            run.optimizer._updater.gradient.check.stop()
+            assert [hooks(parameter) for parameter in model.parameters()] == [overlap] * 4
+            run.run(1)
+            run.optimizer._updater.gradient.check.stop()
+        del run
+        assert [hooks(parameter) for parameter in model.parameters()] == [0] * 4
 
     run_ranks(train, 2)
 
 
-def hooks_of(parameter: Any) -> Iterator[Callable[[], object]]:
-    """The weak references of the hooks of a parameter."""
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        yield from (cell.cell_contents for cell in hook.__closure__ if "weakref" in repr(cell.cell_contents))
+def hooks(parameter: Any) -> int:
+    return len(parameter._post_accumulate_grad_hooks or {})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ _REMEDIES = {
     "parameters": "call vbs.broadcast_parameters(model) before the first update",
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
+    "order of gradients": "restore the same checkpoint on every rank",
     "minimum number of microbatches": "train the same model on every rank, and create the same optimizers",
 }
 
@@ -158,6 +159,7 @@ def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dic
         ),
         "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
+        "order of gradients": zlib.crc32(repr(updater.gradient.reduction.order).encode()),
         "count= in step()": int(updater.gradient.token_count.used or False),
         "parameters": checksum(updater.parameters, backend),
     }

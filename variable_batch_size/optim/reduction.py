@@ -99,6 +99,7 @@ class Reduction:
         self._voids: Tensor | None = None  # sum of the flags since the last read, on a device that is not read
         self._due: Tensor | None = None  # that sum of some updates ago
         self._updates = 0
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self.watch()
 
     # The hooks. ---------------------------------------------------------------------------------------------------
@@ -106,9 +107,7 @@ class Reduction:
     def watch(self) -> None:
         """Register the hooks, also of parameters that have been unfrozen; remove them where nothing overlaps."""
         if not self._enabled or self.order == ():
-            for handle in self._hooks.values():
-                handle.remove()
-            self._hooks.clear()
+            _remove(self._hooks)
             return
         for index, parameter in enumerate(self._parameters):
             if index not in self._hooks and parameter.requires_grad and parameter.is_leaf:
@@ -353,6 +352,11 @@ def _packed(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     parts = [tensor.real if tensor.is_complex() else tensor for tensor in tensors]
     flag = torch.zeros(1, dtype=scalar_dtype(parameters), device=parameters[0].device)
     return torch.cat([flag, *(part.reshape(-1).to(flag) for part in parts)])
+
+
+def _remove(hooks: dict[int, RemovableHandle]) -> None:
+    while hooks:
+        hooks.popitem()[1].remove()
 
 
 def _hook(reduction: weakref.ref[Reduction], index: int) -> Callable[[Tensor], None]:

@@ -1,0 +1,40 @@
+"""How parameters are divided into buckets."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.reference import examples
+from variable_batch_size.optim.buckets import make_buckets
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=12),
+    seed=st.integers(0, 99),
+    most=st.integers(0, 200),
+)
+@examples(100)
+def test_buckets_hold_each_parameter_once_and_are_complete_in_their_order(
+    sizes: list[tuple[int, bool]], seed: int, most: int
+) -> None:
+    parameters = [torch.zeros(size, dtype=torch.float64 if wide else torch.float32) for size, wide in sizes]
+    order = random.Random(seed).sample(range(len(sizes)), len(sizes))
+    buckets = make_buckets(order, parameters, most)
+    assert sorted(index for bucket in buckets for index in bucket.indices) == sorted(order)
+    last = [order.index(bucket.indices[-1]) for bucket in buckets]
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+    for bucket in buckets:
+        assert {parameters[index].dtype for index in bucket.indices} == {bucket.flat.dtype}
+        assert [order.index(index) for index in bucket.indices] == sorted(order.index(i) for i in bucket.indices)
+        assert sum(parameters[index].nbytes for index in bucket.indices[:-1]) < max(most, 1)
+    full = [number for number, bucket in zip(last, buckets, strict=True) if bucket.flat.nbytes >= most]
+    assert full == sorted(full)
+
+
+def test_the_first_bucket_is_small_as_in_distributed_data_parallel() -> None:
+    parameters = [torch.zeros(1 << 17) for _ in range(60)]  # half a MB each
+    assert [len(bucket.indices) for bucket in make_buckets(range(60), parameters, 25 * 2**20)] == [2, 50, 8]
