@@ -34,7 +34,7 @@ class ThreadBackend(Backend):
     """One of several ranks that are threads of this process. `run_ranks` makes them.
 
     Attributes:
-        collectives: number of calls of `all_reduce_sum` so far.
+        collectives: number of calls of `all_reduce_sum` so far; sums that overlap with `backward()` are not among them.
     """
 
     overlaps: ClassVar[bool] = True
