@@ -16,7 +16,7 @@ from helpers.checkpoints import checkpoint, names, start
 from helpers.reference import SIZES, Training, assert_equal, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.background import Background
-from variable_batch_size.checkpoint.folder import STATE, verified_manifest
+from variable_batch_size.checkpoint.manifest import STATE, verified_manifest
 from variable_batch_size.testing import run_ranks
 
 

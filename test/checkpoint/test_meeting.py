@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
+from variable_batch_size.checkpoint.meeting import Meetings
 from variable_batch_size.world import World
 
 LONG = 10_000  # updates; no rank makes that many
 
 
-def ranks(store: dist.Store, size: int) -> list[CoordinatedStop]:
-    return [CoordinatedStop(store, "test", World(rank, size)) for rank in range(size)]
+def ranks(store: dist.Store, size: int) -> list[Meetings]:
+    return [Meetings(store, "test", World(rank, size)) for rank in range(size)]
 
 
 def test_ranks_stop_after_the_same_update_at_any_distance() -> None:
@@ -111,7 +111,7 @@ def test_concurrent_ranks_stop_after_the_same_update(kind: str) -> None:
     print("seed", seed)
     rng = random.Random(seed)
 
-    def run(stop: CoordinatedStop, seed: int, when: float) -> int:
+    def run(stop: Meetings, seed: int, when: float) -> int:
         rng, passed = random.Random(seed), 1
         began = time.perf_counter()
         while not stop.after_update(time.perf_counter() - began > when):
@@ -127,7 +127,7 @@ def test_concurrent_ranks_stop_after_the_same_update(kind: str) -> None:
             found = [
                 pool.submit(
                     run,
-                    CoordinatedStop(client, str(number), World(rank, size)),
+                    Meetings(client, str(number), World(rank, size)),
                     rng.getrandbits(32),
                     rng.uniform(0, 0.05),
                 )

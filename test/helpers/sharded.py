@@ -1,0 +1,55 @@
+"""A training whose checkpoints several ranks write, for tests with threads and with processes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint
+from helpers.reference import Training, filled, training
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import shards
+
+WIDTH = 300  # of the layers, which have 3 * WIDTH, WIDTH**2 and 2 * WIDTH weights
+
+
+def wide(backend: Backend | None = None, width: int = WIDTH, **options: Any) -> Training:
+    """Return a training with Adam whose first updates make states of several storages of different sizes."""
+    layers = (nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
+    model = filled(nn.Sequential(*layers).double())
+    return training(vbs.RootRuleOptimizer, model=model, backend=backend, inner=torch.optim.Adam, **options)
+
+
+@pytest.fixture
+def always_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every rank write a shard of any size."""
+    monkeypatch.setattr(shards, "SMALLEST", 1)
+
+
+def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
+    """Restore what was saved, and save after each update, alternately in a thread; print the updates."""
+    shards.SMALLEST = 1
+    signal.alarm(100)  # a rank that waits for one that was killed does not outlive the test
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    run = wide(vbs.DistributedBackend())
+    with checkpoint(folder / "saved", run, every=1) as saves:
+        saves.restore()
+        while True:
+            run.run(1)
+            if run.optimizer.updates % 2:
+                saves.save()
+            else:
+                saves.step()
+            print(run.optimizer.updates, flush=True)
+
+
+if __name__ == "__main__":
+    save_until_killed(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
