@@ -79,7 +79,7 @@ def tensors_of(parts: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-@examples(200)
+@examples(80)
 @given(state=states(), world_size=st.integers(1, 4), wait=st.booleans(), data=st.data())
 def test_what_the_ranks_write_together_is_the_state(
     state: tuple[dict[str, Any], list[Tensor]], world_size: int, wait: bool, data: st.DataObject
