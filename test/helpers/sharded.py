@@ -18,13 +18,13 @@ from helpers.reference import Training, filled, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import shards
 
-WIDTH = 300  # of the layers, which have 3 * WIDTH, WIDTH**2 and 2 * WIDTH weights
+WIDTH = 200  # of the layers, two of which have WIDTH**2 weights
 
 
 def wide(backend: Backend | None = None, width: int = WIDTH, **options: Any) -> Training:
-    """Return a training with Adam whose first updates make states of several storages of different sizes."""
-    layers = (nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
-    model = filled(nn.Sequential(*layers).double())
+    """Return a training with Adam."""
+    hidden = nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+    model = filled(nn.Sequential(nn.Linear(3, width), nn.Tanh(), *hidden, nn.Linear(width, 2)).double())
     return training(vbs.RootRuleOptimizer, model=model, backend=backend, inner=torch.optim.Adam, **options)
 
 
@@ -35,12 +35,13 @@ def always_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
-    """Restore what was saved, and save after each update, alternately in a thread; print the updates."""
+    """Restore what was saved, and save after each update, alternately in a thread; log the updates."""
     shards.SMALLEST = 1
     signal.alarm(100)  # a rank that waits for one that was killed does not outlive the test
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     run = wide(vbs.DistributedBackend())
-    with checkpoint(folder / "saved", run, every=1) as saves:
+    log = (folder / f"updates{rank}").open("w", buffering=1)
+    with checkpoint(folder / "saved", run, every=1) as saves, log:
         saves.restore()
         while True:
             run.run(1)
@@ -48,7 +49,7 @@ def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
                 saves.save()
             else:
                 saves.step()
-            print(run.optimizer.updates, flush=True)
+            print(run.optimizer.updates, file=log)
 
 
 if __name__ == "__main__":
