@@ -62,7 +62,7 @@ def process(rank: int, world: int, address: str, folder: str, size: str, repetit
         where = f"{size} parameters, {world} processes"
         for what, question in (
             ("blocked", "time that save(wait=False) blocks rank 0"),
-            ("published", "time to publish"),
+            ("published", "time until a checkpoint is published"),
         ):
             together, alone = took["together", what], took["alone", what]
             record(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from helpers.checkpoints import checkpoint, names
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import checkpoint as module
+from variable_batch_size.checkpoint import manifest, reading
+from variable_batch_size.checkpoint.hashed_file import HashingReader
 from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, verified_manifest
+from variable_batch_size.preemption import EXIT_CODE
 from variable_batch_size.testing import run_ranks
 
 __all__ = ["always_sharded"]
@@ -250,3 +256,55 @@ def test_an_interrupted_state_dict_leaves_no_place_behind(tmp_path: Path) -> Non
 
     run_ranks(train, 2)
     assert names(tmp_path) == ["update-00000001"]
+
+
+def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore reads each file once on every rank, and later saves none, whichever rank has published them."""
+    opened: list[tuple[str, str, str]] = []
+
+    class Reader(HashingReader):  # type: ignore[misc]
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append((threading.current_thread().name, path.parent.name, path.name))
+
+    for user in (manifest, reading):
+        monkeypatch.setattr(user, "HashingReader", Reader)
+    path = save(tmp_path, 3)
+    assert opened == []
+
+    def resume(backend: Backend) -> None:
+        run = wide(backend)
+        with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves:
+            assert saves.restore()
+            for loss in range(4):
+                run.run(1)
+                saves.save(wait=loss % 2 == 0)
+                saves.report(loss=-loss)
+
+    run_ranks(resume, 2)
+    assert {name for _, name, _ in opened} == {path.name}
+    assert sorted(file for _, _, file in opened) == sorted(2 * [STATE, "shard-1.pt", "shard-2.pt"])
+    assert len(set(opened)) == len(opened)
+
+
+def test_a_signal_to_one_rank_saves_after_the_same_update_while_another_waits_for_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: dict[str, str] = {}
+    monkeypatch.setattr(module, "signal_notice", lambda: notices.get(threading.current_thread().name, ""))
+
+    def train(backend: Backend) -> tuple[Any, int]:
+        run = wide(backend)
+        with checkpoint(tmp_path, run, every=timedelta(hours=1)) as saves:
+            while True:
+                run.run(1)
+                if (backend.world.rank, run.optimizer.updates) == (1, 4):
+                    notices[threading.current_thread().name] = "0.10 s after SIGTERM"
+                try:
+                    saves.step()
+                except SystemExit as stop:
+                    return stop.code, run.optimizer.updates
+
+    ((code, update),) = set(run_ranks(train, 3))
+    assert code == EXIT_CODE
+    assert names(tmp_path) == [f"update-{update:08d}"]

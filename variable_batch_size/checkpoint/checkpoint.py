@@ -279,6 +279,7 @@ class Checkpoint:
             )
         if stored is None:
             return False
+        self._folder.trust(stored.path)
         self._agreement.on_every_rank(partial(self._load, stored, strict))
         self._mark_saved()
         if self._backend.world.rank == 0:

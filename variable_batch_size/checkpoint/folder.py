@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
@@ -119,14 +119,9 @@ class CheckpointFolder:
             return (self.path / LOCK).read_text().splitlines()[1] == token
         return False
 
-    @property
-    def verified(self) -> frozenset[Path]:
-        """The checkpoints that are known to be intact."""
-        return frozenset(self._verified)
-
-    def trust(self, paths: Iterable[Path]) -> None:
-        """Record that these checkpoints are intact, so that they are not read to find out."""
-        self._verified.update(paths)
+    def trust(self, path: Path) -> None:
+        """Record that the checkpoint at `path` is intact, so that it is not read to find out."""
+        self._verified.add(path)
 
     def entries(self) -> list[Entry]:
         """Return everything that has the name of a checkpoint, newest first; it is not verified."""
@@ -208,7 +203,7 @@ class CheckpointFolder:
             _delete(part)
             raise
         _flush_folder(self.path)
-        self.trust([target])
+        self.trust(target)
 
     def abandon(self, target: Path) -> None:
         """Delete what has been written of a checkpoint."""

@@ -34,7 +34,7 @@ class Save(NamedTuple):
         path: where it is published.
         ranks: those that write a file of it, rank 0 first.
         contents: the contents of this rank's file.
-        facts: the further entries of the manifest; on rank 0.
+        facts: the further entries of the manifest; those of rank 0 count.
     """
 
     number: int
@@ -71,8 +71,7 @@ class Publisher:
         try:
             with named_errors(self._folder, save.path):
                 file = self._folder.write(save.path, file_name(self._rank), partial(torch.save, save.contents))
-            intact = [path.name for path in self._folder.verified]
-            report = json.dumps([file, save.facts, intact] if self._rank == 0 else [file])
+            report = json.dumps([file, save.facts])
         finally:
             reports = self._report(save, report)
             if reports is not None:
@@ -91,29 +90,33 @@ class Publisher:
 
     def _conclude(self, save: Save, reports: list[str]) -> None:
         """Publish the checkpoint if all ranks have written their files, and otherwise delete these."""
+        outcome = "abandoned"
         try:
-            if not all(reports):
+            if all(reports):
+                files = [StateFile(*json.loads(report)[0]) for report in reports]
+                with named_errors(self._folder, save.path):
+                    self._folder.publish(save.path, json.loads(reports[0])[1], files)
+                outcome = "published"
+            else:
                 self._folder.abandon(save.path)
-                return
-            (_, facts, intact), *_ = found = [json.loads(report) for report in reports]
-            with named_errors(self._folder, save.path):
-                self._folder.publish(save.path, facts, [StateFile(*file) for file, *_ in found])
-            self._folder.trust(self._folder.path / name for name in intact)
         finally:
             if len(save.ranks) > 1 and self._store is not None:
-                self._store.set(_key(save, "concluded"), "")
+                self._store.set(_key(save, "outcome"), outcome)
                 for name in ("reports", *save.ranks):
                     self._store.delete_key(_key(save, name))
-        self._folder.prune(self._keep)
+        if outcome == "published":
+            self._folder.prune(self._keep)
 
     def _linger(self, save: Save, began: float) -> None:
-        """Wait for the last rank, but not much longer than this rank took: the process may end, and the store with it.
+        """Wait for the last rank, because this process may end, and the store with it; and learn what it published.
 
-        The files have about the same size, so that a rank that is much later has probably ended.
+        The files have about the same size: a rank that takes more than about twice as long has probably ended.
         """
         deadline = 2 * time.monotonic() - began + _PATIENCE_SECONDS
-        while self._store is not None and not self._store.check([_key(save, "concluded")]):
-            if time.monotonic() > deadline:
+        while self._store is not None and time.monotonic() < deadline:
+            if self._store.check([_key(save, "outcome")]):
+                if self._store.get(_key(save, "outcome")) == b"published":
+                    self._folder.trust(save.path)  # else this rank would read it before it deletes an older one
                 return
             time.sleep(_POLL_SECONDS)
 

@@ -111,7 +111,6 @@ class Writer:
     def resume(self, path: Path, epoch: int, updates: int, samples: int, best: bool) -> None:
         """Continue from the checkpoint at `path`, and say so; after the best one, the next save deletes newer ones."""
         self._first_update, self._restored_best = updates, path if best else None
-        self._folder.trust([path])
         newer = [newer.name for newer in self._folder.newer_than(path)] if best else []
         notices.say(notices.restored(path, epoch, samples, newer))
 
