@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import IO, Any, final
 
-_BLOCK = 1 << 20  # bytes
+_BLOCK = 1 << 18  # bytes
 
 
 @final
@@ -102,11 +102,11 @@ class HashingReader(io.RawIOBase):
     def _read(self, buffer: memoryview) -> int:
         self._file.seek(self._position)
         count = 0
-        while count < len(buffer) and (more := self._file.readinto(buffer[count:])):
-            count += more
-        if self._position == self._hashed:
-            self._digest.update(buffer[:count])
-            self._hashed += count
-        self._position += count
-        self.bytes_read += count
+        while block := self._file.readinto(buffer[count : count + _BLOCK]):  # small enough to be in a cache when hashed
+            if self._position == self._hashed:
+                self._digest.update(buffer[count : count + block])
+                self._hashed += block
+            self._position += block
+            self.bytes_read += block
+            count += block
         return count
