@@ -34,6 +34,13 @@ def always_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SMALLEST", 1)
 
 
+def stamp(run: Training) -> None:
+    """Fill what the ranks share with the number of the update, so that parts of two updates are never mistaken."""
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    for tensor in (*run.model.parameters(), *states):
+        tensor.detach().fill_(run.optimizer.updates)
+
+
 def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
     """Restore what was saved, and save after each update, alternately in a thread; log the updates."""
     shards.SMALLEST = 1
@@ -45,6 +52,7 @@ def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
         saves.restore()
         while True:
             run.run(1)
+            stamp(run)
             if run.optimizer.updates % 2:
                 saves.save()
             else:

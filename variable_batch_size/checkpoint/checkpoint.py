@@ -49,7 +49,7 @@ class Checkpoint:
     `torch.load(weights_only=True)` reads. If the parameters and the state of the optimizer, which are the same on all
     ranks, take 8 MiB or more, several ranks write, about equally much each: rank 3, for example, writes `shard-3.pt`,
     and in `state.pt` its tensors are on the meta device. Rank 0 writes alone if the ranks are replicas of PyTorch/XLA
-    or do not see the same folder when this object is created.
+    or cannot write to the same folder when this object is created.
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
     states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
@@ -67,8 +67,8 @@ class Checkpoint:
         scheduler: a `ProgressScheduler`, or the scheduler of torch whose `step()` the loop calls.
         keep: number of checkpoints to keep, >= 1; older ones are deleted, except the best one.
         every: interval at which `step()` saves, none by default. A number of updates, >= 1: it saves when the training
-            has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0,
-            whose decision costs one small message per update.
+            has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0, at
+            most about a second or two updates later: the ranks agree on an update without waiting for one another.
         best: what makes a checkpoint the best one, "min:" or "max:" and the name of a metric, such as "min:val_loss".
             `report()` then keeps the best one beside the `keep` newest ones.
         parts: further objects with `state_dict()` and `load_state_dict()`, whose states hold only tensors and plain
@@ -113,7 +113,7 @@ class Checkpoint:
             agreement.on_every_rank(self._check_storable)
         world, token = self._backend.world, agreement.on_rank_0(self._writer.lock)
         alone = world.size == 1 or self._backend.static_graph  # replicas that are threads have the disk of rank 0
-        sharded = not (alone or agreement.any_rank(lambda: not self._folder.is_locked_by(token)))
+        sharded = not (alone or agreement.any_rank(lambda: not self._folder.is_shared(token)))
         meets = agreement.any_rank(lambda: isinstance(every, timedelta) or active_preemption() is not None)
         store = dist.PrefixStore(f"variable_batch_size/{token}", self._backend.store()) if sharded or meets else None
         self._meetings = Meetings(store, "meetings", world) if meets and store else None

@@ -113,10 +113,13 @@ class CheckpointFolder:
         if self._unlock is not None:
             self._unlock()
 
-    def is_locked_by(self, token: str) -> bool:
-        """Return whether this process sees the folder that was locked with this token, or another one of its name."""
+    def is_shared(self, token: str) -> bool:
+        """Return whether this process can write to the folder that was locked with this token.
+
+        It may see another folder of this name, as on a disk of its own.
+        """
         with suppress(*DAMAGE):
-            return (self.path / LOCK).read_text().splitlines()[1] == token
+            return (self.path / LOCK).read_text().splitlines()[1] == token and os.access(self.path, os.W_OK)
         return False
 
     def trust(self, path: Path) -> None:
