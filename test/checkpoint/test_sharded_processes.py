@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -59,17 +58,16 @@ def test_processes_write_equally_much_and_another_world_restores(size: int, end:
     assert_equal(run.weights(), wide().run(2).weights())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death")
 def test_ranks_that_are_killed_at_any_moment_leave_a_checkpoint_of_one_update(
     tmp_path: Path, always_sharded: None
 ) -> None:
-    """One rank or all are killed while they save after every update; what is left is intact and restores exactly."""
+    """One rank is killed while all save after every update; what is left is intact and restores exactly."""
     seed = 3
     print("seed", seed)
     rng, saved = random.Random(seed), tmp_path / "saved"
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(vbs.__file__).parent.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    for size, victims in ((2, [1]), (3, [0]), (2, [0, 1])):
+    for size, victim in ((2, 1), (3, 0)):
         (tmp_path / "meet").unlink(missing_ok=True)
         logs = [tmp_path / f"updates{rank}" for rank in range(size)]
         for log in logs:
@@ -85,10 +83,8 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_checkpoint_of_one_update(
             while any(log.read_text().count("\n") < 3 for log in logs):
                 assert all(process.poll() is None for process in ranks)
                 time.sleep(0.01)
-            print("ready", time.perf_counter())
             time.sleep(rng.uniform(0, 0.1))
-            for rank in victims:
-                ranks[rank].send_signal(signal.SIGKILL)
+            ranks[victim].kill()
             for process in ranks:  # the others end when a collective fails
                 assert process.wait(timeout=100) != 0
         finally:

@@ -44,7 +44,7 @@ def stamp(run: Training) -> None:
 def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
     """Restore what was saved, and save after each update, alternately in a thread; log the updates."""
     shards.SMALLEST = 1
-    signal.alarm(100)  # a rank that waits for one that was killed does not outlive the test
+    signal.alarm(300)  # a rank that waits for one that was killed does not outlive the test
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
     run = wide(vbs.DistributedBackend())
     log = (folder / f"updates{rank}").open("w", buffering=1)
