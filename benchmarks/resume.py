@@ -62,7 +62,8 @@ def build(size: str) -> Training:
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*layers[:-1])
-    sampler = vbs.CustomSampler(10**9, ROWS, 1, 0, ROWS)
+    world = vbs.backend.current_world()
+    sampler = vbs.CustomSampler(10**9, ROWS * world.size, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=ROWS)
     images, labels = torch.randn(ROWS, 784), torch.randint(10, (ROWS,))

@@ -25,6 +25,8 @@ WITHOUT_TORCH = {"_lazy", "_validation", "world", "preemption", "trace", "rules"
 NAMES_NO_TORCH = {
     "tracker",
     "checkpoint.folder",
+    "checkpoint.manifest",
+    "checkpoint.hashed_file",
     "checkpoint.background",
     "backend._xla_launch",
 }  # but their package does

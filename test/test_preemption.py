@@ -17,7 +17,7 @@ import pytest
 import variable_batch_size as vbs
 from helpers.checkpoints import start
 from variable_batch_size.backend._xla_launch import run_by
-from variable_batch_size.checkpoint.folder import verified_manifest
+from variable_batch_size.checkpoint.manifest import verified_manifest
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]

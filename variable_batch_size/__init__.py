@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from variable_batch_size.backend import XlaBackend as XlaBackend
     from variable_batch_size.backend import detect as detect
     from variable_batch_size.checkpoint import Checkpoint as Checkpoint
+    from variable_batch_size.checkpoint import read_checkpoint as read_checkpoint
     from variable_batch_size.data import CustomSampler as CustomSampler
     from variable_batch_size.data import EvaluationSampler as EvaluationSampler
     from variable_batch_size.data import Microbatch as Microbatch

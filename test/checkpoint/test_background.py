@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from helpers.checkpoints import checkpoint, names, start
 from helpers.reference import SIZES, Training, assert_equal, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.background import Background
-from variable_batch_size.checkpoint.folder import STATE, verified_manifest
+from variable_batch_size.checkpoint.manifest import STATE, verified_manifest
 from variable_batch_size.testing import run_ranks
 
 
@@ -122,13 +121,18 @@ saves.step()
     assert verified_manifest(tmp_path / "update-00000001")
 
 
-def test_a_failed_save_raises_even_while_another_exception_is_handled(tmp_path: Path) -> None:
+def test_a_failed_save_raises_even_while_another_exception_is_handled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     run = training().run(1)
     try:
         raise MemoryError
     except MemoryError:
-        saves = checkpoint(tmp_path / "saved", run)
-        shutil.rmtree(tmp_path / "saved")
+        saves = checkpoint(tmp_path, run)
+        monkeypatch.setattr(torch, "save", fails)
         saves.save(wait=False)
         with pytest.raises(RuntimeError, match="could not be written to"), saves:
             pass

@@ -19,7 +19,7 @@ from helpers.checkpoints import checkpoint, names, truncate_state
 from helpers.reference import Training, assert_equal, examples, training
 from helpers.sudden_death import dying_after
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.folder import MANIFEST, STATE
+from variable_batch_size.checkpoint.manifest import MANIFEST, STATE
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"

@@ -24,7 +24,7 @@ from helpers.xla_checkpoints import restore, save
 from helpers.xla_training import Case
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import rng_states
-from variable_batch_size.checkpoint.folder import MANIFEST, STATE
+from variable_batch_size.checkpoint.manifest import MANIFEST, STATE
 from variable_batch_size.testing import launch, run_ranks
 
 STOP = 3

@@ -21,7 +21,7 @@ from torch import nn
 from helpers.checkpoints import checkpoint, names, start, truncate_state, two_saved
 from helpers.reference import training
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.folder import MANIFEST, STATE, _format_manifest, verified_manifest
+from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, format_manifest, verified_manifest
 from variable_batch_size.testing import run_ranks
 
 
@@ -141,7 +141,7 @@ def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: P
     contents = (folder / STATE).read_bytes()
     file = {"name": STATE, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
     facts = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(_format_manifest({**{k: v for k, v in facts.items() if k != "seal"}, "file": file}))
+    (folder / MANIFEST).write_text(format_manifest({**{k: v for k, v in facts.items() if k != "seal"}, "file": file}))
     assert verified_manifest(folder) is not None  # else the state is not opened
     run = training()
     with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="restoring update-00000001"):

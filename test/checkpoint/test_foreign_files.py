@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.checkpoints import checkpoint, names, truncate_state, two_saved
 from helpers.reference import examples, training
-from variable_batch_size.checkpoint.folder import MANIFEST, STATE
+from variable_batch_size.checkpoint.manifest import MANIFEST, STATE
 
 # What a folder holds by path: contents of a file, target of a link, or None for an empty folder.
 Tree = dict[str, "bytes | str | None"]

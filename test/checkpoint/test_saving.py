@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,22 +79,58 @@ def test_a_save_that_falls_due_within_an_accumulation_waits_for_the_update(tmp_p
     assert names(tmp_path) == ["update-00000002"]
 
 
-def test_saves_at_an_interval_of_time_on_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now: dict[str, float] = {}  # by thread; only rank 0's decides
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[threading.current_thread().name])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_saves_at_an_interval_of_time_on_the_clock_of_rank_0(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the same update on all ranks, which no rank waits for; other clocks do not count."""
+    now: dict[str, float] = {}  # by thread
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[threading.current_thread().name]))
 
-    def train(backend: Backend) -> list[bool]:
+    def train(backend: Backend) -> tuple[list[int], list[int]]:
         name, rank = threading.current_thread().name, backend.world.rank
         now[name] = 0.0
-        run, saved = training(backend=backend), []
+        run, saved, collectives = training(backend=backend), list[int](), list[int]()
         with checkpoint(tmp_path, run, every=timedelta(seconds=60)) as saves:
-            for seconds in (59, 60, 61, 119, 121):
-                now[name] = seconds if rank == 0 else 1000 * seconds
+            while len(saved) < 3:
+                now[name] += 20 if rank == 0 else 1000
+                run.run(1)
+                before = getattr(backend, "collectives", 0)
+                if saves.step():
+                    saved.append(run.optimizer.updates)
+                elif run.optimizer.updates > 1:  # else it looks whether the state can be saved
+                    collectives.append(getattr(backend, "collectives", 0) - before)
+        assert not any(collectives)
+        return saved, collectives
+
+    (updates, _), *others = run_ranks(train, world)
+    assert all(saved == updates for saved, _ in others)
+    gaps = [after - before for before, after in pairwise([0, *updates])]
+    assert gaps == [3, 3, 3] if world == 1 else min(gaps) >= 3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_of_the_user_restarts_the_interval_of_time(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the ranks have already agreed on the update after which they would have saved."""
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def train(backend: Backend) -> list[bool]:
+        run, saved = training(backend=backend).run(1), []
+        with checkpoint(tmp_path, run, every=timedelta(seconds=60)) as saves:
+            backend.all_gather_bytes(b"")
+            now[0] = 100.0
+            saves.save()
+            for _ in range(20):
                 run.run(1)
                 saved.append(saves.step())
+            backend.all_gather_bytes(b"")
+            now[0] = 0.0
         return saved
 
-    assert run_ranks(train, 2) == 2 * [[False, True, False, False, True]]
+    assert run_ranks(train, world) == world * [20 * [False]]
 
 
 def test_step_without_every_saves_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import variable_batch_size as vbs
 from helpers.reference import Training, training
-from variable_batch_size.checkpoint.folder import STATE
+from variable_batch_size.checkpoint.manifest import STATE
 
 
 def checkpoint(folder: Path, run: Training, **options: Any) -> vbs.Checkpoint:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import variable_batch_size as vbs
 from helpers.reference import Training, network, training
 from variable_batch_size.backend.xla import launch
+from variable_batch_size.checkpoint import shards
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def main(folder: Path, run: Run, attempt: Attempt) -> None:
             launch(train, (folder, run, attempt), cores=attempt.cores)
             return
         torch.set_num_threads(1)
+        shards.SMALLEST = 1  # bytes: every rank writes a part of each checkpoint
         dist.init_process_group("gloo")
         try:
             train(folder, run, attempt)

@@ -30,7 +30,8 @@ import torch
 import variable_batch_size as vbs
 from helpers.killed_training import Attempt, Run, journal_path
 from helpers.reference import assert_equal
-from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
+from variable_batch_size.checkpoint.folder import CheckpointFolder
+from variable_batch_size.checkpoint.manifest import verified_manifest
 from variable_batch_size.preemption import EXIT_CODE
 
 TIMEOUT = 300.0  # seconds, after which an attempt counts as hanging

@@ -1,7 +1,7 @@
 """What the ranks of a world tell one another, so that all of them return the same or raise the same error.
 
-Rank 0 writes in a thread. Other ranks learn whether a write succeeded only when all of them ask, by a method that every
-rank calls: `wait_for_write` within `on_every_rank`, or `raise_write_error`.
+A rank writes in a thread. Other ranks learn whether the write succeeded only when all of them ask, by a method that
+every rank calls: `wait_for_write` within `on_every_rank`, or `raise_write_error`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from variable_batch_size.checkpoint.background import Background
 
 @final
 class Agreement:
-    """Calls that end in the same way on every rank, and the outcome of the writes of rank 0's thread.
+    """Calls that end in the same way on every rank, and the outcome of the writes of their threads.
 
     Every rank has to make the same calls in the same order, except those that say otherwise.
 
@@ -26,7 +26,7 @@ class Agreement:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._background = backend, Background()
-        self._write_unreported = False  # whether rank 0 has started a write whose outcome other ranks do not know
+        self._write_unreported = False  # whether ranks have started a write whose outcome not all of them know
 
     def on_every_rank(self, work: Callable[[], bytes]) -> list[bytes]:
         """Return the results of `work` by rank.
@@ -54,20 +54,18 @@ class Agreement:
         """Return whether the condition is true on any rank; raise as `on_every_rank` does."""
         return any(self.on_every_rank(lambda: b"yes" * condition()))
 
-    # Writes in a thread of rank 0. -------------------------------------------------------------------------------
+    # Writes in a thread. -----------------------------------------------------------------------------------------
 
     @property
     def writing(self) -> bool:
         """Whether this rank has a write for which `wait_for_write` has not waited; other ranks are not asked."""
         return not self._background.idle
 
-    def start_write(self, task: Callable[[], None]) -> None:
-        """Start a write in a thread of this rank; call it in `on_rank_0`, and then `expect_write` on every rank."""
-        self._background.start(task)
-
-    def expect_write(self) -> None:
-        """Record on every rank that rank 0 has started a write."""
+    def start_write(self, task: Callable[[], None] | None) -> None:
+        """Start the write of this rank in a thread; call it on every rank, with None if it writes nothing."""
         self._write_unreported = True
+        if task is not None:
+            self._background.start(task)
 
     def wait_for_write(self) -> bytes:
         """Wait for the write of this rank, and raise its error; pass it to `on_every_rank`."""
@@ -76,7 +74,7 @@ class Agreement:
         return b""
 
     def raise_write_error(self) -> None:
-        """Wait for the write of rank 0, if any, and raise its error on every rank."""
+        """Wait for the writes of all ranks, if there are any, and raise an error of one of them on every rank."""
         if self._write_unreported:
             self.on_every_rank(self.wait_for_write)
 

@@ -1,10 +1,4 @@
-"""Save the state of a training to a folder, and restore it on any world.
-
-What `save` does: every rank collects its state dicts, which also makes lazy devices compute pending tensors, and all
-ranks exchange whether that succeeded. Rank 0 then brings its state to the host while the others wait. It writes and
-publishes the checkpoint before the call returns on any rank or, with `wait=False`, in a thread that uses only a copy.
-An error of that thread is raised on every rank, by the next method that uses the folder.
-"""
+"""Save the state of a training to a folder, and restore it on any world."""
 
 from __future__ import annotations
 
@@ -17,19 +11,22 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, final
-from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size._validation import check_int, value_error
-from variable_batch_size.checkpoint import notices, rng_states, stored_state
+from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
-from variable_batch_size.checkpoint.folder import CheckpointFolder, verified_manifest
+from variable_batch_size.checkpoint.folder import CheckpointFolder
+from variable_batch_size.checkpoint.manifest import verified_manifest
+from variable_batch_size.checkpoint.meeting import Meetings
 from variable_batch_size.checkpoint.parts import Parts
-from variable_batch_size.checkpoint.snapshot import Snapshot
+from variable_batch_size.checkpoint.publication import Publisher
+from variable_batch_size.checkpoint.reading import DamagedError
+from variable_batch_size.checkpoint.saver import Saver
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.checkpoint.writer import Writer
@@ -37,17 +34,22 @@ from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
 
+_STOP, _SAVE = b"stop", b"save"  # what a rank wants to do at a meeting
+
 
 @final
 class Checkpoint:
     """The checkpoints of one training in a folder: saves them, and restores the newest intact one.
 
-    Create it on every rank and call its methods on all ranks after the same updates. Rank 0 writes; every rank must
-    see the same folder to restore. A checkpoint is a folder `update-00001234` with two files: `state.pt`, which
-    `torch.load(weights_only=True)` reads, and `manifest.json`, which holds the position (epoch, step, samples,
-    updates), the fingerprint of the trace, reported values, and the size and SHA-256 of the state. The state consists
-    of rank 0's parts, including the buffers of the model, and of every rank's host RNG states (torch, NumPy and
-    `random`).
+    Create it on every rank and call its methods on all ranks after the same updates; every rank must see the same
+    folder to restore. A checkpoint is a folder `update-00001234`, which `read_checkpoint` reads, with the state and
+    `manifest.json`: the position (epoch, step, samples, updates), the fingerprint of the trace, reported values, and
+    the sizes and SHA-256 of the other files. The state consists of rank 0's parts, including the buffers of the model,
+    and of every rank's host RNG states (torch, NumPy and `random`). It is in the file `state.pt`, which
+    `torch.load(weights_only=True)` reads. If the parameters and the state of the optimizer, which are the same on all
+    ranks, take 8 MiB or more, several ranks write, about equally much each: rank 3, for example, writes `shard-3.pt`,
+    and in `state.pt` its tensors are on the meta device. Rank 0 writes alone if the ranks are replicas of PyTorch/XLA
+    or cannot write to the same folder when this object is created.
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
     states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
@@ -65,8 +67,8 @@ class Checkpoint:
         scheduler: a `ProgressScheduler`, or the scheduler of torch whose `step()` the loop calls.
         keep: number of checkpoints to keep, >= 1; older ones are deleted, except the best one.
         every: interval at which `step()` saves, none by default. A number of updates, >= 1: it saves when the training
-            has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0,
-            whose decision costs one small message per update.
+            has passed another multiple. A timedelta: it saves when so much time has passed on the clock of rank 0, at
+            most about a second or two updates later: the ranks agree on an update without waiting for one another.
         best: what makes a checkpoint the best one, "min:" or "max:" and the name of a metric, such as "min:val_loss".
             `report()` then keeps the best one beside the `keep` newest ones.
         parts: further objects with `state_dict()` and `load_state_dict()`, whose states hold only tensors and plain
@@ -105,16 +107,18 @@ class Checkpoint:
         self._criterion = None if best is None else Criterion.parse(best)
         self._folder = CheckpointFolder(Path(dir))
         self._agreement = agreement = Agreement(self._backend)
-        snapshot = Snapshot(self._backend)
-        self._writer = Writer(self._folder, keep, self._criterion, snapshot, agreement, optimizer.updates)
+        self._writer = Writer(self._folder, keep, self._criterion, optimizer.updates)
         self._updated = False  # whether an update was made since then
         if not optimizer.inside_step:
-            self._agreement.on_every_rank(self._check_storable)
-        self._agreement.on_rank_0(self._writer.lock)
-        self._stop: CoordinatedStop | None = None
-        if self._agreement.any_rank(lambda: active_preemption() is not None):  # then all ranks take part
-            name = self._agreement.on_rank_0(lambda: uuid4().hex)
-            self._stop = CoordinatedStop(self._backend.store(), name, self._backend.world)
+            agreement.on_every_rank(self._check_storable)
+        world, token = self._backend.world, agreement.on_rank_0(self._writer.lock)
+        alone = world.size == 1 or self._backend.static_graph  # replicas that are threads have the disk of rank 0
+        sharded = not (alone or agreement.any_rank(lambda: not self._folder.is_shared(token)))
+        meets = agreement.any_rank(lambda: isinstance(every, timedelta) or active_preemption() is not None)
+        store = dist.PrefixStore(f"variable_batch_size/{token}", self._backend.store()) if sharded or meets else None
+        self._meetings = Meetings(store, "meetings", world) if meets and store else None
+        publisher = Publisher(self._folder, keep, world.rank, store)
+        self._saver = Saver(self._backend, agreement, self._parts, self._folder, self._writer, publisher, sharded)
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
 
     @property
@@ -135,9 +139,9 @@ class Checkpoint:
         """Save the state after the last update.
 
         Args:
-            wait: whether to return only after the checkpoint is published. If False, all ranks return as soon as rank
-                0 has copied the state within host memory, and a thread writes the copy, whose memory is kept for later
-                saves. A subsequent `save`, `restore()` or `close()` first waits for that write.
+            wait: whether to return only after the checkpoint is published. If False, all ranks return as soon as each
+                has copied what it writes within host memory, and a thread writes the copy, whose memory is kept for
+                later saves. A subsequent `save`, `restore()` or `close()` first waits for these writes.
 
         Returns:
             The path at which the checkpoint is, or is going to be, published.
@@ -150,20 +154,7 @@ class Checkpoint:
         return self._save(wait, in_loop=False)
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> Path:
-        parts: dict[str, Any] = {}
-
-        def collect() -> bytes:
-            parts.update(self._parts.state_dicts(in_loop=in_loop))
-            self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 does not do it alone
-            # After state_dict(), which may communicate: an error here would strand other ranks.
-            self._agreement.wait_for_write()
-            return rng_states.get_rng_states().encode()
-
-        states = [state.decode() for state in self._agreement.on_every_rank(collect)]
-        arguments = self._optimizer.updates, parts, states, wait, reported or {}
-        path = Path(self._agreement.on_rank_0(lambda: str(self._writer.publish(*arguments))))
-        if not wait:
-            self._agreement.expect_write()
+        path = self._saver.save(self._optimizer.updates, wait, in_loop=in_loop, reported=reported or {})
         self._mark_saved()
         return path
 
@@ -180,7 +171,8 @@ class Checkpoint:
 
         Raises:
             SystemExit: with code 143 on every rank, after a save that a signal to a `Preemption` requested.
-            RuntimeError: as `save(wait=False)`; or if a `Preemption` was entered after this object was created.
+            RuntimeError: as `save(wait=False)`; or if a `Preemption` was entered after this object was created, unless
+                `every` is a timedelta.
         """
         updates = self._optimizer.updates
         if updates == self._last_update or self._optimizer.inside_step:
@@ -190,22 +182,17 @@ class Checkpoint:
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
             self._agreement.on_every_rank(self._check_storable)
-        if self._stop is None and active_preemption() is not None:
+        if self._meetings is None and active_preemption() is not None:
             raise RuntimeError(
                 "Checkpoint does not handle the signals of a Preemption that was entered after the Checkpoint was "
                 "created; enter the Preemption first"
             )
-        if self._stop and self._stop.after_update(wanted=signal_notice() != ""):
-            self._save_and_exit(in_loop)
-        if self._every is None:
-            return False
-        if isinstance(self._every, timedelta):
-            seconds = self._every.total_seconds()
-            due = self._agreement.any_rank(
-                lambda: self._backend.world.rank == 0 and time.monotonic() - self._saved_time >= seconds
-            )
-        else:
-            due = updates // self._every > before // self._every
+        due = isinstance(self._every, int) and updates // self._every > before // self._every
+        if self._meetings and self._meetings.after_update(wanted=self._wish() != b""):
+            wishes = self._agreement.on_every_rank(self._wish)
+            if _STOP in wishes:
+                self._save_and_exit(in_loop)
+            due = due or _SAVE in wishes
         if due:
             self._save(wait=False, in_loop=in_loop)
         return due
@@ -269,28 +256,30 @@ class Checkpoint:
 
         Rank 0 prints to standard error which checkpoint was restored. One whose state or manifest is damaged is skipped
         with a RuntimeWarning; a UserWarning names a tensor of the model that has another dtype than the saved one.
-        Reading executes no code from the files. In a world of the same size, passes over the sampler begin with the
-        saved RNG states until the next update.
+        Every rank reads each file once, and executes no code from it. In a world of the same size, passes over the
+        sampler begin with the saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
                 training, if it is not the same on every rank, or if the previous save failed.
         """
         self._agreement.raise_write_error()
-        damaged: list[str] = []
+        damaged: dict[str, str] = {}
         stored: StoredState | None = None
         names = self._agreement.on_rank_0(lambda: "/".join(path.name for path in self._writer.candidates(best)))
         for name in filter(None, names.split("/")):
-            stored = self._read_same(self._folder.path / name)
-            if stored is not None:
+            found = self._read_same(self._folder.path / name)
+            if isinstance(found, StoredState):
+                stored = found
                 break
-            damaged.append(name)
+            damaged[name] = str(found)
         if damaged and self._backend.world.rank == 0:
             warnings.warn(
                 notices.damaged(self._folder.path, damaged, stored and stored.path, best), RuntimeWarning, stacklevel=2
             )
         if stored is None:
             return False
+        self._folder.trust(stored.path)
         self._agreement.on_every_rank(partial(self._load, stored, strict))
         self._mark_saved()
         if self._backend.world.rank == 0:
@@ -352,18 +341,30 @@ class Checkpoint:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
 
+    def _wish(self) -> bytes:
+        """Return what this rank wants to do after this update, or nothing."""
+        if signal_notice():
+            return _STOP
+        if self._backend.world.rank or not isinstance(self._every, timedelta):
+            return b""
+        return _SAVE * (time.monotonic() - self._saved_time >= self._every.total_seconds())
+
     def _check_storable(self) -> bytes:
         self._parts.check_storable(updated=self._updated)
         self._backend.mark_step()
         return b""
 
-    def _read_same(self, path: Path) -> StoredState | None:
-        """Return the checkpoint, or None if it is damaged; raise RuntimeError if ranks read different checkpoints."""
-        read: list[StoredState | None] = []
+    def _read_same(self, path: Path) -> StoredState | DamagedError:
+        """Return the checkpoint or how it is damaged; raise RuntimeError if ranks read different checkpoints."""
+        read: list[StoredState | DamagedError] = []
 
         def checksum() -> bytes:
-            read.append(stored_state.read(path))
-            return read[0].sha256.encode() if read[0] else b""
+            try:
+                read.append(stored := StoredState.read(path))
+            except DamagedError as error:
+                read.append(error)
+                return b""
+            return stored.checksum.encode()
 
         checksums = self._agreement.on_every_rank(checksum)
         for rank, found in enumerate(checksums):

@@ -1,55 +1,46 @@
 """A folder of checkpoints: each one is published atomically, and its checksum shows later damage.
 
-A checkpoint is a folder `update-00001234` with two files: the state, and a manifest in JSON that holds the size and
-SHA-256 of the state and, under "seal", the SHA-256 of itself. It is written under a name that begins with a dot,
-flushed to disk and then renamed; a checkpoint is renamed to such a name before it is deleted. A name without a dot
-therefore never belongs to an incomplete checkpoint.
+A checkpoint is a folder `update-00001234` with the files of the state and a manifest. It is written under a name that
+begins with a dot, by one rank or several, flushed to disk and then renamed; a checkpoint is renamed to such a name
+before it is deleted. A name without a dot therefore never belongs to an incomplete checkpoint.
 
 Users keep other files in the same folder. What is deleted is therefore recognized as a checkpoint of this package: a
-folder with nothing but these two files in it, and with a sealed manifest or a name `.update-00001234.part` or `.old`.
+folder with nothing but these files in it, and with a sealed manifest or a name `.update-00001234.part` or `.old`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 import os
 import re
 import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
+from uuid import uuid4
 
 from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.hashed_file import HashingWriter
+from variable_batch_size.checkpoint.manifest import (
+    DAMAGE,
+    MANIFEST,
+    StateFile,
+    facts_of_files,
+    flush_file,
+    is_file_name,
+    sealed_manifest,
+    verified_manifest,
+    write_manifest,
+)
 
-STATE, MANIFEST, LOCK = "state.pt", "manifest.json", ".lock"
+LOCK = ".lock"
 
 _NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,})(?:-([1-9][0-9]*))?")  # the name of each revision is unique
 _LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.(?:part|old)")
-_BLOCK = 1 << 20  # bytes
-_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # while reading any contents
-
 _unlock_by_file: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # of the locked files, by descriptor
-
-
-def verified_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of the checkpoint in `folder` if its checksums match, else None."""
-    try:
-        manifest = _sealed_manifest(folder)
-        state, expected = folder / STATE, manifest["file"]
-        if state.stat().st_size != expected["bytes"]:
-            return None
-        with state.open("rb") as file:
-            digest = hashlib.sha256()
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        return manifest if digest.hexdigest() == expected["sha256"] else None
-    except _DAMAGE:
-        return None
 
 
 @final
@@ -78,8 +69,11 @@ class CheckpointFolder:
         self._unlock: weakref.finalize[[int], CheckpointFolder] | None = None
         self._verified: set[Path] = set()  # `prune` verifies the others before it deletes an older one
 
-    def lock(self) -> None:
+    def lock(self) -> str:
         """Create the folder and lock it against other writers, until `unlock` or any end of this process.
+
+        Returns:
+            A token, by which other ranks see whether their folder of this name is the same one.
 
         Raises:
             OSError: if the folder cannot be created, another writer has locked it, or the file `.lock` in it belongs to
@@ -96,10 +90,12 @@ class CheckpointFolder:
                     f"Checkpoint folder {self.path} must not hold a file {LOCK} of another program; choose another "
                     f"folder, or delete that file"
                 )
+            token = uuid4().hex
             os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
+            os.fsync(file)  # on network file systems, for other hosts
         except BlockingIOError:
-            writer = os.read(file, 1000).decode(errors="replace").strip()
+            writer = os.read(file, 1000).decode(errors="replace").partition("\n")[0].strip()
             os.close(file)
             raise OSError(
                 f"Checkpoint folder {self.path} is in use by {writer or 'another writer'}; close() that Checkpoint, "
@@ -110,11 +106,25 @@ class CheckpointFolder:
             raise
         self._unlock = _unlock_by_file[file] = weakref.finalize(self, _unlock_file, file)
         _reset_after_fork()
+        return token
 
     def unlock(self) -> None:
         """Let other writers lock the folder."""
         if self._unlock is not None:
             self._unlock()
+
+    def is_shared(self, token: str) -> bool:
+        """Return whether this process can write to the folder that was locked with this token.
+
+        It may see another folder of this name, as on a disk of its own.
+        """
+        with suppress(*DAMAGE):
+            return (self.path / LOCK).read_text().splitlines()[1] == token and os.access(self.path, os.W_OK)
+        return False
+
+    def trust(self, path: Path) -> None:
+        """Record that the checkpoint at `path` is intact, so that it is not read to find out."""
+        self._verified.add(path)
 
     def entries(self) -> list[Entry]:
         """Return everything that has the name of a checkpoint, newest first; it is not verified."""
@@ -145,36 +155,62 @@ class CheckpointFolder:
                 return path
             revision += 1  # that name belongs to another program
 
-    def publish(self, target: Path, facts: Mapping[str, Any], write: Callable[[IO[bytes]], None]) -> None:
-        """Write a checkpoint and rename it to `target` when it is complete.
+    def begin(self, target: Path) -> None:
+        """Create the place where a checkpoint is written, before any rank writes.
 
         Args:
             target: the path that `next_path` returned.
-            facts: entries of the manifest.
-            write: writes the state to the file that it gets.
 
         Raises:
-            OSError: if the checkpoint cannot be written; nothing of it remains.
+            OSError: if it cannot be created.
         """
         self._delete_leftovers()
+        _part_of(target).mkdir()
+
+    def write(self, target: Path, name: str, write: Callable[[IO[bytes]], None]) -> StateFile:
+        """Write a file of the checkpoint, flush it to disk, and return its description.
+
+        Args:
+            target: path at which the checkpoint will be published.
+            name: name of the file.
+            write: writes the contents to the file that it gets.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        with (_part_of(target) / name).open("xb") as file:
+            hashing = HashingWriter(file)
+            write(hashing)  # type: ignore[arg-type]
+            if hashing.error is not None:
+                raise hashing.error
+            flush_file(file)
+        return StateFile(name, hashing.bytes, hashing.digest.hexdigest())
+
+    def publish(self, target: Path, facts: Mapping[str, Any], files: Sequence[StateFile]) -> None:
+        """Rename a checkpoint to `target`; all of its files have been written.
+
+        Args:
+            target: path at which the checkpoint is published.
+            facts: further entries of the manifest.
+            files: the files of the state, that of rank 0 first.
+
+        Raises:
+            OSError: if the manifest cannot be written; nothing of the checkpoint remains.
+        """
         part = _part_of(target)
-        part.mkdir()
         try:
-            with (part / STATE).open("wb") as file:
-                hashing = _HashingFile(file)
-                write(hashing)  # type: ignore[arg-type]
-                if hashing.error is not None:
-                    raise hashing.error
-                _flush_file(file)
-            description = {"name": STATE, "bytes": hashing.bytes, "sha256": hashing.digest.hexdigest()}
-            _write_manifest(part, {**facts, "file": description})
+            write_manifest(part, {**facts, **facts_of_files(files)})
             _flush_folder(part)
             part.rename(target)
         except BaseException:
             _delete(part)
             raise
         _flush_folder(self.path)
-        self._verified.add(target)
+        self.trust(target)
+
+    def abandon(self, target: Path) -> None:
+        """Delete what has been written of a checkpoint."""
+        _delete(_part_of(target))
 
     def mark(self, entry: Entry, facts: Mapping[str, Any]) -> None:
         """Add facts to the manifest of a checkpoint, which holds all of them or none at any instant.
@@ -183,12 +219,12 @@ class CheckpointFolder:
             OSError: if the manifest cannot be written; the checkpoint is unchanged.
         """
         self._delete_leftovers()
-        manifest = _sealed_manifest(entry.path)
+        manifest = sealed_manifest(entry.path)
         del manifest["seal"]
         part = _part_of(self.next_path(entry.update))
         part.mkdir()
         try:
-            _write_manifest(part, {**manifest, **facts})
+            write_manifest(part, {**manifest, **facts})
             (part / MANIFEST).replace(entry.path / MANIFEST)
             _flush_folder(entry.path)
         finally:
@@ -238,7 +274,7 @@ class CheckpointFolder:
     def is_better(self, facts: Mapping[str, Any], criterion: Criterion) -> bool:
         """Return whether reported values are better than those of every intact checkpoint."""
         best = self.best(criterion)
-        return criterion.rank(facts) < (criterion.rank(_sealed_manifest(best)) if best else math.inf)
+        return criterion.rank(facts) < (criterion.rank(sealed_manifest(best)) if best else math.inf)
 
     def newest(self, after: int = -1) -> Entry | None:
         """Return the newest intact checkpoint of a later update than `after`, or None."""
@@ -248,8 +284,8 @@ class CheckpointFolder:
         """Return the entries with their manifests, empty if damaged; newest first."""
         found: list[tuple[Entry, dict[str, Any]]] = [(entry, {}) for entry in self.entries()]
         for entry, manifest in found:
-            with suppress(*_DAMAGE):
-                manifest.update(_sealed_manifest(entry.path))
+            with suppress(*DAMAGE):
+                manifest.update(sealed_manifest(entry.path))
         return found
 
     def _discard(self, path: Path) -> None:
@@ -273,43 +309,17 @@ class CheckpointFolder:
                 _delete(path)
 
 
-@final
-class _HashingFile:
-    """A file that is written sequentially, with the SHA-256 of what is written.
-
-    It keeps its first OSError instead of raising it, because `torch.save` would replace it with an error of its own.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest, self.bytes = hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, block: Any) -> int:
-        self.digest.update(block)
-        self.bytes += len(block)
-        try:
-            if self.error is None:
-                self._file.write(block)
-        except OSError as error:
-            self.error = error
-        return len(block)
-
-    def flush(self) -> None:
-        """Do nothing: `publish` flushes the file once, at the end."""
-
-
 def _part_of(target: Path) -> Path:
     """Return the path at which the checkpoint is written."""
     return target.with_name(f".{target.name}.part")
 
 
 def _holds_nothing_else(path: Path) -> bool:
-    """Return whether `path` is a folder, and not a link, without anything but the two files of a checkpoint."""
+    """Return whether `path` is a folder, and not a link, without anything but the files of a checkpoint."""
     try:
         with os.scandir(path) as contents:
             return not path.is_symlink() and all(
-                item.name in (STATE, MANIFEST) and item.is_file(follow_symlinks=False) for item in contents
+                is_file_name(item.name) and item.is_file(follow_symlinks=False) for item in contents
             )
     except OSError:
         return False
@@ -318,8 +328,8 @@ def _holds_nothing_else(path: Path) -> bool:
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, of which the state may be damaged, and nothing else."""
     try:
-        return _holds_nothing_else(path) and bool(_sealed_manifest(path))
-    except _DAMAGE:
+        return _holds_nothing_else(path) and bool(sealed_manifest(path))
+    except DAMAGE:
         return False
 
 
@@ -331,40 +341,10 @@ def _is_leftover(path: Path) -> bool:
 def _delete(path: Path) -> None:
     """Delete the files of a checkpoint, and its folder if nothing else is in it."""
     with suppress(OSError):
-        for name in (STATE, MANIFEST):
-            (path / name).unlink(missing_ok=True)
+        for file in list(path.iterdir()):
+            if is_file_name(file.name):
+                file.unlink(missing_ok=True)
         path.rmdir()
-
-
-def _sealed_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; raise one of `_DAMAGE` if it is missing or has another checksum."""
-    return _parse_manifest((folder / MANIFEST).read_bytes().decode())
-
-
-def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    with (folder / MANIFEST).open("w", encoding="utf-8", newline="\n") as manifest:
-        manifest.write(_format_manifest(facts))
-        _flush_file(manifest)
-
-
-def _format_manifest(facts: Mapping[str, Any]) -> str:
-    """Return the facts and their SHA-256 as JSON text; equal facts give equal text."""
-    seal = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**facts, "seal": seal}, indent=2, sort_keys=True) + "\n"
-
-
-def _parse_manifest(text: str) -> dict[str, Any]:
-    """Return the facts, with their SHA-256, of a text that `_format_manifest` returned; raise ValueError for others."""
-    manifest: dict[str, Any] = json.loads(text)
-    facts = {key: value for key, value in manifest.items() if key != "seal"}
-    if _format_manifest(facts) != text:
-        raise ValueError("checksum mismatch")
-    return manifest
-
-
-def _flush_file(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -12,17 +12,25 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def damaged(folder: Path, names: Sequence[str], restored: Path | None, best: bool) -> str:
-    """Return the warning that these checkpoints are damaged, and what is restored instead; `best`: among the best."""
+def damaged(folder: Path, reasons: Mapping[str, str], restored: Path | None, best: bool) -> str:
+    """Return the warning that these checkpoints are damaged, and what is restored instead.
+
+    Args:
+        folder: folder of the checkpoints.
+        reasons: by the names of the checkpoints, what is wrong with them.
+        restored: the checkpoint that is restored, or None.
+        best: whether only checkpoints with a reported value count.
+    """
+    names, verb = list(reasons), "is" if len(reasons) == 1 else "are"
     subject = f"Checkpoint {names[0]}" if len(names) == 1 else f"Checkpoints {', '.join(names)}"
-    verb = "is" if len(names) == 1 else "are"
+    why = ", ".join(dict.fromkeys(reasons.values()))
     if restored:
         action = f"restoring {restored.name} instead"
     elif best:
         action = "restoring nothing, because no other checkpoint with a reported value is left"
     else:
         action = "starting from the beginning, because no other checkpoint is left"
-    return f"{subject} in {folder} {verb} damaged (checksum mismatch or unreadable file); {action}"
+    return f"{subject} in {folder} {verb} damaged ({why}); {action}"
 
 
 def restored(path: Path, epoch: int, samples: int, newer: Sequence[str] = ()) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.checkpoint.scheduler_check import check_scheduler
-from variable_batch_size.checkpoint.snapshot import check_storable
+from variable_batch_size.checkpoint.snapshot import check_storable, map_tensors
 from variable_batch_size.checkpoint.stateful import Stateful
 from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -57,6 +58,24 @@ class Parts:
             if in_loop and isinstance(part, CustomOptimizer):
                 states[name]["vbs"]["end_pending"] = True
         return states
+
+    def equal_tensors(self, states: dict[str, Any]) -> list[Tensor]:
+        """Return the tensors that are equal on all ranks: parameters, and what optimizers keep for each of them.
+
+        Args:
+            states: what `state_dicts` has returned.
+        """
+        equal = list[Tensor](self._model.parameters())
+
+        def take(tensor: Tensor, _: str) -> Tensor:
+            equal.append(tensor)
+            return tensor
+
+        for name, part in self._by_name.items():
+            if isinstance(part, CustomOptimizer):
+                equal += [parameter for group in part.param_groups for parameter in group["params"]]
+                map_tensors({f"{name}['state']": states[name].get("state")}, take)
+        return equal
 
     def check_storable(self, *, updated: bool) -> None:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.

@@ -7,7 +7,7 @@ reused: allocating fresh pages takes longer than copying into them.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from types import NoneType
 from typing import Any, final
 
@@ -33,27 +33,30 @@ class Snapshot:
         self._backend = backend
         self._buffers: dict[Hashable, list[Tensor]] = {}  # by layout
 
-    def view(self, parts: dict[str, Any]) -> dict[str, Any]:
+    def view(self, parts: dict[str, Any], elsewhere: Container[str] = ()) -> dict[str, Any]:
         """Return the state with its tensors on the host; CPU tensors share memory with the training.
 
-        Raises:
-            TypeError: if the state holds a value that `torch.load(weights_only=True)` cannot read.
-        """
-        return _map_tensors(parts, self._backend.host)
-
-    def copy(self, parts: dict[str, Any]) -> dict[str, Any]:
-        """Return the state in host memory of its own, complete on return.
+        Args:
+            parts: state dicts by name.
+            elsewhere: the places of tensors that other ranks save; tensors on the meta device replace them.
 
         Raises:
             TypeError: if the state holds a value that `torch.load(weights_only=True)` cannot read.
         """
+        host = self._backend.host
+        return map_tensors(parts, lambda tensor, where: _meta(tensor) if where in elsewhere else host(tensor))
+
+    def copy(self, parts: dict[str, Any], elsewhere: Container[str] = ()) -> dict[str, Any]:
+        """Return the state in host memory of its own, complete on return; arguments and error as those of `view`."""
         reusable, self._buffers = self._buffers, {}
         copies: dict[Hashable, Tensor] = {}  # by source, so that a tensor that occurs twice is copied once
         sources: list[Tensor] = []
 
-        def copy(tensor: Tensor) -> Tensor:
+        def copy(tensor: Tensor, where: str) -> Tensor:
+            if where in elsewhere:
+                return _meta(tensor)
             tensor = tensor.detach()
-            if not _is_dense(tensor):
+            if not is_dense(tensor):
                 host = self._backend.host(tensor)
                 return host.clone() if tensor.device.type == "cpu" else host
             layout = (tensor.is_cuda, tensor.dtype, tensor.shape, tensor.stride())
@@ -67,7 +70,7 @@ class Snapshot:
                 sources.append(tensor)
             return copies[source]
 
-        state = _map_tensors(parts, copy)
+        state = map_tensors(parts, copy)
         if sources:
             torch._foreach_copy_(list(copies.values()), sources, non_blocking=True)
         for device in {tensor.device for tensor in sources if tensor.is_cuda}:
@@ -81,38 +84,46 @@ def check_storable(parts: dict[str, Any]) -> None:
     Raises:
         TypeError: if a state holds a value that `torch.load(weights_only=True)` cannot read.
     """
-    _map_tensors(parts, lambda tensor: tensor)
+    map_tensors(parts, lambda tensor, where: tensor)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether `copy_` can fill a strided buffer on the host from this tensor."""
     return (
-        type(tensor) is Tensor
+        type(tensor.detach()) is Tensor
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
         and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
     )
 
 
-def _map_tensors(parts: dict[str, Any], to_host: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {name: _map_tree(part, to_host, name) for name, part in parts.items()}
+def map_tensors(parts: dict[str, Any], function: Callable[[Tensor, str], Tensor]) -> dict[str, Any]:
+    """Return the state in new containers, with what `function` returns for each tensor and its place in the state.
+
+    Raises:
+        TypeError: if the state holds a value that `torch.load(weights_only=True)` cannot read.
+    """
+    return {name: _map_tree(part, function, name) for name, part in parts.items()}
 
 
-def _map_tree(tree: Any, to_host: Callable[[Tensor], Tensor], where: str) -> Any:
-    """Return `tree` in new containers with its tensors on the host; raise TypeError for values that cannot load."""
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach(), device="meta")
+
+
+def _map_tree(tree: Any, function: Callable[[Tensor, str], Tensor], where: str) -> Any:
     if isinstance(tree, Tensor) and type(tree.detach()) is Tensor:  # of the subclasses, only parameters and buffers
-        return to_host(tree)
+        return function(tree, where)
     if type(tree) in _PLAIN:
         return tree
     if type(tree) in (dict, OrderedDict, Counter):
         for key in tree:
-            _map_tree(key, to_host, f"a key of {where}")
-        copy = type(tree)({key: _map_tree(value, to_host, f"{where}[{key!r}]") for key, value in tree.items()})
+            _map_tree(key, function, f"a key of {where}")
+        copy = type(tree)({key: _map_tree(value, function, f"{where}[{key!r}]") for key, value in tree.items()})
         if isinstance(tree, OrderedDict):
             copy.__dict__.update(vars(tree))  # `_metadata`: the versions of a model's modules
         return copy
     if type(tree) in (list, tuple):
-        return type(tree)(_map_tree(value, to_host, f"{where}[{index}]") for index, value in enumerate(tree))
+        return type(tree)(_map_tree(value, function, f"{where}[{index}]") for index, value in enumerate(tree))
     raise TypeError(
         f"a checkpoint can hold only tensors and plain Python values, got a {type(tree).__module__}."
         f"{type(tree).__qualname__} at {where}; return numbers, strings, lists and dicts from that part's state_dict()"

@@ -1,17 +1,16 @@
-"""Write a state as a checkpoint, and read it without executing code from the file."""
+"""The contents of a checkpoint that is going to be restored, and whether they fit this training."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from variable_batch_size.checkpoint.folder import STATE, CheckpointFolder, Entry, verified_manifest
+from variable_batch_size.checkpoint.reading import read_verified
 
 
 @final
@@ -19,9 +18,19 @@ class StoredState(NamedTuple):
     """The contents of an intact checkpoint."""
 
     path: Path
-    sha256: str  # of the state file
+    checksum: str  # of all files
     parts: dict[str, Any]  # state dicts by name
     rng_states: list[str]  # by rank
+
+    @staticmethod
+    def read(path: Path) -> StoredState:
+        """Return the contents of the checkpoint at `path`.
+
+        Raises:
+            DamagedError: if it is not intact.
+        """
+        state, checksum = read_verified(path)
+        return StoredState(path, checksum, state["parts"], state["rng"])
 
     def check_parts(self, names: Iterable[str]) -> None:
         """Check that the checkpoint has exactly these parts.
@@ -66,66 +75,6 @@ class StoredState(NamedTuple):
                 UserWarning,
                 stacklevel=6,  # at restore()
             )
-
-
-def write(
-    folder: CheckpointFolder,
-    keep: int,
-    path: Path,
-    facts: dict[str, Any],
-    parts: dict[str, Any],
-    rng_states: list[str],
-) -> None:
-    """Publish a state as a checkpoint, and delete the checkpoints that exceed `keep`.
-
-    A background thread may call it: it reads nothing of the training but its arguments.
-
-    Raises:
-        OSError: if the checkpoint cannot be written.
-    """
-
-    def save(file: IO[bytes]) -> None:
-        torch.save({"parts": parts, "rng": rng_states}, file)
-
-    with _named_errors(folder, path):
-        folder.publish(path, facts, save)
-    folder.prune(keep)
-
-
-def mark(folder: CheckpointFolder, keep: int, entry: Entry, facts: dict[str, Any]) -> None:
-    """Add facts to the manifest of a checkpoint, and delete the checkpoints that exceed `keep`.
-
-    Raises:
-        OSError: if the manifest cannot be written.
-    """
-    with _named_errors(folder, entry.path):
-        folder.mark(entry, facts)
-    folder.prune(keep)
-
-
-@contextmanager
-def _named_errors(folder: CheckpointFolder, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"Checkpoint {path.name} could not be written to {folder.path} ({error.strerror}); free disk space or "
-            f"choose another folder (earlier checkpoints are unchanged)"
-        ) from error
-
-
-def read(path: Path) -> StoredState | None:
-    """Return the contents of the checkpoint at `path`, or None if it is not intact."""
-    manifest = verified_manifest(path)
-    if manifest is None:
-        return None
-    try:
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        return StoredState(path, manifest["file"]["sha256"], dict(state["parts"]), list(state["rng"]))
-    except MemoryError:
-        raise
-    except Exception:  # another program can have published any content with a valid checksum
-        return None
 
 
 def _dtypes(state: dict[str, Any]) -> dict[str, torch.dtype]:

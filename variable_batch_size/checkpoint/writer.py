@@ -1,16 +1,14 @@
-"""What rank 0 does in the folder of the checkpoints: it publishes and marks them, and says what to resume from."""
+"""What rank 0 does in the folder of the checkpoints: it begins and marks them, and says what to resume from."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from variable_batch_size.checkpoint import notices, stored_state
-from variable_batch_size.checkpoint.agreement import Agreement
+from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import CheckpointFolder
-from variable_batch_size.checkpoint.snapshot import Snapshot
+from variable_batch_size.checkpoint.publication import named_errors
 
 _POSITION = ("epoch", "step", "samples")
 _FINGERPRINT = ("trace", "dataset_size", "seed", "shuffle", "drop_last")
@@ -24,56 +22,37 @@ class Writer:
         folder: the folder.
         keep: number of checkpoints to keep, beside the best one.
         criterion: what makes a checkpoint the best one, if anything.
-        snapshot: brings states to the host.
-        agreement: runs writes in a thread.
         updates: number of updates that the training has made.
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        keep: int,
-        criterion: Criterion | None,
-        snapshot: Snapshot,
-        agreement: Agreement,
-        updates: int,
-    ) -> None:
+    def __init__(self, folder: CheckpointFolder, keep: int, criterion: Criterion | None, updates: int) -> None:
         self._folder, self._keep, self._criterion = folder, keep, criterion
-        self._snapshot, self._agreement = snapshot, agreement
         self._first_update = updates  # at the creation of this object, or after the last restore
         self._restored_best: Path | None = None  # until the next save, which deletes the newer checkpoints
 
     def lock(self) -> str:
-        """Lock the folder against other writers.
+        """Lock the folder against other writers, and return a token by which other ranks recognize it.
 
         Raises:
             OSError: if it cannot be written, or another writer has locked it.
         """
         try:
-            self._folder.lock()
+            return self._folder.lock()
         except OSError as error:
             if error.errno is None:  # the error names another writer, and is not the operating system's
                 raise
             raise OSError(
                 f"dir must be a writable folder, got {self._folder.path} ({error.strerror}); choose another folder"
             ) from error
-        return ""
 
-    def publish(
-        self, updates: int, parts: dict[str, Any], rng_states: list[str], wait: bool, reported: dict[str, Any]
-    ) -> Path:
-        """Publish a checkpoint and return its path; without `wait`, in a thread that uses only a copy of the state.
+    def begin(self, updates: int) -> Path:
+        """Create the place where ranks write a checkpoint, and return the path at which it will be published.
 
         Args:
             updates: number of updates of the training.
-            parts: state dicts by name.
-            rng_states: RNG states by rank.
-            wait: whether to return only after it is published.
-            reported: what its manifest holds of reported values.
 
         Raises:
-            OSError: if it cannot be written.
-            TypeError: if a state holds a value that a checkpoint cannot hold.
+            OSError: if it cannot be created.
             ValueError: if the folder has a checkpoint of a later update, from which the training does not come.
         """
         self._discard_newer()
@@ -82,16 +61,23 @@ class Writer:
                 f"Checkpoint {later.path} is ahead of this training, which has made {updates} updates; restore() it "
                 f"first, or choose another folder"
             )
-        position, path = parts["optimizer"]["vbs"], self._folder.next_path(updates)
-        facts = {key: position[key] for key in (*_POSITION, *_FINGERPRINT)}
-        facts |= {"updates": updates, "parts": sorted(parts), **reported}
-        on_host = self._snapshot.view(parts) if wait else self._snapshot.copy(parts)
-        write = partial(stored_state.write, self._folder, self._keep, path, facts, on_host, rng_states)
-        if wait:
-            write()
-        else:
-            self._agreement.start_write(write)
+        path = self._folder.next_path(updates)
+        with named_errors(self._folder, path):
+            self._folder.begin(path)
         return path
+
+    @staticmethod
+    def facts(updates: int, parts: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
+        """Return what the manifest holds of the training.
+
+        Args:
+            updates: number of updates of the training.
+            parts: state dicts by name.
+            reported: what the manifest holds of reported values.
+        """
+        position = parts["optimizer"]["vbs"]
+        facts = {key: position[key] for key in (*_POSITION, *_FINGERPRINT)}
+        return {**facts, "updates": updates, "parts": sorted(parts), **reported}
 
     def mark_best(self, updates: int, reported: dict[str, Any]) -> str:
         """Mark the checkpoint of this update as the best one, if it is and there is one.
@@ -113,7 +99,9 @@ class Writer:
         newest = self._folder.newest(after=updates - 1)
         if newest is None or newest.update > updates:  # the save will raise in the second case
             return "save"
-        stored_state.mark(self._folder, self._keep, newest, reported)
+        with named_errors(self._folder, newest.path):
+            self._folder.mark(newest, reported)
+        self._folder.prune(self._keep)
         return "marked"
 
     def candidates(self, best: bool) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Ranks that are any number of updates apart stop after the same update."""
+"""Ranks that are any number of updates apart meet after the same updates, to save or to stop."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from variable_batch_size.checkpoint.coordinated_stop import CoordinatedStop
+from variable_batch_size.checkpoint.meeting import Meetings
 from variable_batch_size.world import World
 
 LONG = 10_000  # updates; no rank makes that many
 
 
-def ranks(store: dist.Store, size: int) -> list[CoordinatedStop]:
-    return [CoordinatedStop(store, "test", World(rank, size)) for rank in range(size)]
+def ranks(store: dist.Store, size: int) -> list[Meetings]:
+    return [Meetings(store, "test", World(rank, size)) for rank in range(size)]
 
 
-def test_ranks_stop_after_the_same_update_at_any_distance() -> None:
+def test_ranks_meet_after_the_same_updates_at_any_distance() -> None:
+    """Meeting after meeting; a rank that wants one asks until it has been held."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(200):
-        size, when = rng.randint(1, 6), rng.randint(0, 20)
-        stops, passed, last = ranks(dist.HashStore(), size), [0] * size, {}
-        wanting = set(rng.sample(range(size), rng.randint(1, size)))
+        size, number = rng.randint(1, 6), rng.randint(1, 3)
+        meetings, passed, held = ranks(dist.HashStore(), size), [0] * size, [list[int]() for _ in range(size)]
+        wanting = [set(rng.sample(range(size), rng.randint(1, size))) for _ in range(number)]
+        when = [rng.randint(0, 20) for _ in range(number)]  # updates from one meeting to the next request
         pace = [rng.choice([1, 1, 4, 16]) for _ in range(size)]  # updates of a rank relative to the others
-        while len(last) < size:
+        while any(len(updates) < number for updates in held):
             (rank,) = rng.choices(range(size), pace)
-            if rank not in last:
+            if (meeting := len(held[rank])) < number:
                 passed[rank] += 1
-                if stops[rank].after_update(rank in wanting and passed[rank] > when):
-                    last[rank] = passed[rank]
+                since = passed[rank] - (held[rank][-1] if held[rank] else 0)
+                if meetings[rank].after_update(rank in wanting[meeting] and since > when[meeting]):
+                    held[rank].append(passed[rank])
             assert max(passed) < LONG
-        assert len(set(last.values())) == 1
+        assert all(updates == held[0] for updates in held)
 
 
 class Scheduler:
@@ -80,22 +83,22 @@ class ScheduledStore:
         return getattr(self.store, name)
 
 
-def test_ranks_stop_after_the_same_update_for_any_order_of_store_accesses() -> None:
+def test_ranks_meet_after_the_same_update_for_any_order_of_store_accesses() -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(200):
         size = rng.randint(2, 3)
-        stops, scheduler = ranks(dist.HashStore(), size), Scheduler(rng, size)
-        when = [rng.choice([0, 1, 2, LONG]) for _ in stops]
+        meetings, scheduler = ranks(dist.HashStore(), size), Scheduler(rng, size)
+        when = [rng.choice([0, 1, 2, LONG]) for _ in meetings]
         when[0] = min(when[0], 2)
 
         def run(rank: int) -> int:
-            stop, passed = stops[rank], 1  # noqa: B023 (it ends before the next iteration)
-            stop._store = ScheduledStore(stop._store, scheduler, rank)  # type: ignore[assignment] # noqa: B023
-            while not stop.after_update(passed > when[rank]):  # noqa: B023
+            meeting, passed = meetings[rank], 1  # noqa: B023 (it ends before the next iteration)
+            meeting._store = ScheduledStore(meeting._store, scheduler, rank)  # type: ignore[assignment] # noqa: B023
+            while not meeting.after_update(passed > when[rank]):  # noqa: B023
                 passed += 1
-                stop._reserved = min(stop._reserved, passed)  # checks after each update
+                meeting._reserved = min(meeting._reserved, passed)  # checks after each update
             scheduler.end()  # noqa: B023
             return passed
 
@@ -106,15 +109,15 @@ def test_ranks_stop_after_the_same_update_for_any_order_of_store_accesses() -> N
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_concurrent_ranks_stop_after_the_same_update(kind: str) -> None:
+def test_concurrent_ranks_meet_after_the_same_update(kind: str) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
 
-    def run(stop: CoordinatedStop, seed: int, when: float) -> int:
+    def run(meeting: Meetings, seed: int, when: float) -> int:
         rng, passed = random.Random(seed), 1
         began = time.perf_counter()
-        while not stop.after_update(time.perf_counter() - began > when):
+        while not meeting.after_update(time.perf_counter() - began > when):
             passed += 1
             time.sleep(rng.choice([0, 1e-5, 1e-4]))
         return passed
@@ -127,7 +130,7 @@ def test_concurrent_ranks_stop_after_the_same_update(kind: str) -> None:
             found = [
                 pool.submit(
                     run,
-                    CoordinatedStop(client, str(number), World(rank, size)),
+                    Meetings(client, str(number), World(rank, size)),
                     rng.getrandbits(32),
                     rng.uniform(0, 0.05),
                 )
@@ -136,22 +139,22 @@ def test_concurrent_ranks_stop_after_the_same_update(kind: str) -> None:
             assert len({future.result() for future in found}) == 1, seed
 
 
-def test_a_single_rank_stops_immediately() -> None:
-    (stop,) = ranks(dist.HashStore(), 1)
-    assert [stop.after_update(wanted) for wanted in (False, False, True)] == [False, False, True]
+def test_a_single_rank_meets_immediately() -> None:
+    (meeting,) = ranks(dist.HashStore(), 1)
+    assert [meeting.after_update(wanted) for wanted in (False, False, True)] == [False, False, True]
 
 
-def test_ranks_at_the_same_update_stop_immediately_unless_one_has_continued() -> None:
-    stops = ranks(dist.HashStore(), 2)
-    assert [stops[rank].after_update(rank == 0) for rank in (0, 1)] == [True, True]
-    stops = ranks(dist.HashStore(), 2)
-    assert [stops[rank].after_update(rank == 0) for rank in (1, 0)] == [False, False]
+def test_ranks_at_the_same_update_meet_immediately_unless_one_has_continued() -> None:
+    meetings = ranks(dist.HashStore(), 2)
+    assert [meetings[rank].after_update(rank == 0) for rank in (0, 1)] == [True, True]
+    meetings = ranks(dist.HashStore(), 2)
+    assert [meetings[rank].after_update(rank == 0) for rank in (1, 0)] == [False, False]
 
 
 def test_the_interval_between_checks_keeps_their_cost_small() -> None:
-    (stop,) = ranks(dist.HashStore(), 1)
-    stop._updates, stop._check_seconds = 1, 1e-3  # one update since the last check; 1 % of 100 ms
+    (meeting,) = ranks(dist.HashStore(), 1)
+    meeting._updates, meeting._check_seconds = 1, 1e-3  # one update since the last check; 1 % of 100 ms
     for update_seconds, interval in [(0.2, 1), (0.11, 1), (0.021, 5), (0.0011, 91)]:
-        assert stop._interval(stop._checked_time + update_seconds) == interval
-    stop._check_seconds = 0.1  # 1 % of 10 s, which is more than the longest interval
-    assert stop._interval(stop._checked_time + 0.3) == 4
+        assert meeting._interval(meeting._checked_time + update_seconds) == interval
+    meeting._check_seconds = 0.1  # 1 % of 10 s, which is more than the longest interval
+    assert meeting._interval(meeting._checked_time + 0.3) == 4

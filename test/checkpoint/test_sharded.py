@@ -1,0 +1,317 @@
+"""Checkpoints that several ranks write: what they restore, how they can be damaged, and when there are none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint, names
+from helpers.reference import assert_equal
+from helpers.sharded import always_sharded, wide
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import checkpoint as module
+from variable_batch_size.checkpoint import manifest, reading
+from variable_batch_size.checkpoint.hashed_file import HashingReader
+from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, verified_manifest
+from variable_batch_size.preemption import EXIT_CODE
+from variable_batch_size.testing import ThreadBackend, run_ranks
+
+__all__ = ["always_sharded"]
+pytestmark = pytest.mark.usefixtures("always_sharded")
+
+STOP, END = 3, 5
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save(folder: Path, world: int, updates: int = STOP, wait: bool = True, **options: Any) -> Path:
+    """Save a checkpoint in a world of this size, and return its path."""
+
+    def train(backend: Backend) -> Path:
+        run = wide(backend).run(updates)
+        with checkpoint(folder, run, **options) as saves:
+            return saves.save(wait)
+
+    paths = run_ranks(train, world)
+    assert len(set(paths)) == 1
+    return paths[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wait"), [(2, 1, True), (3, 2, False), (2, 3, False), (1, 2, True), (3, 3, True)]
+)
+def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int, wait: bool, tmp_path: Path) -> None:
+    path = save(tmp_path, before, wait=wait)
+    assert files(path) == sorted([MANIFEST, STATE, *(f"shard-{rank}.pt" for rank in range(1, before))])
+
+    def resume(backend: Backend) -> Any:
+        run = wide(backend)
+        with checkpoint(tmp_path, run) as saves:
+            assert saves.restore()
+        assert run.optimizer.updates == STOP
+        return run.run(END - STOP)
+
+    uninterrupted = wide().run(END)
+    for rank in run_ranks(resume, after):
+        assert_equal(rank.weights(), uninterrupted.weights())
+
+
+def test_the_ranks_write_equally_much_and_rank_0_keeps_what_it_alone_has(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    facts = json.loads((path / MANIFEST).read_text())
+    sizes = [file["bytes"] for file in (facts["file"], *facts["shards"])]
+    assert sum(sizes) < 1.1 * (save(tmp_path / "one", 1) / STATE).stat().st_size
+    assert max(sizes) < 1.2 * sum(sizes) / 3
+    state = torch.load(path / STATE, weights_only=True)
+    assert any(tensor.is_meta for tensor in state["parts"]["model"].values())
+    assert len(state["rng"]) == 3
+    with pytest.raises(RuntimeError, match="no data"):  # who reads one file only does not get a part of the model
+        wide().model.load_state_dict(state["parts"]["model"])
+
+
+def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> None:
+    path, one = save(tmp_path / "sharded", 3), save(tmp_path / "one", 1)
+    assert files(one) == [MANIFEST, STATE]  # as before there were shards
+    assert set(json.loads((one / MANIFEST).read_text())) == set(json.loads((path / MANIFEST).read_text())) - {"shards"}
+    sharded, whole = vbs.read_checkpoint(path), vbs.read_checkpoint(str(one))
+    assert whole.keys() == sharded.keys() == torch.load(one / STATE, weights_only=True).keys()
+    model = sharded["parts"]["model"]
+    assert model.keys() == whole["parts"]["model"].keys()
+    assert model._metadata == whole["parts"]["model"]._metadata
+    assert_equal([tensor.numpy() for tensor in model.values()], wide().run(STOP).weights())
+    wide().model.load_state_dict(model)
+
+
+@pytest.mark.parametrize(("how", "world"), [("missing", 2), ("truncated", 1), ("changed", 1), ("another", 1)])
+def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_path: Path) -> None:
+    save(tmp_path, 2, updates=1)
+    path, shard = (found := save(tmp_path, 2, updates=2)), found / "shard-1.pt"
+    contents = bytearray(shard.read_bytes())
+    if how == "missing":
+        shard.unlink()
+    elif how == "truncated":
+        shard.write_bytes(contents[:-1])
+    elif how == "changed":
+        contents[len(contents) // 2] ^= 1
+        shard.write_bytes(contents)
+    else:
+        shard.write_bytes((tmp_path / "update-00000001" / shard.name).read_bytes())
+    reason = "shard-1.pt is missing" if how == "missing" else "checksum mismatch of shard-1.pt"
+    with pytest.raises(ValueError, match=rf"^path must be .* intact checkpoint, got {path} \({reason}\); pass another"):
+        vbs.read_checkpoint(path)
+    assert verified_manifest(path) is None
+
+    def restore(backend: Backend) -> int:
+        run = wide(backend)
+        with checkpoint(tmp_path, run) as saves:
+            assert saves.restore()
+            assert saves.latest == tmp_path / "update-00000001"
+        return run.optimizer.updates
+
+    expected = rf"^Checkpoint update-00000002 in .* is damaged \({reason}\); restoring update-00000001 instead$"
+    with pytest.warns(RuntimeWarning, match=expected):
+        assert run_ranks(restore, world) == world * [1]
+
+
+def test_a_file_that_the_manifest_does_not_name_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got .*missing \(the manifest is missing\); pass another one"):
+        vbs.read_checkpoint(tmp_path / "missing")
+
+
+def test_old_checkpoints_are_deleted_and_the_best_one_stays(tmp_path: Path) -> None:
+    def train(backend: Backend) -> list[bool]:
+        run, found = wide(backend), []
+        with checkpoint(tmp_path, run, keep=2, best="min:loss", every=1) as saves:
+            for loss in (0.5, 0.25, 0.75, 0.3, 0.4):
+                run.run(1)
+                saves.step()
+                found.append(saves.report(loss=loss if backend.world.rank == 0 else None))
+        assert saves.best == tmp_path / "update-00000002"
+        return found
+
+    assert run_ranks(train, 3) == 3 * [[True, True, False, False, False]]
+    assert names(tmp_path) == [f"update-0000000{update}" for update in (2, 4, 5)]
+
+    def resume(backend: Backend) -> int:
+        run = wide(backend)
+        with checkpoint(tmp_path, run) as saves:
+            assert saves.restore(best=True)
+            run.run(1)
+            saves.save()
+        return run.optimizer.updates
+
+    assert run_ranks(resume, 2) == [3, 3]
+    assert names(tmp_path) == ["update-00000002", "update-00000003"]
+
+
+def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None:
+    def train(backend: Backend) -> None:
+        rank = backend.world.rank
+        run, own = wide(backend).run(2), nn.Linear(20, 20)
+        nn.init.constant_(own.weight, rank)
+        run.model.register_buffer("seen", torch.full((3,), rank))
+        with checkpoint(tmp_path, run, own=own) as saves:
+            saves.save()
+
+    run_ranks(train, 3)
+    path = tmp_path / "update-00000002"
+    parts = vbs.read_checkpoint(path)["parts"]
+    assert len(files(path)) == 4
+    assert not parts["own"]["weight"].any()
+    assert not parts["model"]["seen"].any()
+
+
+def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: Path) -> None:
+    for stale in (False, True):  # a file of the same name on another machine
+
+        def train(backend: Backend) -> None:
+            run = wide(backend).run(1 + stale)  # noqa: B023
+            with checkpoint(tmp_path / str(backend.world.rank), run) as saves:
+                saves.save()
+
+        if stale:
+            (tmp_path / "1").mkdir()
+            (tmp_path / "1" / ".lock").write_text("process 1 on another\n0\n")
+        run_ranks(train, 2)
+        assert files(tmp_path / "0" / f"update-0000000{1 + stale}") == [MANIFEST, STATE]
+        assert (tmp_path / "1").exists() == stale
+
+
+def test_rank_0_writes_alone_if_all_ranks_issue_the_same_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadBackend, "static_graph", True)
+    assert files(save(tmp_path, 2)) == [MANIFEST, STATE]
+
+
+def test_rank_0_writes_alone_if_ranks_have_other_states(tmp_path: Path) -> None:
+    def train(backend: Backend) -> None:
+        run = wide(backend).run(1)
+        with checkpoint(tmp_path, run) as saves:
+            if backend.world.rank:
+                del next(iter(run.optimizer.state.values()))["exp_avg"]
+            saves.save()
+
+    run_ranks(train, 2)
+    assert files(tmp_path / "update-00000001") == [MANIFEST, STATE]
+
+
+def test_a_rank_that_cannot_write_leaves_nothing_and_all_ranks_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = torch.save
+
+    def fails(contents: Any, file: Any) -> None:
+        if "parts" not in contents:  # the file of rank 1
+            raise OSError(28, "No space left on device")
+        saved(contents, file)
+
+    def train(backend: Backend) -> list[str]:
+        run, errors = wide(backend).run(1), []
+        with checkpoint(tmp_path, run) as saves:
+            saves.save()
+            run.run(1)
+            for wait in (True, False):
+                backend.all_gather_bytes(b"")
+                monkeypatch.setattr(torch, "save", fails)
+                try:
+                    saves.save(wait)
+                    saves.close()
+                except RuntimeError as error:
+                    errors.append(str(error))
+                backend.all_gather_bytes(b"")
+                monkeypatch.setattr(torch, "save", saved)
+                assert names(tmp_path) == ["update-00000001"]
+        return errors
+
+    expected = "Checkpoint update-00000002 could not be written to .* (No space left on device); free disk space"
+    errors = run_ranks(train, 2)
+    assert errors[0] == errors[1]
+    assert [error.replace(str(tmp_path), ".*").startswith(expected) for error in errors[0]] == [True, True]
+
+
+def test_an_interrupted_state_dict_leaves_no_place_behind(tmp_path: Path) -> None:
+    class Part:
+        state: Any = None
+
+        def state_dict(self) -> Any:
+            return {"state": self.state}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    def train(backend: Backend) -> None:
+        run, part = wide(backend).run(1), Part()
+        with checkpoint(tmp_path, run, part=part) as saves:
+            part.state = object()
+            with pytest.raises(RuntimeError, match=r"got a builtins.object at part\['state'\]"):
+                saves.save()
+            backend.all_gather_bytes(b"")
+            assert names(tmp_path) == []
+            part.state = 1
+            saves.save()
+
+    run_ranks(train, 2)
+    assert names(tmp_path) == ["update-00000001"]
+
+
+def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore reads each file once on every rank, and later saves none, whichever rank has published them."""
+    opened: list[tuple[str, str, str]] = []
+
+    class Reader(HashingReader):  # type: ignore[misc]
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append((threading.current_thread().name, path.parent.name, path.name))
+
+    for user in (manifest, reading):
+        monkeypatch.setattr(user, "HashingReader", Reader)
+    path = save(tmp_path, 3)
+    assert opened == []
+
+    def resume(backend: Backend) -> None:
+        run = wide(backend)
+        with checkpoint(tmp_path, run, keep=1, best="min:loss") as saves:
+            assert saves.restore()
+            for loss in range(4):
+                run.run(1)
+                saves.save(wait=loss % 2 == 0)
+                saves.report(loss=-loss)
+
+    run_ranks(resume, 2)
+    assert {name for _, name, _ in opened} == {path.name}
+    assert sorted(file for _, _, file in opened) == sorted(2 * [STATE, "shard-1.pt", "shard-2.pt"])
+    assert len(set(opened)) == len(opened)
+
+
+def test_a_signal_to_one_rank_saves_after_the_same_update_while_another_waits_for_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: dict[str, str] = {}
+    monkeypatch.setattr(module, "signal_notice", lambda: notices.get(threading.current_thread().name, ""))
+
+    def train(backend: Backend) -> tuple[Any, int]:
+        run = wide(backend)
+        with checkpoint(tmp_path, run, every=timedelta(hours=1)) as saves:
+            while True:
+                run.run(1)
+                if (backend.world.rank, run.optimizer.updates) == (1, 4):
+                    notices[threading.current_thread().name] = "0.10 s after SIGTERM"
+                try:
+                    saves.step()
+                except SystemExit as stop:
+                    return stop.code, run.optimizer.updates
+
+    ((code, update),) = set(run_ranks(train, 3))
+    assert code == EXIT_CODE
+    assert names(tmp_path) == [f"update-{update:08d}"]
