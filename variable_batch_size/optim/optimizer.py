@@ -387,9 +387,6 @@ class CustomOptimizer(OptimizerWrapper):
         return microbatch.ends_step
 
     def _update(self) -> bool:
-        # Ranks may have different pending operations. These must not be in the graph of the collective, which has to
-        # be the same on all ranks.
-        self._backend.mark_step()
         updater, loop = self._updater, self._loop
         if not updater.agreed:
             consistency.compare_ranks(updater, loop, self.inner, self._backend)

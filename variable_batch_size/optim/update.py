@@ -290,7 +290,8 @@ class Updater:
         device = reduced[0].device if noise.on_device else None
         scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
         if isinstance(statistics.finite, Tensor):
-            scalings = [self._zero_if_not(statistics.finite, scaling) for scaling in scalings]
+            pairs = enumerate(scalings)
+            scalings = [self._zero_if_not(statistics.finite, scaling, group) for group, scaling in pairs]
         self._clip(reduced)
         self._scale_gradients(scalings)
         return scalings
@@ -307,6 +308,7 @@ class Updater:
         """
         accumulation, used = self.accumulation, self.accumulation.has_gradient
         summed = self.participation.summed(used)
+        self.check.forget()
         gradients = accumulation.finish(factor, summed)
         if not gradients:
             raise RuntimeError(
@@ -318,6 +320,9 @@ class Updater:
         found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
         message = self.participation.message(used, replay=self._replay)
         counts, means = self.token_count.message(gradients[0]), self.step_means.message(gradients[0])
+        # Ranks may have different pending operations. These must not be in the graph of the collective, which has to
+        # be the same on all ranks.
+        self._backend.mark_step()
         self._backend.all_reduce_sum([*gradients, *(squares or ()), *found_inf, *message, *counts, *means])
         members = self.participation.settle(message)
         self.step_means.settle(means, self.token_count.total(counts))
@@ -375,14 +380,14 @@ class Updater:
             )
         self.accumulation = BufferedAccumulation(self.parameters, self._backend)
 
-    def _zero_if_not(self, finite: Tensor, scaling: Scaling) -> Scaling:
-        """Multiply the factor on lr and the progress by `finite`, 0-D, which is 0 or 1."""
-        zero_or_one = finite.float()
-        lr, progress = (
-            (factor if isinstance(factor, Tensor) else self._backend.scalar(factor, zero_or_one)) * zero_or_one
-            for factor in (scaling.lr, scaling.progress)
-        )
-        return replace(scaling, lr=lr, progress=progress)
+    def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: int) -> Scaling:
+        """Multiply the factor on lr and the progress of a group by `finite`, 0-D, which is 0 or 1."""
+        like = finite.float()
+        factors = {"lr": scaling.lr, "progress": scaling.progress}
+        for name, factor in factors.items():
+            known = isinstance(factor, Tensor)
+            factors[name] = like * (factor if known else self._backend.scalar(factor, like, f"{name} {group}"))
+        return replace(scaling, **factors)
 
     def _weight_of(self, microbatch: Microbatch) -> float:
         """Return the factor on a microbatch's gradient such that the sum over the step is its mean over samples."""
