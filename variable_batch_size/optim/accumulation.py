@@ -221,12 +221,14 @@ class BufferedAccumulation(Accumulation):
             if self._buffer:
                 multiply(list(self._buffer.values()), self._weight / weight, self._backend)
             self._weight = weight
-        known = [
-            (gradient, self._buffer[parameter]) for parameter, gradient in new.items() if parameter in self._buffer
-        ]
+        known = [parameter for parameter in new if parameter in self._buffer]
         if known:  # add to the newer tensors: if the newest allocation is freed, malloc returns it to the system
-            torch._foreach_add_([gradient for gradient, _ in known], [old for _, old in known])
-        self._buffer.update(new)
+            pairs = [new[parameter] for parameter in known], [self._buffer[parameter] for parameter in known]
+            if self._backend.static_graph:  # there it takes half the time of a sum in place to trace
+                new |= dict(zip(known, torch._foreach_add(*pairs), strict=True))
+            else:
+                torch._foreach_add_(*pairs)
+        self._buffer |= new
 
     def finish(self, factor: float, members: Sequence[bool]) -> list[Tensor]:
         """Put `factor` times this rank's share in `.grad`, and return the gradients of the members."""

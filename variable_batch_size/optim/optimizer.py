@@ -231,7 +231,7 @@ class CustomOptimizer(OptimizerWrapper):
         It is needed if another backward adds to them, as that of a generator does to those of its discriminator.
 
         Args:
-            set_to_none: accepted as in torch; gradients become None where the device allows it.
+            set_to_none: accepted as in torch; gradients become None.
 
         Raises:
             RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and

@@ -283,7 +283,7 @@ class Updater:
             return None
         if isinstance(statistics.finite, Tensor):
             for gradient in reduced:
-                gradient.masked_fill_(~statistics.finite, 0)
+                gradient.copy_(torch.where(statistics.finite, gradient, 0))
         own = [parameter.grad for parameter in self.parameters]
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
         measured = noise.update(statistics, own, batch_size=size, groups=groups, ref=ref)
