@@ -29,7 +29,7 @@ class Backend(ABC):
     Attributes:
         world: this rank, and the number of ranks.
         static_graph: whether every update must issue the same operations, whatever its numbers are. If so, numbers
-            are passed to the device as tensors (see `scalars`), and gradients stay allocated.
+            are passed to the device as tensors (see `scalars`).
         overlaps: whether it has `open_channel`, with which sums run beside a computation.
     """
 
@@ -116,12 +116,14 @@ class Backend(ABC):
         """A device on which the ranks can communicate, for numbers that are on none."""
         return torch.device("cpu")
 
-    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Any]:
+    def scalars(self, values: Sequence[float], like: Tensor, place: str = "") -> Sequence[Any]:
         """Return factors for `like` that do not become constants of a graph.
 
         Args:
             values: Python numbers.
             like: tensor whose device and dtype the factors must fit.
+            place: name of the place in the graphs that use the factors, if they are often the same ones; a graph has
+                each place once. A number that was sent there before is not sent again.
 
         Returns:
             `values` themselves if the device compiles no graphs, otherwise 0-D tensors.
@@ -129,9 +131,9 @@ class Backend(ABC):
         return values
 
     @final
-    def scalar(self, value: float, like: Tensor) -> Any:
+    def scalar(self, value: float, like: Tensor, place: str = "") -> Any:
         """Return one factor for `like`, as `scalars` does."""
-        return self.scalars([value], like)[0]
+        return self.scalars([value], like, place)[0]
 
     def hyperparameter(self, value: Any) -> Any:
         """Return the value to give to the inner optimizer, so that it does not become a constant of a graph."""

@@ -39,6 +39,8 @@ _FLOAT32 = torch.finfo(torch.float32)
 # float32 away from 0.
 _REPLACEMENTS = {0: _FLOAT32.tiny, 1: 1 + _FLOAT32.eps, -1: -1 - _FLOAT32.eps}
 
+_KEPT_NUMBERS = 64  # on the device, because an update may use them again
+
 # Shared by the replicas of this process; set if `launch` started them on XLA:CPU.
 _rendezvous: Rendezvous | None = None
 _store: dist.Store | None = None
@@ -59,6 +61,7 @@ class XlaBackend(Backend):
         runtime = _torch_xla("torch_xla.runtime")
         super().__init__(World(runtime.global_ordinal(), runtime.world_size()))
         self._on_cpu = runtime.device_type() == "CPU"
+        self._sent: dict[tuple[str, int, torch.dtype, float], Tensor] = {}  # on the device, by place and number
         if self._on_cpu and self.world.size > 1 and _rendezvous is None:
             raise RuntimeError(
                 f"several replicas on XLA:CPU must be started by variable_batch_size.backend.xla.launch, but these "
@@ -112,16 +115,31 @@ class XlaBackend(Backend):
         device: torch.device = _torch_xla().device()
         return device
 
-    def scalars(self, values: Sequence[float], like: Tensor) -> Sequence[Tensor]:
+    def scalars(self, values: Sequence[float], like: Tensor, place: str = "") -> Sequence[Tensor]:
         """Return 0-D tensors: float64 for a float64 `like`, otherwise float32. All values are data of the graph.
 
         The product with a half-precision tensor is computed in float32 and rounded once, as with a Python number.
         """
-        xm = _torch_xla("torch_xla.core.xla_model")
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if not place:
+            return self._send(values, dtype, like.device)
+        # One tensor for equal numbers at two places would be another graph than two tensors.
+        keys = [(place, index, dtype, value) for index, value in enumerate(values)]
+        missing = [key for key in keys if key not in self._sent]
+        new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, like.device), strict=True))
+        found = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
+        self._sent |= found
+        while len(self._sent) > _KEPT_NUMBERS:
+            del self._sent[next(iter(self._sent))]  # the one that was not used for the longest time
+        return list(found.values())
+
+    @staticmethod
+    def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        if not values:
+            return []
         # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
-        sent: list[Tensor] = xm.send_cpu_data_to_device(
-            [torch.tensor(value, dtype=dtype) for value in values], like.device
+        sent: list[Tensor] = _torch_xla("torch_xla.core.xla_model").send_cpu_data_to_device(
+            [torch.tensor(value, dtype=dtype) for value in values], device
         )
         return sent
 

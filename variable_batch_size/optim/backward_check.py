@@ -89,6 +89,10 @@ class BackwardCheck:
         self._accumulated = self._seen_by_hooks()
         self._changed = False
 
+    def forget(self) -> None:
+        """Release the gradients, until the next `remember`: a static graph would compute those that are replaced."""
+        self._seen, self._accumulated = {}, {}
+
     def begin(self, *, several: bool) -> None:
         """Decide whether the next update is watched by hooks.
 

@@ -96,7 +96,7 @@ class GradientNoise:
         square = squared_norm(gradients)
         if scale is not None:
             square = square / scale.to(square.dtype).square()
-        weighted: Tensor = square * self._backend.scalar(factor, square)
+        weighted: Tensor = square * self._backend.scalar(factor, square, "square")
         return weighted
 
     def local_squares(self, gradients: Sequence[Tensor], more: Sequence[Tensor] = ()) -> Tensor:
@@ -141,7 +141,8 @@ class GradientNoise:
         inverse_dof = 1 / (groups - 1) if groups > 1 else 0.0
         numbers = (batch_size, ref, groups, inverse_dof, one_minus_theta, measured, paired)
         like = torch.as_tensor(statistics.squared_norm)
-        size, reference, number, inverse, weight, count, use_pair = self._backend.scalars([*map(float, numbers)], like)
+        floats = [*map(float, numbers)]
+        size, reference, number, inverse, weight, count, use_pair = self._backend.scalars(floats, like, "noise")
         estimate = estimate_from_groups(statistics.weighted_squares, statistics.squared_norm, size, number, inverse)
         if self._differenced is not None:
             square, finite = statistics.squared_norm, statistics.finite

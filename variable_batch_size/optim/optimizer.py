@@ -238,7 +238,7 @@ class CustomOptimizer(OptimizerWrapper):
         It is needed if another backward adds to them, as that of a generator does to those of its discriminator.
 
         Args:
-            set_to_none: accepted as in torch; gradients become None where the device allows it.
+            set_to_none: accepted as in torch; gradients become None.
 
         Raises:
             RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and
@@ -388,8 +388,6 @@ class CustomOptimizer(OptimizerWrapper):
         return microbatch.ends_step
 
     def _update(self) -> bool:
-        # Pending operations, which may differ between ranks, must not be in the graph of the collective.
-        self._backend.mark_step()
         updater, loop = self._updater, self._loop
         if not updater.gradient.agreed:
             consistency.compare_ranks(updater, loop, self.inner, self._backend)

@@ -32,7 +32,7 @@ class HyperparameterScaling:
         self._inner, self._backend = inner, backend
         self._bias_correction = BiasCorrection(inner, backend)
         self._numbers_as_inputs = backend.numbers_as_inputs(inner)
-        self._deferred_lr = DeferredLrFactor(inner) if deferred_lr else None
+        self._deferred_lr = DeferredLrFactor(inner, backend) if deferred_lr else None
 
     @contextmanager
     def applied(self, scalings: Sequence[Scaling]) -> Iterator[None]:
@@ -84,9 +84,11 @@ class DeferredLrFactor:
 
     Args:
         inner: the optimizer.
+        backend: its backend.
     """
 
-    def __init__(self, inner: Optimizer) -> None:
+    def __init__(self, inner: Optimizer, backend: Backend) -> None:
+        self._backend = backend
         self._saved: list[tuple[list[Tensor], list[Tensor], Tensor]] = []  # parameters, their old values, factor (0-D)
         inner.register_step_post_hook(self._apply)
 
@@ -104,6 +106,10 @@ class DeferredLrFactor:
     def _apply(self, *_: object) -> None:
         with torch.no_grad():
             for parameters, old, factor in self._saved:
+                if self._backend.static_graph:  # there it takes a third of the time of the same in place to trace
+                    changes = torch._foreach_mul(torch._foreach_sub(parameters, old), factor)
+                    torch._foreach_copy_(parameters, torch._foreach_add(changes, old))
+                    continue
                 torch._foreach_sub_(parameters, old)
                 torch._foreach_mul_(parameters, factor)
                 torch._foreach_add_(parameters, old)

@@ -219,6 +219,7 @@ class StepGradient:
             like = list(compress(self.parameters, summed))
         else:
             self._add_square()
+            self.check.forget()
             like = accumulation.finish(factor, summed)
         if not like:
             raise RuntimeError(
@@ -239,7 +240,11 @@ class StepGradient:
             accumulation.exclude(summed)
             self.reduction.reduce(others)
         else:
-            self._backend.all_reduce_sum([*like, *others()])
+            tensors = [*like, *others()]
+            # Ranks may have different pending operations. These must not be in the graph of the collective, which has
+            # to be the same on all ranks.
+            self._backend.mark_step()
+            self._backend.all_reduce_sum(tensors)
         members = self.participation.settle(message)
         self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:

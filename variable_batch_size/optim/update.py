@@ -196,14 +196,15 @@ class Updater:
             return None
         if isinstance(statistics.finite, Tensor):
             for gradient in reduced:
-                gradient.masked_fill_(~statistics.finite, 0)
+                gradient.copy_(torch.where(statistics.finite, gradient, 0))
         own = [parameter.grad for parameter in self.parameters]
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
         measured = noise.update(statistics, own, batch_size=size, groups=groups, ref=ref)
         device = reduced[0].device if noise.on_device else None
         scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
         if isinstance(statistics.finite, Tensor):
-            scalings = [self._zero_if_not(statistics.finite, scaling) for scaling in scalings]
+            pairs = enumerate(scalings)
+            scalings = [self._zero_if_not(statistics.finite, scaling, group) for group, scaling in pairs]
         self._clip(reduced)
         self._scale_gradients(scalings)
         return scalings
@@ -273,11 +274,11 @@ class Updater:
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
         return RuleInput(step.batch_size, reference, updates, samples)
 
-    def _zero_if_not(self, finite: Tensor, scaling: Scaling) -> Scaling:
-        """Multiply the factor on lr and the progress by `finite`, 0-D, which is 0 or 1."""
-        zero_or_one = finite.float()
-        lr, progress = (
-            (factor if isinstance(factor, Tensor) else self._backend.scalar(factor, zero_or_one)) * zero_or_one
-            for factor in (scaling.lr, scaling.progress)
-        )
-        return replace(scaling, lr=lr, progress=progress)
+    def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: int) -> Scaling:
+        """Multiply the factor on lr and the progress of a group by `finite`, 0-D, which is 0 or 1."""
+        like = finite.float()
+        factors = {"lr": scaling.lr, "progress": scaling.progress}
+        for name, factor in factors.items():
+            known = isinstance(factor, Tensor)
+            factors[name] = like * (factor if known else self._backend.scalar(factor, like, f"{name} {group}"))
+        return replace(scaling, **factors)
