@@ -3,9 +3,9 @@
 In one process the alternative is gradient accumulation written by hand; in two (gloo) it is DistributedDataParallel
 with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes. AdaScale is also
 compared with the linear rule; and so is the linear rule with logging: the loss, the norm of the gradient, and a row in
-`scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors;
-the library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of
-blocks gives one ratio. `--xla` compares on PyTorch/XLA cores. Memory is the peak of a new process.
+`scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the library also draws indices
+from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio. Memory is
+the peak of a new process. step_xla.py compares on PyTorch/XLA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
 from results import record, spread
-from variable_batch_size.backend import current_world, xla
+from variable_batch_size.backend import current_world
 
 ROWS = 32
 Make = Callable[[], nn.Module]
@@ -45,7 +45,7 @@ BY_SIZE: dict[str, Make] = {
     "10M parameters": lambda: perceptron(2048, 2),
     "100M parameters": lambda: perceptron(4096, 6),
 }  # compared with DistributedDataParallel
-BLOCKS = {"small CNN": 64, "1M parameters": 64, "10M parameters": 8, "100M parameters": 1}  # microbatches in a block
+BLOCKS = {"small CNN": 64, "1M": 64, "6M": 16, "10M": 8, "100M": 1}  # model -> microbatches in a block
 
 
 def perceptron(width: int, hidden: int) -> nn.Module:
@@ -151,7 +151,7 @@ def compare(
     for name, make in models.items():
         number = max(3, pairs // 4) if name.startswith("100M") else pairs
         for microbatches in counts:
-            block = max(1, BLOCKS[name] // microbatches)
+            block = max(1, BLOCKS[name.removesuffix(" parameters")] // microbatches)
             for ratio, pair in sides.items():
                 batches = data(microbatches, options.get("device"))
                 answer = spread(list(ratios(tuple(side(make, batches) for side in pair), block, number, barrier)))
@@ -180,15 +180,6 @@ def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str]) -
         dist.destroy_process_group()
 
 
-def cores(pairs: int) -> None:
-    """Compare on this PyTorch/XLA core."""
-    import torch_xla
-
-    backend = vbs.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
-    where, sides = f"XLA, {backend.world.size}", {"AdaScale / linear rule": (adascale, linear), **LOGGING}
-    compare(MODELS, pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
-
-
 def print_peak_memory(rule: str, xla: bool) -> None:
     """Print the peak memory of this process, in bytes, after some updates."""
     device = None
@@ -205,7 +196,7 @@ def print_peak_memory(rule: str, xla: bool) -> None:
 def memory(xla: bool) -> None:
     """Record the memory that AdaScale needs beyond that of the linear rule, in copies of the gradients."""
     copy = 4 * sum(parameter.numel() for parameter in MODELS["10M parameters"]().parameters())
-    command = [sys.executable, __file__, *(["--xla"] if xla else []), "--memory-of"]
+    command = [sys.executable, __file__, *(["--on-xla"] if xla else []), "--memory-of"]
     peaks = {
         rule: [int(subprocess.run([*command, rule], capture_output=True, check=True).stdout) for _ in range(3)]
         for rule in ("linear", "adascale")
@@ -220,18 +211,16 @@ if __name__ == "__main__":
     parser.add_argument("--pairs", type=int, default=41, help="pairs of blocks per ratio")
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--sizes", nargs="*", default=["1M", "10M", "100M"], help="models to compare with DDP")
-    parser.add_argument("--xla", action="store_true", help="use PyTorch/XLA cores instead of processes")
+    parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.memory_of:
-        print_peak_memory(flags.memory_of, flags.xla)
+        print_peak_memory(flags.memory_of, flags.on_xla)
         raise SystemExit
     for world in flags.worlds:
-        if flags.xla:
-            xla.launch(cores, (flags.pairs,), cores=world)
-        elif world == 1:
+        if world == 1:
             processes(0, 1, "", flags.pairs, flags.sizes)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 mp.spawn(processes, (world, f"{folder}/store", flags.pairs, flags.sizes), nprocs=world)
-    memory(flags.xla)
+    memory(xla=False)
