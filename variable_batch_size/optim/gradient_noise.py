@@ -121,8 +121,9 @@ class GradientNoise:
             numbers = squares.item(), squared_norm(gradients).item()
             return Statistics(*numbers, all(map(math.isfinite, numbers)))
         square = squared_norm(gradients)
-        finite = torch.isfinite(squares[0]) & torch.isfinite(square)
-        return Statistics(squares[0], torch.where(finite, square, 0), finite)
+        weighted_squares = squares[0]
+        finite = torch.isfinite(weighted_squares + square)  # neither is negative
+        return Statistics(weighted_squares, torch.where(finite, square, 0), finite)
 
     def update(self, statistics: Statistics, gradient: Gradient, *, batch_size: int, groups: int, ref: int) -> Noise:
         """Return the noise including this update; a non-finite update changes nothing.

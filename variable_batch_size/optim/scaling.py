@@ -20,7 +20,8 @@ class HyperparameterScaling:
     """Scales the hyperparameters of an optimizer for one step, and restores the user's values after it.
 
     Around an Adam, lr, eps and a decoupled weight decay are also multiplied by what the bias correction needs if betas
-    change, see `BiasCorrection`. A factor on lr that is a 0-D tensor is left to `DeferredLrFactor`.
+    change, see `BiasCorrection`. A factor on lr that is a 0-D tensor is left to `DeferredLrFactor`
+    where lr cannot be one itself.
 
     Args:
         inner: the optimizer.
@@ -32,7 +33,8 @@ class HyperparameterScaling:
         self._inner, self._backend = inner, backend
         self._bias_correction = BiasCorrection(inner, backend)
         self._numbers_as_inputs = backend.numbers_as_inputs(inner)
-        self._deferred_lr = DeferredLrFactor(inner, backend) if deferred_lr else None
+        self._lr_on_device = deferred_lr and backend.static_graph and _takes_lr_on_device(inner)
+        self._deferred_lr = DeferredLrFactor(inner, backend) if deferred_lr and not self._lr_on_device else None
 
     @contextmanager
     def applied(self, scalings: Sequence[Scaling]) -> Iterator[None]:
@@ -50,6 +52,13 @@ class HyperparameterScaling:
         _check_betas(groups, scalings)
         scalings = self._bias_correction.correct(scalings)
         changes = [_changes(group, scaling, self._backend) for group, scaling in zip(groups, scalings, strict=True)]
+        if self._lr_on_device:
+            for number, (change, scaling) in enumerate(zip(changes, scalings, strict=True)):
+                if isinstance(factor := scaling.lr, Tensor):
+                    lr = groups[number]["lr"]
+                    known = isinstance(lr, Tensor)
+                    lr = lr.to(factor.device) if known else self._backend.scalar(lr, factor, f"lr of group {number}")
+                    change["lr"] = factor * lr
         _check_all_scaled(changes, scalings)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
@@ -139,6 +148,13 @@ class LearningRateCheck:
                 "call scheduler.step() only when optimizer.step() has returned True"
             )
         self._last = rates
+
+
+def _takes_lr_on_device(inner: Optimizer) -> bool:
+    """Return whether lr may be a 0-D tensor in the context `Backend.numbers_as_inputs`, which saves operations."""
+    if type(inner) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return False
+    return not any(group.get("foreach") or group.get("fused") for group in inner.param_groups)
 
 
 def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:

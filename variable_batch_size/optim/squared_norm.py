@@ -32,7 +32,9 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     for dtype in dict.fromkeys(map(_at_least_float32, small)):  # a dict keeps the same order in every process
         norms += torch._foreach_norm([tensor for tensor in small if _at_least_float32(tensor) == dtype], 2, dtype)
     sum_dtype = torch.float64 if on_cpu else scalar_dtype(tensors)
-    return torch.cat([norm.to(device, sum_dtype).view(-1) for norm in norms]).square().sum()
+    norms = [norm.to(device, sum_dtype) for norm in norms]
+    joined = torch.cat([norm.view(-1) for norm in norms]) if on_cpu else torch.stack(norms)  # (norms,)
+    return joined.square().sum()
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype | None:
