@@ -193,7 +193,7 @@ class InPlaceAccumulation(Accumulation):
         assert grad_scale is None, "a GradScaler needs BufferedAccumulation"
         if next_weight is None:
             self.prepare(weight)
-        else:
+        elif weight != next_weight or self._backend.static_graph:
             present = [parameter for parameter in self.parameters if parameter.grad is not None]
             self._multiply(present, weight / next_weight, "microbatch")
 

@@ -41,17 +41,19 @@ class BackwardCheck:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._seen: dict[int, _Seen] = {}  # by index of the parameter, as the last `step()` left it
-        self._accumulated: dict[int, _Seen] = {}  # the same, and after each accumulation that a hook has seen
+        self._seen: list[Tensor | None] = []  # the gradient of each parameter, as the last `step()` left it
+        self._versions: list[int] = []  # of these gradients
+        self._accumulated: dict[int, _Seen] = {}  # those with hooks, also after each accumulation; by index
         self._changed = False  # whether a hook has found a change that is no accumulation
         self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
         self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
+        self.forget()
 
     def fresh(self) -> list[bool]:
         """Return, for each parameter, whether its gradient is new or has changed since the last `step()`."""
         return [
-            (gradient := parameter.grad) is not None and not _is(gradient, self._seen.get(index))
-            for index, parameter in enumerate(self._parameters)
+            (gradient := parameter.grad) is not None and (gradient is not seen or gradient._version != version)
+            for parameter, seen, version in zip(self._parameters, self._seen, self._versions, strict=True)
         ]
 
     def check(self, fresh: Sequence[bool], *, replay: bool, accumulating: bool, unscaled: bool = False) -> None:
@@ -81,17 +83,15 @@ class BackwardCheck:
 
     def remember(self) -> None:
         """Record the gradients as they are now."""
-        self._seen = {
-            index: _Seen(gradient, gradient._version)
-            for index, parameter in enumerate(self._parameters)
-            if (gradient := parameter.grad) is not None
-        }
+        self._seen = [parameter.grad for parameter in self._parameters]
+        self._versions = [-1 if gradient is None else gradient._version for gradient in self._seen]
         self._accumulated = self._seen_by_hooks()
         self._changed = False
 
     def forget(self) -> None:
         """Release the gradients, until the next `remember`: a static graph would compute those that are replaced."""
-        self._seen, self._accumulated = {}, {}
+        number = len(self._parameters)
+        self._seen, self._versions, self._accumulated = [None] * number, [-1] * number, {}
 
     def begin(self, *, several: bool) -> None:
         """Decide whether the next update is watched by hooks.
@@ -125,14 +125,19 @@ class BackwardCheck:
         self._accumulated[index] = _Seen(gradient, gradient._version)
 
     def _seen_by_hooks(self) -> dict[int, _Seen]:
-        return {index: seen for index, seen in self._seen.items() if index in self._hooks}
+        return {
+            index: _Seen(gradient, self._versions[index])
+            for index in self._hooks
+            if (gradient := self._seen[index]) is not None
+        }
 
     def _check_kept(self) -> None:
         """Check that the gradients of the earlier microbatches are still in `.grad`."""
-        for index, seen in self._seen.items():
-            gradient = self._parameters[index].grad
+        for parameter, seen in zip(self._parameters, self._seen, strict=True):
+            if seen is None or (gradient := parameter.grad) is seen:
+                continue
             # backward(create_graph=True) also replaces .grad, by a sum that has a grad_fn.
-            if gradient is None or (gradient is not seen.gradient and gradient.grad_fn is None):
+            if gradient is None or gradient.grad_fn is None:
                 raise RuntimeError(
                     f"the gradients of a step must stay in .grad until its last microbatch, but they were "
                     f"{'cleared' if gradient is None else 'replaced'} before it; {_REMEDY}"
@@ -145,7 +150,7 @@ class BackwardCheck:
         """
         return all(
             (gradient := self._parameters[index].grad) is None
-            or _is(gradient, seen)
+            or (gradient is seen.gradient and gradient._version == seen.version)
             or (unscaled and gradient is seen.gradient and gradient._version == seen.version + _unscaling(gradient))
             for index, seen in self._accumulated.items()
         )
@@ -157,10 +162,6 @@ def _unscaling(gradient: Tensor) -> int:
     before = probe._version
     torch._amp_foreach_non_finite_check_and_unscale_([probe], zero, zero)
     return probe._version - before
-
-
-def _is(gradient: Tensor, seen: _Seen | None) -> bool:
-    return seen is not None and gradient is seen.gradient and gradient._version == seen.version
 
 
 def _hook(check: weakref.ref[BackwardCheck], index: int) -> Callable[[Tensor], None]:

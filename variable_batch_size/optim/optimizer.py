@@ -275,7 +275,7 @@ class CustomOptimizer(OptimizerWrapper):
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
         updater, loop = self._updater, self._loop
         loop.check_receiving()
-        self._data_parallel_check.check(updater.parameters)
+        self._data_parallel_check.check(updater.gradient.parameters)
         self._lr_check.check(self.param_groups, inside_step=loop.begun)
         loop.phase = Phase.INTERRUPTED  # stays if an exception follows
         try:
