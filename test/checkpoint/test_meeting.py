@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,20 @@ def ranks(store: dist.Store, size: int) -> list[Meetings]:
     return [Meetings(store, "test", World(rank, size)) for rank in range(size)]
 
 
-def test_ranks_meet_after_the_same_updates_at_any_distance() -> None:
+def test_ranks_meet_after_the_same_updates_at_any_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Meeting after meeting; a rank that wants one asks until it has been held."""
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
+    now = 0.0
+
+    def clock() -> float:
+        """An update takes 1 ms, and a check so long that it is made after each update, or after about 20."""
+        nonlocal now
+        now += rng.choice([1e-6, 2e-4])
+        return now
+
+    monkeypatch.setattr(f"{Meetings.__module__}.time", SimpleNamespace(perf_counter=clock))
     for _ in range(200):
         size, number = rng.randint(1, 6), rng.randint(1, 3)
         meetings, passed, held = ranks(dist.HashStore(), size), [0] * size, [list[int]() for _ in range(size)]
@@ -35,10 +45,12 @@ def test_ranks_meet_after_the_same_updates_at_any_distance() -> None:
         pace = [rng.choice([1, 1, 4, 16]) for _ in range(size)]  # updates of a rank relative to the others
         while any(len(updates) < number for updates in held):
             (rank,) = rng.choices(range(size), pace)
-            if (meeting := len(held[rank])) < number:
+            behind = min(made for made, updates in zip(passed, held, strict=True) if len(updates) < number)
+            if (due := len(held[rank])) < number and passed[rank] < behind + 100:
                 passed[rank] += 1
+                now += 1e-3
                 since = passed[rank] - (held[rank][-1] if held[rank] else 0)
-                if meetings[rank].after_update(rank in wanting[meeting] and since > when[meeting]):
+                if meetings[rank].after_update(rank in wanting[due] and since > when[due]):
                     held[rank].append(passed[rank])
             assert max(passed) < LONG
         assert all(updates == held[0] for updates in held)
