@@ -118,6 +118,9 @@ class Accumulation(ABC):
     def finish(self, factor: float, members: Sequence[bool]) -> list[Tensor]:
         """Put `factor` times this rank's share in `.grad`, and return the gradients of the members.
 
+        Operations that may differ between ranks are executed: they must not be in the graph of the collective, which
+        has to be the same on all ranks.
+
         Args:
             factor: a factor that all parameters share.
             members: for each parameter, whether it takes part in the update; `.grad` of others is None afterwards, and
@@ -208,7 +211,9 @@ class InPlaceAccumulation(Accumulation):
             pairs = zip(self.parameters, self._has_gradient, members, strict=True)
             if unused := [p.grad for p, used, member in pairs if member and not used and p.grad is not None]:
                 torch._foreach_zero_(unused)
-        return self._multiply(present, factor * self._weight, "update")
+        gradients = self._multiply(present, factor * self._weight, "update")  # in the graph of any other microbatch
+        self._backend.mark_step()
+        return gradients
 
     def _multiply(self, parameters: Sequence[Tensor], factor: float, place: str) -> list[Tensor]:
         """Multiply the gradients of parameters, which have one, and return them."""
@@ -284,6 +289,7 @@ class BufferedAccumulation(Accumulation):
         missing = [parameter for parameter in present if parameter not in self._buffer]
         self._buffer |= {parameter: _widened(torch.zeros_like(parameter)) for parameter in missing}
         shares = [self._buffer[parameter] for parameter in present]
+        self._backend.mark_step()
         shares = products(shares, factor * self._weight, self._backend, "update")
         gradients = [share.to(parameter.dtype) for parameter, share in zip(present, shares, strict=True)]
         for parameter, gradient in zip(present, gradients, strict=True):

@@ -240,11 +240,7 @@ class StepGradient:
             accumulation.exclude(summed)
             self.reduction.reduce(others)
         else:
-            tensors = [*like, *others()]
-            # Ranks may have different pending operations. These must not be in the graph of the collective, which has
-            # to be the same on all ranks.
-            self._backend.mark_step()
-            self._backend.all_reduce_sum(tensors)
+            self._backend.all_reduce_sum([*like, *others()])
         members = self.participation.settle(message)
         self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:
