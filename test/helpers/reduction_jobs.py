@@ -30,7 +30,7 @@ def deep() -> nn.Module:
 
 def create(**options: Any) -> Training:
     """A training with a bucket for each parameter."""
-    given: dict[str, Any] = {"model": deep(), "backend": vbs.DistributedBackend(), "bucket_cap_mb": 0}
+    given: dict[str, Any] = {"model": deep(), "backend": vbs.DistributedBackend(), "overlap": True, "bucket_cap_mb": 0}
     return training(vbs.AdaScaleOptimizer, SIZES, dataset_size=82, **{**given, **options})
 
 

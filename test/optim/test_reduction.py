@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,24 +15,26 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
+from helpers import reference
 from helpers.reference import (
     ADAM,
     HYPERPARAMETERS,
     REF,
     SGD,
     SIZES,
+    Array,
     Training,
     assert_equal,
     examples,
     filled,
     network,
-    training,
     twin,
 )
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 TINY = 4e-5  # MB: buckets of some parameters
+training = partial(reference.training, overlap=True)
 
 
 class Odd(nn.Module):
@@ -325,7 +328,9 @@ def test_an_exception_between_backward_and_the_sum_is_discarded_on_one_rank_alon
                     if where == "log":
                         run.optimizer._updater.gradient.step_means._microbatches = {"one": 99}
                     else:
-                        run.optimizer._updater._scalings = ValueError("log() planted")
+                        known = run.optimizer._updater._scalings
+                        assert known is not None  # the rule was called in backward
+                        run.optimizer._updater._scalings = known[0], ValueError("log() planted")
                     with pytest.raises((RuntimeError, ValueError), match=r"log\(\)"):
                         run.optimizer.step()
                     run.optimizer.discard_step()
@@ -337,6 +342,29 @@ def test_an_exception_between_backward_and_the_sum_is_discarded_on_one_rank_alon
 
     for run in run_ranks(train, 3):
         assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES[:6]))
+
+
+def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
+    """That backward has called the rule for the groups that there were, and has sent gradients."""
+
+    def train(backend: Backend, dropped: bool) -> list[Array]:
+        model = network()
+        first, _, last = model  # type: ignore[misc]
+        first.requires_grad_(False)
+        inner: dict[str, Any] = {"inner": lambda _, **options: torch.optim.SGD(last.parameters(), **options)}
+        run = training(vbs.LinearRuleMomentumOptimizer, model=model, backend=backend, bucket_cap_mb=TINY, **inner)
+        run.run(4)
+        if dropped:
+            run.loss([0, 1, 2]).backward()
+            run.optimizer.zero_grad()
+        first.requires_grad_(True)
+        run.optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.03})
+        return run.run(4).weights()
+
+    expected = train(vbs.LocalBackend(), False)
+    for found in run_ranks(lambda backend: [train(backend, dropped) for dropped in (False, True)], 2):
+        for weights in found:
+            assert_equal(weights, expected)
 
 
 def test_no_hook_is_left_of_an_optimizer_that_is_gone() -> None:

@@ -74,7 +74,8 @@ class Updater:
         self.grad_norm: Tensor | None = None
         self.inner_step_begun = False
         self._inner, self._backend = inner, backend
-        self._scalings: list[Scaling] | Exception | None = None  # what rules that need no noise have given in this step
+        # What rules that need no noise have given in this step, and for what they were called.
+        self._scalings: tuple[tuple[tuple[Rule, ...], RuleInput], list[Scaling] | Exception] | None = None
         self.gradient_noise = create_gradient_noise(inner, rules, ref_batchsize, self.options.noise, backend)
         self.gradient = StepGradient(
             self.parameters,
@@ -261,14 +262,16 @@ class Updater:
 
     def _known_scalings(self, update: RuleInput) -> list[Scaling]:
         """Return the factors of rules that need no noise, which are called once in a step; or raise their exception."""
-        if self._scalings is None:
+        called_for = self.rules, update
+        if self._scalings is None or self._scalings[0] != called_for:
             try:
-                self._scalings = scalings_of_groups(self.rules, update)
+                self._scalings = called_for, scalings_of_groups(self.rules, update)
             except Exception as error:
-                self._scalings = error
-        if isinstance(self._scalings, Exception):
-            raise self._scalings
-        return self._scalings
+                self._scalings = called_for, error
+        scalings = self._scalings[1]
+        if isinstance(scalings, Exception):
+            raise scalings
+        return scalings
 
     def _rule_input(self, step: Step, updates: int, samples: int) -> RuleInput:
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
