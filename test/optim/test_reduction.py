@@ -352,14 +352,16 @@ def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
         first, _, last = model  # type: ignore[misc]
         first.requires_grad_(False)
         inner: dict[str, Any] = {"inner": lambda _, **options: torch.optim.SGD(last.parameters(), **options)}
-        run = training(vbs.LinearRuleMomentumOptimizer, model=model, backend=backend, bucket_cap_mb=TINY, **inner)
-        run.run(4)
-        if dropped:
-            run.loss([0, 1, 2]).backward()
-            run.optimizer.zero_grad()
-        first.requires_grad_(True)
-        run.optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.03})
-        return run.run(4).weights()
+        options = {"model": model, "backend": backend, "bucket_cap_mb": TINY, "dataset_size": sum(SIZES), **inner}
+        run = training(vbs.LinearRuleMomentumOptimizer, **options)
+        for updated in run.steps():
+            if updated and run.optimizer.updates == 4:
+                if dropped:
+                    run.loss([0, 1, 2]).backward()
+                    run.optimizer.zero_grad()
+                first.requires_grad_(True)
+                run.optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.03})
+        return run.weights()
 
     expected = train(vbs.LocalBackend(), False)
     for found in run_ranks(lambda backend: [train(backend, dropped) for dropped in (False, True)], 2):
