@@ -160,6 +160,8 @@ def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None
         run, own = wide(backend).run(2), nn.Linear(20, 20)
         nn.init.constant_(own.weight, rank)
         run.model.register_buffer("seen", torch.full((3,), rank))
+        frozen = nn.Parameter(torch.full((20, 20), float(rank)), requires_grad=False)
+        run.model.register_parameter("frozen", frozen)  # which no optimizer compares
         with checkpoint(tmp_path, run, own=own) as saves:
             saves.save()
 
@@ -169,6 +171,7 @@ def test_what_may_differ_between_ranks_is_that_of_rank_0(tmp_path: Path) -> None
     assert len(files(path)) == 4
     assert not parts["own"]["weight"].any()
     assert not parts["model"]["seen"].any()
+    assert not parts["model"]["frozen"].any()
 
 
 def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: Path) -> None:

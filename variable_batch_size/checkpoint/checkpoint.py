@@ -60,8 +60,8 @@ class Checkpoint:
     Args:
         dir: folder of the checkpoints; created if needed, and locked against other writers until `close()` (POSIX
             only).
-        model: the model. Its parameters are the same on all ranks; of its buffers, such as the running statistics of
-            batch normalization, those of rank 0 are saved.
+        model: the model. Of frozen parameters, and of buffers such as the running statistics of batch normalization,
+            those of rank 0 are saved.
         optimizer: the wrapper whose updates are counted.
         sampler: the sampler; optional, because the state of the optimizer includes its state.
         scheduler: a `ProgressScheduler`, or the scheduler of torch whose `step()` the loop calls.

@@ -60,12 +60,14 @@ class Parts:
         return states
 
     def equal_tensors(self, states: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors that are equal on all ranks: parameters, and what optimizers keep for each of them.
+        """Return the tensors that are equal on all ranks: what optimizers update, and what they keep for it.
+
+        Other parameters may differ, because the first update compares those of the optimizers only.
 
         Args:
             states: what `state_dicts` has returned.
         """
-        equal = list[Tensor](self._model.parameters())
+        equal = list[Tensor]()
 
         def take(tensor: Tensor, _: str) -> Tensor:
             equal.append(tensor)

@@ -1,7 +1,8 @@
 """Which rank writes which tensors of a checkpoint.
 
-Ranks hold equal parameters and equal states of optimizers, so any of them can write any of these tensors, as a file of
-the checkpoint that is called its shard. Rank 0 writes all that may differ between ranks: buffers, further objects.
+Ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors, as
+a file of the checkpoint that is called its shard. Rank 0 writes all that may differ between ranks: buffers, frozen
+parameters, further objects.
 The distribution follows from the shapes of the tensors alone, which the ranks compare in the message that every save
 exchanges anyway. What shares a storage stays together, so that tied tensors are written once and stay tied.
 """
