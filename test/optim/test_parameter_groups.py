@@ -25,6 +25,7 @@ from helpers.reference import (
     clipped,
     examples,
     gradient,
+    network,
     training,
     twin,
 )
@@ -178,3 +179,29 @@ def test_an_update_takes_one_collective() -> None:
 def test_a_sequence_of_one_rule_equals_that_rule() -> None:
     run = training(vbs.CustomOptimizer, rule=[vbs.LinearMomentumRule()], ref_batchsize=REF).run(len(SIZES))
     assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES))
+
+
+def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
+    """That backward has called the rule for the groups that there were, and has sent gradients."""
+
+    def train(backend: Backend, dropped: bool) -> list[Array]:
+        model = network()
+        first, _, last = model  # type: ignore[misc]
+        first.requires_grad_(False)
+        inner: dict[str, Any] = {"inner": lambda _, **options: torch.optim.SGD(last.parameters(), **options)}
+        overlap: dict[str, Any] = {"overlap": True, "bucket_cap_mb": 0, "dataset_size": sum(SIZES)}
+        options = {"model": model, "backend": backend, **overlap, **inner}
+        run = training(vbs.LinearRuleMomentumOptimizer, **options)
+        for updated in run.steps():
+            if updated and run.optimizer.updates == 4:
+                if dropped:
+                    run.loss([0, 1, 2]).backward()
+                    run.optimizer.zero_grad()
+                first.requires_grad_(True)
+                run.optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.03})
+        return run.weights()
+
+    expected = train(vbs.LocalBackend(), False)
+    for found in run_ranks(lambda backend: [train(backend, dropped) for dropped in (False, True)], 2):
+        for weights in found:
+            assert_equal(weights, expected)

@@ -22,7 +22,6 @@ from helpers.reference import (
     REF,
     SGD,
     SIZES,
-    Array,
     Training,
     assert_equal,
     examples,
@@ -342,31 +341,6 @@ def test_an_exception_between_backward_and_the_sum_is_discarded_on_one_rank_alon
 
     for run in run_ranks(train, 3):
         assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES[:6]))
-
-
-def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
-    """That backward has called the rule for the groups that there were, and has sent gradients."""
-
-    def train(backend: Backend, dropped: bool) -> list[Array]:
-        model = network()
-        first, _, last = model  # type: ignore[misc]
-        first.requires_grad_(False)
-        inner: dict[str, Any] = {"inner": lambda _, **options: torch.optim.SGD(last.parameters(), **options)}
-        options = {"model": model, "backend": backend, "bucket_cap_mb": TINY, "dataset_size": sum(SIZES), **inner}
-        run = training(vbs.LinearRuleMomentumOptimizer, **options)
-        for updated in run.steps():
-            if updated and run.optimizer.updates == 4:
-                if dropped:
-                    run.loss([0, 1, 2]).backward()
-                    run.optimizer.zero_grad()
-                first.requires_grad_(True)
-                run.optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.03})
-        return run.weights()
-
-    expected = train(vbs.LocalBackend(), False)
-    for found in run_ranks(lambda backend: [train(backend, dropped) for dropped in (False, True)], 2):
-        for weights in found:
-            assert_equal(weights, expected)
 
 
 def test_no_hook_is_left_of_an_optimizer_that_is_gone() -> None:
