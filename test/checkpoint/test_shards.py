@@ -79,6 +79,7 @@ def tensors_of(parts: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.15, in torch.load
 @examples(80)
 @given(state=states(), world_size=st.integers(1, 4), wait=st.booleans(), data=st.data())
 def test_what_the_ranks_write_together_is_the_state(
