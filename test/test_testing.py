@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.reference import EQUATIONS, SIZES, data, training
 from variable_batch_size.backend import Backend
-from variable_batch_size.testing import assert_resumes_identically
+from variable_batch_size.testing import assert_resumes_identically, run_ranks
 
 X, TARGET = data(50)
 
@@ -77,3 +78,16 @@ def test_finds_a_dependence_on_the_world_with_another_seed_at_each_call() -> Non
             assert_resumes_identically(with_lr_by_world, loss, updates=6, worlds=(2,))
         seeds.add(str(error.value).rpartition("seed ")[2].split(";")[0])
     assert len(seeds) == 3
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_ranks_that_sum_different_tensors_are_told(overlapped: bool) -> None:
+    def different(backend: Backend) -> None:
+        tensor = torch.ones(1 + backend.world.rank)
+        if overlapped:
+            backend.open_channel().start_sum(tensor).wait()
+        else:
+            backend.all_reduce_sum([tensor])
+
+    with pytest.raises(RuntimeError, match=r"same shapes and dtypes, but rank 0 has \[\(\(1,\), torch.float32\)\] and"):
+        run_ranks(different, 2)

@@ -82,6 +82,7 @@ class _Rendezvous:
         """Return new tensors: the sums over all ranks."""
         self._inputs[rank] = tensors
         self.barrier.wait()
+        _check_same(self._inputs)
         sums = [sum(summands[1:], start=summands[0].clone()) for summands in zip(*self._inputs, strict=True)]
         self.barrier.wait()  # no rank overwrites its inputs while others read them
         return sums
@@ -100,6 +101,7 @@ class _Rendezvous:
             self._change.wait_for(lambda: len(parts) == size or self.barrier.broken, _TIMEOUT)
             if len(parts) < size:
                 raise threading.BrokenBarrierError
+            _check_same([[parts[rank]] for rank in range(size)])
             self._read[key] += 1
             if self._read[key] == size:
                 del self._read[key], self._started[key]
@@ -110,6 +112,17 @@ class _Rendezvous:
         self.barrier.abort()
         with self._change:
             self._change.notify_all()
+
+
+def _check_same(inputs: Sequence[Sequence[Tensor]]) -> None:
+    """Raise RuntimeError unless all ranks sum tensors of the same shapes and dtypes; `inputs`: by rank."""
+    described = [[(tuple(tensor.shape), tensor.dtype) for tensor in own] for own in inputs]
+    for rank, own in enumerate(described):
+        if own != described[0]:
+            raise RuntimeError(
+                f"all ranks must sum tensors of the same shapes and dtypes, but rank 0 has {described[0]} and rank "
+                f"{rank} {own}; train the same parameters on all ranks"
+            )
 
 
 @final
@@ -146,7 +159,8 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
 
     Raises:
         Exception: the first exception that a rank raised; the other ranks do not wait for it.
-        RuntimeError: if a rank returned, or was more than a minute late, while another was in an all-reduce.
+        RuntimeError: if a rank returned, or was more than a minute late, while another was in an all-reduce; or if the
+            ranks sum tensors of different shapes or dtypes.
     """
     rendezvous = _Rendezvous(size)
     results: dict[int, Result] = {}

@@ -14,10 +14,10 @@ from fuzz.case import Case
 from fuzz.drawing import draw_case
 from fuzz.model import tokens
 from fuzz.objects import State, loaders_of, through_file
-from fuzz.ranks import run_world
 from fuzz.training import Rank, Record
 from fuzz.twin import Expected, expected
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Backend, LocalBackend
+from variable_batch_size.testing import run_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 NEEDS_FIND_UNUSED = "find_unused_parameters=True"
@@ -88,7 +88,7 @@ def train(case: Case) -> list[list[Record]]:
             rank.final = rank.train()
             return rank
 
-        ranks = run_world(train_rank, segment.world)
+        ranks = run_ranks(train_rank, segment.world) if segment.world > 1 else [train_rank(LocalBackend())]
         records += [rank.records for rank in ranks]
         states = [rank.final for rank in ranks]
         state = {**states[segment.saved_by % segment.world], "loaders": None}

@@ -34,16 +34,6 @@ def create(**options: Any) -> Training:
     return training(vbs.AdaScaleOptimizer, SIZES, dataset_size=82, **{**given, **options})
 
 
-def loop(run: Training, updates: int) -> Training:
-    """Train without a new iteration for each update."""
-    for indices in run.sampler:
-        run.loss(indices).backward()
-        run.optimizer.step()
-        if run.optimizer.updates == updates:
-            break
-    return run
-
-
 @contextmanager
 def events() -> Iterator[list[str]]:
     """Record when all-reduces are started."""
@@ -76,15 +66,15 @@ def order(folder: Path) -> list[list[str]]:
 
 def weights(folder: Path) -> dict[str, list[Array]]:
     """With and without overlap, twice, and resumed after each update."""
-    found = {str(overlap): loop(create(overlap=overlap), UPDATES).weights() for overlap in (False, True)}
-    found["again"] = loop(create(), UPDATES).weights()
+    found = {str(overlap): create(overlap=overlap).iterate(UPDATES).weights() for overlap in (False, True)}
+    found["again"] = create().iterate(UPDATES).weights()
     for stop in (1, 3):
-        before = loop(create(), stop)
+        before = create().iterate(stop)
         state = copy.deepcopy((before.model.state_dict(), before.optimizer.state_dict()))
         run = create()
         run.model.load_state_dict(state[0])
         run.optimizer.load_state_dict(state[1])
-        found[f"resumed {stop}"] = loop(run, UPDATES).weights()
+        found[f"resumed {stop}"] = run.iterate(UPDATES).weights()
     return found
 
 
@@ -205,7 +195,7 @@ def dropped(folder: Path) -> list[list[Array]]:
     """Optimizers that are dropped or replaced after a part of their sums has left."""
     found, kept = [], []
     for _ in range(3):
-        run = loop(create(), 3)
+        run = create().iterate(3)
         for indices in run.sampler:
             run.loss(indices).backward()
             break
@@ -213,7 +203,7 @@ def dropped(folder: Path) -> list[list[Array]]:
             kept.append(run.optimizer)
         del run
         gc.collect()
-        found.append(loop(create(), UPDATES).weights())
+        found.append(create().iterate(UPDATES).weights())
     return found
 
 

@@ -180,6 +180,13 @@ class Training:
                     break
         return self
 
+    def iterate(self, until: int) -> Training:
+        """Train until this update, within one iteration over the sampler."""
+        for _ in self.steps():
+            if self.optimizer.updates == until:
+                break
+        return self
+
     def weights(self) -> list[Array]:
         return [parameter.detach().double().numpy() for parameter in self.model.parameters()]
 

@@ -42,11 +42,7 @@ def through(wrapped: nn.Module, run: Training, updates: int = 4) -> None:
     """Train with the forward of the wrapped model."""
     bare, run.model = run.model, wrapped
     try:
-        for indices in run.sampler:
-            run.loss(indices).backward()
-            run.optimizer.step()
-            if run.optimizer.updates == updates:
-                return
+        run.iterate(updates)
     finally:
         run.model = bare
 

@@ -71,14 +71,6 @@ def plant(monkeypatch: pytest.MonkeyPatch, run: Training, where: str, at: int, k
         optimizer.register_step_post_hook(trap(lambda *_: None, updates))
 
 
-def loop(run: Training, end: int) -> None:
-    for indices in run.sampler:
-        run.loss(indices).backward()
-        run.optimizer.step()
-        if run.optimizer.updates == end:
-            return
-
-
 OTHER_CALLS: list[Callable[[Training], Any]] = [
     lambda run: run.optimizer.step(),
     lambda run: run.optimizer.state_dict(),
@@ -106,7 +98,7 @@ def test_nothing_goes_on_and_the_ways_out_lead_on(
         plant(monkeypatch, run, where, at, kind)
         with pytest.raises(kind):  # noqa: PT012
             for end in range(1, 5):
-                loop(run, end)
+                run.iterate(end)
                 states[end] = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
     late = where in LATE or (where == "a pre-hook")
     before = run.optimizer.updates, run.optimizer.samples
@@ -126,7 +118,7 @@ def test_nothing_goes_on_and_the_ways_out_lead_on(
         run.optimizer.load_state_dict(optimizer)
     else:
         run.optimizer.discard_step()
-    loop(run, 4)
+    run.iterate(4)
     assert (run.optimizer.updates, run.optimizer.samples) == (4, 50)
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
 
@@ -134,10 +126,10 @@ def test_nothing_goes_on_and_the_ways_out_lead_on(
 def test_a_checkpoint_is_not_saved_of_an_interrupted_step(tmp_path: Any) -> None:
     run = training()
     checkpoint = vbs.Checkpoint(tmp_path, model=run.model, optimizer=run.optimizer, every=1)
-    loop(run, 2)
+    run.iterate(2)
     run.optimizer.register_step_post_hook(Trap(lambda *_: None, 1, PlantedError, False))
     with pytest.raises(PlantedError):
-        loop(run, 3)
+        run.iterate(3)
     with pytest.raises(RuntimeError, match=AFTER):
         checkpoint.save()
     assert not checkpoint.step()
@@ -163,7 +155,7 @@ def test_a_microbatch_that_was_read_for_a_refused_step_is_lost() -> None:
     with pytest.raises(RuntimeError, match="start a new loop over the loader"):
         run.optimizer.step()
     run.optimizer.discard_step()
-    loop(run, 4)
+    run.iterate(4)
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
 
 
@@ -174,6 +166,6 @@ def test_an_error_of_the_tracker_leaves_the_update_made() -> None:
 
     run = training(tracker=Full(progress=False), log_steps=2)
     with pytest.raises(OSError, match="full"):
-        loop(run, 2)
+        run.iterate(2)
     assert run.optimizer.updates == 2
     assert run.optimizer.state_dict()["vbs"]["step"] == 2

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.channel import Channel, next_number, open_channel
+from variable_batch_size.backend.flat import split_flat
 from variable_batch_size.world import World
 
 
@@ -47,7 +48,7 @@ class DistributedBackend(Backend):
             flat = self._buffer(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
             torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
             dist.all_reduce(flat, group=self._group)
-            torch._foreach_copy_(parts, _views(flat, parts))
+            torch._foreach_copy_(parts, split_flat(flat, parts))
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         """Gather every rank's message, by rank; torch chooses the device."""
@@ -84,9 +85,3 @@ class DistributedBackend(Backend):
             self._buffers = {known: buffer for known, buffer in self._buffers.items() if known[:2] != key[:2]}
             self._buffers[key] = torch.empty(length, dtype=like.dtype, device=like.device)
         return self._buffers[key]
-
-
-def _views(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of a flat tensor that have the shapes of `parts`."""
-    views = torch.split(flat, [part.numel() for part in parts])
-    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]

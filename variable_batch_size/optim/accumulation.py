@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
+from variable_batch_size.backend.flat import split_flat
 
 
 def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -58,6 +59,11 @@ def products(gradients: Sequence[Tensor], factor: float, backend: Backend, place
         multiply(gradients, factor, backend)
         return list(gradients)
     return list(torch._foreach_mul(list(gradients), backend.scalar(factor, gradients[0], place)))
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one."""
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
 
 def check_dense(parameters: Sequence[Tensor]) -> None:
@@ -305,12 +311,6 @@ class BufferedAccumulation(Accumulation):
         super().clear()
         self._buffer.clear()
         self._weight = 1.0
-
-
-def split_flat(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return consecutive views of a flat tensor that have the shapes of parameters."""
-    views = torch.split(flat, [parameter.numel() for parameter in parameters])
-    return [view.view(parameter.shape) for view, parameter in zip(views, parameters, strict=True)]
 
 
 def _widened(gradient: Tensor) -> Tensor:

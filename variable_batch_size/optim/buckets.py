@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from variable_batch_size.optim.accumulation import split_flat
+from variable_batch_size.backend.flat import split_flat
 
 FIRST_BYTES = 1 << 20  # of the first bucket of a dtype, which is to leave early; as in DistributedDataParallel
 

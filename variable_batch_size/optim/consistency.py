@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
@@ -18,7 +17,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.data_parallel import REDUCED_TWICE
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.normalization import check_seen, remember
-from variable_batch_size.optim.update import Updater
+from variable_batch_size.optim.update import Updater, without_addresses
 
 _DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
 
@@ -150,13 +149,10 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
 
 def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, int]:
     """Return what optimizers must have in common, as integers below 2**64."""
-    rule = f"{updater.rules} {updater.options}"
+    options = without_addresses(f"{updater.rules} {updater.options}")
     return {
         "ref_batchsize": 0 if updater.ref_batchsize is None else updater.ref_batchsize,
-        # Without memory addresses, which differ between ranks.
-        "rule, reduction, max_grad_norm, noise and other options": zlib.crc32(
-            re.sub(r"(?i) at 0x[0-9a-f]+", "", rule).encode()
-        ),
+        "rule, reduction, max_grad_norm, noise and other options": zlib.crc32(options.encode()),
         "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
         "number of parameters": len(updater.parameters),
         "order of gradients": zlib.crc32(repr(updater.gradient.reduction.order).encode()),

@@ -102,21 +102,20 @@ class CustomOptimizer(OptimizerWrapper):
         rule = "constant" if rule is None else rule
         rules = rules_for_groups(rule, len(inner.param_groups))
         reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
-        self._rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
+        rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
         world = None
         if isinstance(sampler, CustomSampler):  # otherwise Loop raises
-            names: Any = rule if self._rule_per_group else [rule] * len(rules)
+            names: Any = rule if rule_per_group else [rule] * len(rules)
             check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
             world = sampler.world
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters, world)
         kinds = noise, reduction, max_grad_norm, accumulation, find_unused_parameters
         options = UpdateOptions(*kinds, grad_norm, overlap, bucket_cap_mb)
-        self._updater = Updater(inner, self._backend, rules, reference, options)
-        self._updater.rule_per_group = self._rule_per_group
+        self._updater = Updater(inner, self._backend, rules, reference, options, rule_per_group=rule_per_group)
         check_applies_lr(inner, rules)
-        depends_on_split = self._updater.gradient_noise is not None or normalizes_batches(parameters)
-        self._loop = Loop(sampler, self._backend, spread=not depends_on_split)
+        measured, alone = self._updater.gradient_noise is not None, self._backend.world.size == 1
+        self._loop = Loop(sampler, self._backend, spread=alone or not (measured or normalizes_batches(parameters)))
         self._updater.gradient.upcoming = self._loop.upcoming
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
@@ -156,7 +155,8 @@ class CustomOptimizer(OptimizerWrapper):
         """
         if self._initialized:
             self._loop.check_phase("add_param_group()", Phase.BETWEEN_STEPS)
-            rules = rules_for_groups(self.rules if self._rule_per_group else self.rules[0], len(self.param_groups) + 1)
+            per_group = self._updater.rule_per_group
+            rules = rules_for_groups(self.rules if per_group else self.rules[0], len(self.param_groups) + 1)
             self._updater.clear()
             super().add_param_group(param_group)
             self._updater.rules = rules

@@ -51,14 +51,8 @@ class HyperparameterScaling:
         groups = self._inner.param_groups
         _check_betas(groups, scalings)
         scalings = self._bias_correction.correct(scalings)
-        changes = [_changes(group, scaling, self._backend) for group, scaling in zip(groups, scalings, strict=True)]
-        if self._lr_on_device:
-            for number, (change, scaling) in enumerate(zip(changes, scalings, strict=True)):
-                if isinstance(factor := scaling.lr, Tensor):
-                    lr = groups[number]["lr"]
-                    known = isinstance(lr, Tensor)
-                    lr = lr.to(factor.device) if known else self._backend.scalar(lr, factor, f"lr of group {number}")
-                    change["lr"] = factor * lr
+        pairs = enumerate(zip(groups, scalings, strict=True))
+        changes = [self._lr_of(index, group, scaling) | _changes(group, scaling) for index, (group, scaling) in pairs]
         _check_all_scaled(changes, scalings)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
@@ -73,6 +67,23 @@ class HyperparameterScaling:
             if self._deferred_lr is not None:
                 self._deferred_lr.clear()
         self._bias_correction.commit()
+
+    def _lr_of(self, index: int, group: Group, scaling: Scaling) -> Group:
+        """Return the lr of a group for the step, if it has one; without the factor that is left to `DeferredLrFactor`.
+
+        Args:
+            index: that of the group.
+            group: the group.
+            scaling: its factors.
+        """
+        if "lr" not in group:
+            return {}
+        lr, factor = group["lr"], scaling.lr
+        if not (self._lr_on_device and isinstance(factor, Tensor)):
+            return {"lr": self._backend.hyperparameter(lr * (1 if isinstance(factor, Tensor) else factor))}
+        known = isinstance(lr, Tensor)
+        lr = lr.to(factor.device) if known else self._backend.scalar(lr, factor, f"lr of group {index}")
+        return {"lr": factor * lr}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the bias correction; an empty dict if there is none."""
@@ -162,11 +173,9 @@ def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:
         group.update(new)
 
 
-def _changes(group: Group, scaling: Scaling, backend: Backend) -> Group:
-    """Return the scaled hyperparameters of a group, by name."""
+def _changes(group: Group, scaling: Scaling) -> Group:
+    """Return the scaled hyperparameters of a group besides lr, by name."""
     changes: Group = {}
-    if "lr" in group:
-        changes["lr"] = backend.hyperparameter(group["lr"] * (1 if isinstance(scaling.lr, Tensor) else scaling.lr))
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
             changes[name] = group[name] * factor

@@ -18,6 +18,7 @@ from variable_batch_size.optim.accumulation import (
     BufferedAccumulation,
     InPlaceAccumulation,
     check_dense,
+    gradients_of,
     is_narrow,
 )
 from variable_batch_size.optim.backward_check import BackwardCheck
@@ -198,7 +199,7 @@ class StepGradient:
         """Write this rank's share of the gradients to a bucket; return the weighted squares of the last microbatch."""
         squares = None
         if self._noise is not None and self._square_factor is not None:
-            squares = self._noise.square(_gradients(bucket.parameters), self._square_factor)
+            squares = self._noise.square(gradients_of(bucket.parameters), self._square_factor)
         self.accumulation.fill(bucket.parameters, bucket.flat, self._factor)
         return squares
 
@@ -245,7 +246,7 @@ class StepGradient:
         self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:
             accumulation.exclude(members)
-        gradients = _gradients(self.parameters)
+        gradients = gradients_of(self.parameters)
         counted = self.token_count.settle(counts, gradients, step.batch_size)
         if not counted or any(self._backend.host(found).item() for found in found_inf):
             return None
@@ -281,7 +282,7 @@ class StepGradient:
     def _add_square(self, grad_scale: Tensor | None = None) -> None:
         """Add the square of the last microbatch to those of the step, unless this was done."""
         if self._noise is not None and self._square_factor is not None:
-            self._noise.add(_gradients(self.parameters), self._square_factor, grad_scale)
+            self._noise.add(gradients_of(self.parameters), self._square_factor, grad_scale)
         self._square_factor = None
 
     def _square_factor_of(self, microbatch: Microbatch) -> float:
@@ -294,7 +295,3 @@ class StepGradient:
     def _divisor(self, microbatch: Microbatch) -> int:
         """Return the number by which to divide a microbatch's gradient to get that of its mean loss."""
         return microbatch.rows if self._options.reduction == "sum" else 1
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

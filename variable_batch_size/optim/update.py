@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Step
-from variable_batch_size.optim.accumulation import multiply
+from variable_batch_size.optim.accumulation import gradients_of, multiply
 from variable_batch_size.optim.factors import scalings_of_groups
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.loop import Upcoming
@@ -49,6 +49,7 @@ class Updater:
         rules: the rule of each parameter group.
         ref_batchsize: reference batch size, in samples; None if there is none.
         options: the checked options.
+        rule_per_group: whether the user has passed a sequence of rules.
         gradient: the gradient of the step.
         gradient_noise: the measured noise; None if it is not measured.
         progress: progress of the training, in updates at the reference.
@@ -65,9 +66,11 @@ class Updater:
         rules: tuple[Rule, ...],
         ref_batchsize: int | None,
         options: UpdateOptions,
+        *,
+        rule_per_group: bool,
     ) -> None:
         self.rules, self.ref_batchsize, self.options = rules, ref_batchsize, options.checked()
-        self.rule_per_group = False  # whether the user passed a sequence of rules
+        self.rule_per_group = rule_per_group
         self.progress = Progress()
         self.last_scaling = Scaling()
         self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)
@@ -227,8 +230,7 @@ class Updater:
         if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
             return  # no rule that uses the noise has such a factor, as a rule
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
-            gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
-            multiply(gradients, factor, self._backend)
+            multiply(gradients_of(group["params"]), factor, self._backend)
 
     def _step_inner(self, scalings: Sequence[Scaling]) -> None:
         lr = self._inner.param_groups[0].get("lr", 1.0)
@@ -238,8 +240,8 @@ class Updater:
             self._inner.step()
 
     def _reference(self) -> dict[str, Any]:
-        """Return what scales the hyperparameters, in words, without memory addresses."""
-        rules = [re.sub(r"(?i) at 0x[0-9a-f]+", "", repr(rule)) for rule in self.rules]
+        """Return what scales the hyperparameters, in words."""
+        rules = [without_addresses(repr(rule)) for rule in self.rules]
         return {"rule": ", ".join(dict.fromkeys(rules)), "ref_batchsize": self.ref_batchsize}
 
     # The factors. ------------------------------------------------------------------------------------------------
@@ -285,3 +287,8 @@ class Updater:
             known = isinstance(factor, Tensor)
             factors[name] = like * (factor if known else self._backend.scalar(factor, like, f"{name} {group}"))
         return replace(scaling, **factors)
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of objects without memory addresses, which differ between ranks and runs."""
+    return re.sub(r"(?i) at 0x[0-9a-f]+", "", text)
