@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.reference import SIZES, examples, network, training
-from variable_batch_size.optim.noise_estimate import RunningAverages, gain
+from variable_batch_size.optim.noise_estimate import gain
 
 
 def gains(scale: float, sizes: list[int], **options: Any) -> tuple[list[float], list[np.ndarray[Any, Any]]]:
@@ -59,7 +59,7 @@ def test_the_gain_lies_between_1_and_k_in_any_units(
 ) -> None:
     def of(factor: float) -> float:
         numbers = [factor * sigma2, factor * mu2, 1.0, 1.0]
-        averages = RunningAverages(*([torch.tensor(n, dtype=torch.float64) for n in numbers] if on_device else numbers))
+        averages = torch.tensor(numbers, dtype=torch.float64) if on_device else np.array(numbers)
         return float(gain(averages, 100 * k, 100.0))
 
     assert of(scale) == pytest.approx(of(1.0), rel=1e-9)
@@ -71,7 +71,7 @@ def test_the_gain_lies_between_1_and_k_in_any_units(
 def test_the_gain_without_an_estimate_is_at_most_one(k: float, expected: float, on_device: bool) -> None:
     for weight in (0.0, 1.0):  # no estimate, and gradients of 0
         numbers = [0.0, 0.0, weight, weight]
-        averages = RunningAverages(*([torch.tensor(n) for n in numbers] if on_device else numbers))
+        averages = torch.tensor(numbers) if on_device else np.array(numbers)
         assert float(gain(averages, 64 * k, 64.0)) == expected
 
 

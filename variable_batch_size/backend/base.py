@@ -130,6 +130,18 @@ class Backend(ABC):
         """
         return values
 
+    def vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Tensor]:
+        """Return rows of numbers as 1-D tensors of the device and dtype of `like`, without a wait for the device.
+
+        Args:
+            rows: Python numbers, as many in each row.
+            like: tensor whose device and dtype they get.
+            place: see `scalars`.
+        """
+        packed = torch.tensor(rows, dtype=like.dtype)
+        packed = packed.pin_memory() if like.is_cuda else packed
+        return packed.to(like.device, non_blocking=True).unbind()
+
     @final
     def scalar(self, value: float, like: Tensor, place: str = "") -> Any:
         """Return one factor for `like`, as `scalars` does."""

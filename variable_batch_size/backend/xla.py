@@ -121,12 +121,19 @@ class XlaBackend(Backend):
         The product with a half-precision tensor is computed in float32 and rounded once, as with a Python number.
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return self._numbers(values, dtype, like.device, place)
+
+    def vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Tensor]:
+        """Return rows of numbers as 1-D tensors. All values are data of the graph."""
+        return self._numbers([*map(tuple, rows)], like.dtype, like.device, place)
+
+    def _numbers(self, values: Sequence[Any], dtype: torch.dtype, device: torch.device, place: str) -> Sequence[Tensor]:
         if not place:
-            return self._send(values, dtype, like.device)
+            return self._send(values, dtype, device)
         # One tensor for equal numbers at two places would be another graph than two tensors.
         keys = [(place, index, dtype, value) for index, value in enumerate(values)]
         missing = [key for key in keys if key not in self._sent]
-        new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, like.device), strict=True))
+        new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
         found = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
         self._sent |= found
         while len(self._sent) > _KEPT_NUMBERS:
@@ -134,7 +141,7 @@ class XlaBackend(Backend):
         return list(found.values())
 
     @staticmethod
-    def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         if not values:
             return []
         # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
@@ -205,6 +212,11 @@ def launch(fn: Callable[..., object], args: Sequence[Any] = (), *, cores: int | 
         raise ValueError(f"launch uses all cores of a {kind}, got cores={cores}; omit cores, or set PJRT_DEVICE=CPU")
     with environment_with(_ENVIRONMENT):
         run_by(_torch_xla().launch, functools.partial(_without_ordinal, fn), args)
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether an XLA device is a CPU."""
+    return device.type == "xla" and _device_kind() == "CPU"
 
 
 def compiled_graphs() -> int:

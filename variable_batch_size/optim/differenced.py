@@ -64,7 +64,7 @@ class DifferencedEstimator:
         if not self.has_previous(gradient):
             is_finite = finite.to(torch.as_tensor(square).dtype) if isinstance(finite, Tensor) else 1.0
             copies = [None if own is None else own.clone() for own in gradient]
-            self._previous = _Previous(copies, square, batch_size, is_finite)
+            self._previous = _Previous(copies, select(finite, square, 0.0), batch_size, is_finite)
             return Estimate(0.0, 0.0), 0.0
         assert self._previous is not None
         kept, previous_square, previous_size, counts = self._previous

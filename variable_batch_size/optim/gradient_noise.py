@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +18,13 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.optim.accumulation import scalar_dtype
 from variable_batch_size.optim.differenced import DifferencedEstimator, Gradient
 from variable_batch_size.optim.noise_estimate import (
+    AVERAGES,
     HORIZON,
-    Estimate,
     Number,
-    RunningAverages,
+    Vector,
     averaged,
+    coefficients,
     debiased,
-    estimate_from_groups,
     gain,
     select,
 )
@@ -35,14 +36,14 @@ class Statistics(NamedTuple):
     """What the gradients of one update give for its estimate, over all ranks."""
 
     weighted_squares: Number  # S = sum_j n_j |g_j|^2
-    squared_norm: Number  # |G|^2; on a device, 0 if it is not finite
+    squared_norm: Number  # |G|^2
     finite: bool | Tensor  # whether both are finite: a 0-D tensor on a device
 
 
 class NoiseState(NamedTuple):
     """What is known after an update."""
 
-    averages: RunningAverages = RunningAverages()
+    averages: Vector  # (4,), see `AVERAGES`
     gain: Number = 1.0  # of that update
     packed: Tensor | None = None  # (5,): averages and gain on a device, which one transfer reads
 
@@ -74,7 +75,7 @@ class GradientNoise:
         self._backend = backend
         self._differenced = DifferencedEstimator(backend, on_device=on_device) if differenced else None
         self._squares: Tensor | None = None  # 0-D: sum of n_j |g_j|^2 over this rank's microbatches
-        self._state = NoiseState()
+        self._state = NoiseState(np.zeros(len(AVERAGES)))
         self._uncommitted: NoiseState | None = None
 
     def add(self, gradients: Sequence[Tensor], factor: float, scale: Tensor | None = None) -> None:
@@ -120,10 +121,8 @@ class GradientNoise:
         if not self.on_device:
             numbers = squares.item(), squared_norm(gradients).item()
             return Statistics(*numbers, all(map(math.isfinite, numbers)))
-        square = squared_norm(gradients)
-        weighted_squares = squares[0]
-        finite = torch.isfinite(weighted_squares + square)  # neither is negative
-        return Statistics(weighted_squares, torch.where(finite, square, 0), finite)
+        weighted_squares, square = squares[0], squared_norm(gradients)
+        return Statistics(weighted_squares, square, torch.isfinite(weighted_squares + square))  # neither is negative
 
     def update(self, statistics: Statistics, gradient: Gradient, *, batch_size: int, groups: int, ref: int) -> Noise:
         """Return the noise including this update; a non-finite update changes nothing.
@@ -136,31 +135,31 @@ class GradientNoise:
             ref: reference batch size, in samples.
         """
         paired = groups == 1 and self._differenced is not None and self._differenced.has_previous(gradient)
-        measured = groups > 1 or paired
-        self.measured += measured
-        one_minus_theta = min(1.0, batch_size / ref / HORIZON) if measured else 0.0
-        inverse_dof = 1 / (groups - 1) if groups > 1 else 0.0
-        numbers = (batch_size, ref, groups, inverse_dof, one_minus_theta, measured, paired)
-        like = torch.as_tensor(statistics.squared_norm)
-        floats = [*map(float, numbers)]
-        size, reference, number, inverse, weight, count, use_pair = self._backend.scalars(floats, like, "noise")
-        estimate = estimate_from_groups(statistics.weighted_squares, statistics.squared_norm, size, number, inverse)
+        self.measured += groups > 1 or paired
+        weights = coefficients(batch_size, groups, min(1.0, batch_size / ref / HORIZON), paired=paired)
+        squares, square, counts = statistics
+        like = torch.as_tensor(square)
+        numbers = [float(batch_size), float(ref), float(paired)]
+        size, reference, use_pair = self._backend.scalars(numbers, like, "noise")
+        decay, constant, *rows = self._vectors(weights, like, "noise")
+        measurements = [squares, square]
         if self._differenced is not None:
-            square, finite = statistics.squared_norm, statistics.finite
-            other, valid = self._differenced.estimate(gradient, square, size, finite)
-            estimate = Estimate(estimate.sigma2 + use_pair * other.sigma2, estimate.mu2 + use_pair * other.mu2)
-            counts = 1 - use_pair + use_pair * valid
-            weight, count = weight * counts, count * counts
+            other, valid = self._differenced.estimate(gradient, square, size, counts)
+            measurements += other
+            counts = counts & (valid >= use_pair)
         old = self._state.averages
-        if self.on_device and not isinstance(old.weight, Tensor):
-            filled = torch.as_tensor(statistics.weighted_squares)
-            old = RunningAverages(*(filled.new_full((1,), float(value))[0] for value in old))
-        new = averaged(old, estimate, weight, count)
-        averages = RunningAverages(*(select(statistics.finite, *values) for values in zip(new, old, strict=True)))
+        if self.on_device and not isinstance(old, Tensor):
+            (old,) = self._vectors([old.tolist()], like, "averages")
+        new = averaged(old, decay, constant, zip(rows, measurements, strict=False))
+        averages = select(counts, new, old)
         own_gain = gain(averages, size, reference)
-        packed = torch.stack([torch.as_tensor(n) for n in (*averages, own_gain)]) if self.on_device else None
+        packed = torch.cat([averages, torch.as_tensor(own_gain).view(1)]) if self.on_device else None
         self._uncommitted = NoiseState(averages, own_gain, packed)
         return debiased(averages, own_gain)
+
+    def _vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
+        """Return rows of numbers as arrays, or as tensors on the device of `like`."""
+        return self._backend.vectors(rows, like, place) if self.on_device else list(np.array(rows))
 
     def commit(self) -> None:
         """Keep the state of the last `update`."""
@@ -186,13 +185,13 @@ class GradientNoise:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and, if it is kept, the previous gradient; reads them from a device."""
-        state: dict[str, Any] = dict(zip((*RunningAverages._fields, "gain"), _read(self._state), strict=True))
+        state: dict[str, Any] = dict(zip((*AVERAGES, "gain"), _read(self._state), strict=True))
         return {**state, **(self._differenced.state_dict() if self._differenced is not None else {})}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore a state; None resets everything."""
         state = state or {}
-        averages = RunningAverages(*(float(state.get(name, 0)) for name in RunningAverages._fields))
+        averages = np.array([float(state.get(name, 0)) for name in AVERAGES])
         self._state, self._uncommitted = NoiseState(averages, float(state.get("gain", 1))), None
         if self._differenced is not None:
             self._differenced.load_state_dict(state)
@@ -200,10 +199,9 @@ class GradientNoise:
 
 def _read(state: NoiseState) -> list[float]:
     averages, own_gain, packed = state
-    return [float(n) for n in (*averages, own_gain)] if packed is None else packed.cpu().tolist()
+    return [*averages.tolist(), float(own_gain)] if packed is None else packed.cpu().tolist()
 
 
 def _on_host(state: NoiseState) -> Noise:
     *averages, own_gain = _read(state)
-    noise = debiased(RunningAverages(*averages), own_gain)
-    return Noise(noise.sigma2, noise.mu2, own_gain, int(noise.updates))
+    return debiased(np.array(averages), own_gain)

@@ -2,20 +2,25 @@
 
 sigma^2 is the variance of the gradient of one sample (the trace of its covariance), and mu^2 the squared norm of the
 true gradient. Neither depends on the batch size, the microbatch size or the world, so nothing is rescaled when those
-change. Pure functions of `Number`s: floats, or 0-D tensors on a device, which the host does not read.
+change. Pure functions of `Number`s and `Vector`s: floats and arrays, or tensors on a device, which the host does not
+read. There the operations of an update are few, because a number costs as much to trace as a tensor.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from variable_batch_size.rules import Noise, adascale_gain
 
 Number: TypeAlias = float | Tensor
+Vector: TypeAlias = NDArray[np.float64] | Tensor
 
 HORIZON = 1000  # number of updates at the reference over which the averages extend
 
@@ -71,68 +76,101 @@ def estimate_from_pair(
     )
 
 
-class RunningAverages(NamedTuple):
-    """Sums over updates, in which the estimate of an update has weight (1 - theta) prod(theta of later updates)."""
-
-    sigma2: Number = 0.0
-    mu2: Number = 0.0
-    weight: Number = 0.0  # sum of the weights: 1 - prod(theta)
-    updates: Number = 0.0  # number of updates that gave an estimate
+AVERAGES = ("sigma2", "mu2", "weight", "updates")
+"""The entries of the averages, (4,): sums over updates, in which the estimate of an update has weight
+(1 - theta) prod(theta of later updates); the sum of these weights, 1 - prod(theta); and the number of estimates.
+"""
 
 
-def averaged(old: RunningAverages, estimate: Estimate, weight: Number, count: Number) -> RunningAverages:
-    """Return the averages including one more estimate: average = (1 - weight) average + weight estimate.
+class Coefficients(NamedTuple):
+    """What the averages of an update are made of, apart from its measurements; each (4,), see `averaged`."""
+
+    decay: Any
+    constant: Any
+    weighted_squares: Any
+    squared_norm: Any
+    pair_sigma2: Any
+    pair_mu2: Any
+
+
+def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired: bool) -> Coefficients:
+    """Return the coefficients of an update, as tuples.
+
+    Those of `estimate_from_groups` if it has several microbatches, or of `estimate_from_pair` if it is compared with
+    the update before. Otherwise the averages stay.
 
     Args:
-        old: the averages before.
-        estimate: the estimate.
-        weight: 1 - theta; 0 if the estimate does not count.
-        count: 1, or 0 if the estimate does not count.
+        batch_size: B, in samples.
+        groups: J.
+        one_minus_theta: weight of the estimate.
+        paired: whether the estimate is that of a pair.
     """
-    theta = 1 - weight
-    return RunningAverages(
-        theta * old.sigma2 + weight * estimate.sigma2,
-        theta * old.mu2 + weight * estimate.mu2,
-        theta * old.weight + weight,
-        old.updates + count,
+    weight = one_minus_theta if groups > 1 or paired else 0.0
+    of_pair = weight if paired else 0.0
+    inverse_dof = 1 / (groups - 1) if groups > 1 else 0.0
+    units = (1.0, 0.0), (0.0, 1.0)  # the estimate is linear in S and |G|^2
+    of_squares, of_norm = (estimate_from_groups(*unit, batch_size, groups, inverse_dof) for unit in units)
+    return Coefficients(
+        decay=(1 - weight, 1 - weight, 1 - weight, 1.0),
+        constant=(0.0, 0.0, weight, float(weight > 0)),
+        weighted_squares=(weight * of_squares.sigma2, weight * of_squares.mu2, 0.0, 0.0),
+        squared_norm=(weight * of_norm.sigma2, weight * of_norm.mu2, 0.0, 0.0),
+        pair_sigma2=(of_pair, 0.0, 0.0, 0.0),
+        pair_mu2=(0.0, of_pair, 0.0, 0.0),
     )
 
 
-def debiased(averages: RunningAverages, gain: Number) -> Noise:
-    """Return the averages divided by their weight, which corrects their start at 0; nan before the first estimate."""
-    sigma2, mu2, weight, updates = averages
-    if not isinstance(weight, Tensor):
-        weight = weight or math.nan
-    return Noise(sigma2 / weight, mu2 / weight, gain, updates)
+def averaged(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[Any, Number]]) -> Any:
+    """Return the averages including one more estimate: theta average + (1 - theta) estimate, which is linear.
+
+    Args:
+        old: the averages before, (4,).
+        decay: factor on them, (4,).
+        constant: summand, (4,).
+        terms: coefficients, (4,), of a measurement.
+    """
+    new = decay * old + constant
+    for coefficient, measurement in terms:
+        new = new + coefficient * measurement
+    return new
 
 
-def gain(averages: RunningAverages, batch_size: Number, ref: Number) -> Number:
+def gain(averages: Vector, batch_size: Number, ref: Number) -> Number:
     """Return AdaScale's gain; min(1, B / ref) before the first estimate, and if all gradients were 0.
 
     Negative averages count as 0. There is no other bound: the gain does not depend on the scale of the loss.
 
     Args:
-        averages: the averages.
+        averages: the averages, (4,).
         batch_size: B, in samples.
         ref: reference batch size, in samples.
     """
-    sigma2, mu2, weight, _ = averages
     ratio = batch_size / ref
     # Dividing by the sum of both keeps the quotients of small numbers from underflowing.
-    if isinstance(weight, Tensor):
-        sigma2, mu2 = (torch.as_tensor(average).clamp(min=0) for average in (sigma2, mu2))
-        total = sigma2 + mu2
-        measured = (weight > 0) & (total > 0)
-        total = torch.where(measured, total, 1.0)
-        known = adascale_gain(torch.where(measured, sigma2 / total, 1.0), mu2 / total, batch_size, ref)
-        return torch.where(measured, known, ratio.clamp(max=1) if isinstance(ratio, Tensor) else min(1.0, ratio))
-    variance, square = max(float(sigma2), 0.0), max(float(mu2), 0.0)
+    if isinstance(averages, Tensor):
+        parts = averages[:2].clamp(min=0)  # 0 before the first estimate
+        total = parts.sum()
+        measured = total > 0
+        sigma2, mu2 = torch.where(measured, parts / total, 1.0).unbind()
+        bound = ratio.clamp(max=1) if isinstance(ratio, Tensor) else min(1.0, ratio)
+        return torch.where(measured, adascale_gain(sigma2, mu2, batch_size, ref), bound)
+    variance, square = (max(average, 0.0) for average in averages[:2].tolist())
     both = variance + square
-    if weight == 0 or both == 0:
+    if both == 0:
         return min(1.0, float(ratio))
     return float(adascale_gain(variance / both, square / both, batch_size, ref))
 
 
-def select(finite: bool | Tensor, new: Number, old: Number) -> Number:
-    """Return `old` if the tensor `finite` is false, without a host sync, and `new` otherwise."""
-    return torch.where(finite, new, old) if isinstance(finite, Tensor) else new
+def debiased(averages: Vector, own_gain: Number) -> Noise:
+    """Return the averages divided by their weight, which corrects their start at 0; nan before the first estimate."""
+    if isinstance(averages, Tensor):
+        sigma2, mu2 = (averages[:2] / averages[2]).unbind()
+        return Noise(sigma2, mu2, own_gain, averages[3])
+    sigma2, mu2, weight, updates = averages.tolist()
+    weight = weight or math.nan
+    return Noise(sigma2 / weight, mu2 / weight, own_gain, int(updates))
+
+
+def select(condition: bool | Tensor, new: Any, old: Any) -> Any:
+    """Return `new` if `condition` is true, else `old`; a tensor is not read by the host."""
+    return torch.where(condition, new, old) if isinstance(condition, Tensor) else new if condition else old

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from variable_batch_size.backend import xla
 from variable_batch_size.optim.accumulation import is_narrow, scalar_dtype
 
 _LARGE, _ROW = 1 << 14, 1 << 10  # elements; a float32 sum of many more than a row loses digits on the CPU
@@ -16,9 +17,11 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return sum |t|^2 over the tensors, 0-D on the first tensor's device: float64 on the CPU, else `scalar_dtype`.
 
     On the CPU, large tensors are summed by rows, and the sums of the rows in float64: `torch.linalg.vector_norm` of 4
-    million float32 numbers is 1e-4 too small there.
+    million float32 numbers is 1e-4 too small there. On XLA:CPU they are multiplied by ones.
     """
     device = tensors[0].device
+    if xla.is_cpu(device):
+        return torch.stack([_by_product(tensor) for tensor in tensors]).to(scalar_dtype(tensors)).sum()
     on_cpu = device.type == "cpu"
     small = [tensor for tensor in tensors if not (on_cpu and tensor.numel() > _LARGE)]
     norms = []  # () each, or (rows,) of a large tensor
@@ -35,6 +38,19 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     norms = [norm.to(device, sum_dtype) for norm in norms]
     joined = torch.cat([norm.view(-1) for norm in norms]) if on_cpu else torch.stack(norms)  # (norms,)
     return joined.square().sum()
+
+
+def _by_product(tensor: Tensor) -> Tensor:
+    """Return sum |t|^2, 0-D. XLA:CPU sums a matrix product three times as fast, which does not write the squares.
+
+    A TPU would round the squares to bfloat16.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    squares = tensor.to(_at_least_float32(tensor) or tensor.dtype).square()
+    if tensor.numel() <= _LARGE or tensor.numel() % _ROW:
+        return squares.sum()
+    return (squares.view(-1, _ROW) @ squares.new_ones(_ROW, 1)).sum()
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype | None:

@@ -285,7 +285,10 @@ class StepGradient:
             self._noise.add(gradients_of(self.parameters), self._square_factor, grad_scale)
         self._square_factor = None
 
-    def _square_factor_of(self, microbatch: Microbatch) -> float:
+    def _square_factor_of(self, microbatch: Microbatch) -> float | None:
+        """Return the factor on the square of a microbatch; None if that is of no use, on all ranks."""
+        if microbatch.samples == microbatch.batch_size and self._backend.world.size == 1:
+            return None  # the only microbatch of a step gives no estimate
         return microbatch.samples / self._divisor(microbatch) ** 2
 
     def _weight_of(self, microbatch: Microbatch) -> float:

@@ -199,8 +199,9 @@ class Updater:
             warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=6)
             return None
         if isinstance(statistics.finite, Tensor):
+            zeros = {dtype: reduced[0].new_zeros((), dtype=dtype) for dtype in {gradient.dtype for gradient in reduced}}
             for gradient in reduced:
-                gradient.copy_(torch.where(statistics.finite, gradient, 0))
+                gradient.copy_(torch.where(statistics.finite, gradient, zeros[gradient.dtype]))
         own = [parameter.grad for parameter in self.parameters]
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
         measured = noise.update(statistics, own, batch_size=size, groups=groups, ref=ref)
