@@ -86,6 +86,13 @@ def test_a_scalar_keeps_the_dtype_of_a_half_precision_tensor_but_is_not_rounded_
     assert all(torch.equal(rank["5/3"], torch.full((2,), 5 / 3, dtype=torch.bfloat16)) for rank in ranks)
 
 
+def test_a_squared_norm_is_exact(ranks: Reports) -> None:
+    for rank in ranks:
+        for dtype, found in rank["norms"].items():
+            exact = sum(tensor.double().square().sum().item() for tensor in xla_jobs.norm_of(dtype))
+            assert found.item() == pytest.approx(exact, rel=1e-12 if dtype is torch.float64 else 1e-6), dtype
+
+
 @pytest.mark.parametrize("cause", ["scalar", "lr", "train"])
 def test_scalars_learning_rates_and_updates_after_the_third_do_not_compile(ranks: Reports, cause: str) -> None:
     assert [rank[f"{cause} compiles"] for rank in ranks] == [0] * len(ranks)

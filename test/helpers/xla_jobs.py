@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from variable_batch_size.backend.xla import XlaBackend, compiled_graphs
+from variable_batch_size.optim.squared_norm import squared_norm
 
 MICROBATCH = 32
 STOP = threading.Event()  # set by a handler in the main thread
 _rank_0_arrived = threading.Event()
 _decision = {"stop": False}  # rank 0 writes it between two barriers
 MIXED = (torch.float32, torch.bfloat16, torch.int32, torch.float32, torch.bfloat16, torch.int64)
+NORMS = (torch.float32, torch.float64, torch.bfloat16)
 NUMBERS = (0.3, 1.0, 0.0, -1.0, 2.0, 0.5, 1.0, 0.0)
 
 
@@ -31,10 +33,18 @@ def report(folder: Path, updates: int) -> None:
     results["waited"] = wait_for_a_slow_rank(backend)
     results["hosted"] = host_while_others_are_in_a_collective(backend)
     results["5/3"] = five_thirds(backend)
+    results["norms"] = {dtype: squared_norm([one.to(device()) for one in norm_of(dtype)]).cpu() for dtype in NORMS}
     results["scalar compiles"] = compiles(backend, lambda x, number: two_scalars(backend, x, number))
     results["lr compiles"] = compiles(backend, sgd_step)
     results["parameters"], results["train compiles"] = train(backend, updates)
     torch.save(results, folder / f"rank{backend.world.rank}.pt")
+
+
+def norm_of(dtype: torch.dtype) -> list[Tensor]:
+    """Tensors whose squared norm is computed: large and small ones, rows and none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1024, 1000), (40, 3, 5, 5), (20_000,), (1, 400_001), (7,), ()]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def device() -> torch.device:

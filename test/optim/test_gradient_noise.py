@@ -9,12 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import Array, NoiseTwin
+from helpers.reference import Array, NoiseTwin, examples
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.optim.gradient_noise import GradientNoise
-from variable_batch_size.optim.noise_estimate import estimate_from_groups, estimate_from_pair
+from variable_batch_size.optim.noise_estimate import (
+    Estimate,
+    averaged,
+    coefficients,
+    estimate_from_groups,
+    estimate_from_pair,
+)
 from variable_batch_size.optim.squared_norm import squared_norm
 
 Groups = Sequence[tuple[int, Array]]  # samples and mean gradient of each microbatch
@@ -209,6 +217,33 @@ def test_the_noise_scale_is_a_number_of_samples() -> None:
     assert math.isnan(vbs.Noise(math.nan, math.nan).noise_scale)
     assert vbs.Noise(torch.tensor(6.0), torch.tensor(2.0)).noise_scale == 3
     assert vbs.Noise(torch.tensor(6.0), torch.tensor(-2.0)).noise_scale == math.inf
+
+
+@given(
+    measured=st.tuples(*[st.floats(0.1, 10)] * 4),
+    before=st.tuples(*[st.floats(-10, 10)] * 4),
+    size=st.integers(1, 99),
+    groups=st.integers(1, 9),
+    weight=st.floats(0.01, 1),
+    differenced=st.booleans(),
+)
+@examples(100)
+def test_the_average_is_weighed_by_what_it_has_seen(
+    measured: tuple[float, ...], before: tuple[float, ...], size: int, groups: int, weight: float, differenced: bool
+) -> None:
+    squares, square, sigma2, mu2 = measured
+    paired = differenced and groups == 1
+    decay, constant, *rows = map(np.array, coefficients(size, groups, weight, paired=paired))
+    found = averaged(np.array(before), decay, constant, zip(rows, measured, strict=True))
+    if paired:
+        estimate = Estimate(sigma2, mu2)
+    elif groups > 1:
+        estimate = estimate_from_groups(squares, square, size, groups, 1 / (groups - 1))
+    else:
+        assert found.tolist() == list(before)
+        return
+    expected = [(1 - weight) * old + weight * new for old, new in zip(before, (*estimate, 1.0), strict=False)]
+    np.testing.assert_allclose(found, [*expected, before[3] + 1], rtol=1e-9, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------------ norms
