@@ -7,7 +7,7 @@ import random
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class ThreadBackend(Backend):
         collectives: number of calls of `all_reduce_sum` so far; sums that overlap with `backward()` are not among them.
     """
 
-    overlaps: ClassVar[bool] = True
+    overlaps = True
 
     def __init__(self, world: World, rendezvous: _Rendezvous) -> None:
         super().__init__(world)

@@ -34,7 +34,7 @@ class Backend(ABC):
     """
 
     static_graph: ClassVar[bool] = False
-    overlaps: ClassVar[bool] = False
+    overlaps: bool = False
 
     def __init__(self, world: World) -> None:
         self.world = world

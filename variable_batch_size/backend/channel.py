@@ -74,7 +74,7 @@ def next_number(group: dist.ProcessGroup) -> int:
 
 
 def open_channel(group: dist.ProcessGroup, number: int) -> GroupChannel:
-    """Return a channel of the ranks of a group; every rank has to call it, with the same number."""
+    """Return a channel of all ranks; every rank has to call it, with the default group and the same number."""
     groups = _groups.setdefault(group, [])
     while len(groups) <= number:
         groups.append(_like(group))
@@ -84,11 +84,7 @@ def open_channel(group: dist.ProcessGroup, number: int) -> GroupChannel:
 
 
 def _like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new group of the same ranks, with the same backend and timeout."""
-    device = group._device_types[0]
-    return dist.new_group(  # type: ignore[no-any-return]
-        dist.get_process_group_ranks(group),
-        timeout=group._get_backend(device).options._timeout,
-        backend=dist.get_backend_config(group),
-        use_local_synchronization=True,
-    )
+    """Return a new group of all ranks, with the backend and, if it is known, the timeout of `group`."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None)  # a debugging wrapper has none
+    return dist.new_group(timeout=timeout, backend=dist.get_backend_config(group))  # type: ignore[no-any-return]

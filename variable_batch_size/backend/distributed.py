@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,10 @@ class DistributedBackend(Backend):
         ValueError: if no process group is initialized, or this process does not belong to `group`.
     """
 
-    overlaps: ClassVar[bool] = True
-
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
         self._group = group
+        self.overlaps = self._own_group() is dist.group.WORLD  # other groups cannot be created without all ranks
         # The flat messages, by device, dtype and length. They are reused: allocation takes as long as the sum.
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
@@ -58,7 +57,7 @@ class DistributedBackend(Backend):
         return messages
 
     def open_channel(self) -> Channel:
-        """Return a channel in a process group of the same ranks that no other open channel uses on any rank."""
+        """Return a channel in a process group of all ranks that no other open channel uses on any rank."""
         group = self._own_group()
         number = self.all_gather_floats([next_number(group)], self.device).max()
         return open_channel(group, int(number))

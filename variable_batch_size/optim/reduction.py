@@ -122,7 +122,10 @@ class Reduction:
         if self._last is None:
             source = self._source()
             with torch.no_grad():
-                self._last = self._early and self._length is not None and source is not None and source.prepare_last()
+                ready = self._early and self._length is not None
+                # A void round may still wait for ranks that wait for what this one does after backward.
+                ready = ready and not self._under_way
+                self._last = ready and source is not None and source.prepare_last()
         bucket = self._bucket_of.get(index)
         if not self._last or bucket is None:
             return
@@ -204,7 +207,8 @@ class Reduction:
         if self.order is not None and self.order != () and set(self.order) != members:
             self.order = None
         if self.order is None:
-            row = [self._repeated, *self._known, *(len(summed) - len(self._known)) * [-1]]
+            known = dict.fromkeys(self._known)
+            row = [self._repeated, *known, *(len(summed) - len(known)) * [-1]]
             rows = self._backend.all_gather_floats([*map(int, row)], self._parameters[0].device).int().tolist()
             first = [index for _, *known in rows for index in known if index in members]
             order = dict.fromkeys([*first, *sorted(members, reverse=True)])  # the rest as autograd would come to them
@@ -258,6 +262,7 @@ class Reduction:
                 f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
                 f"they were, {_RESTART}"
             )
+        self._came = []
         if self._left:
             if self._length is None:
                 raise RuntimeError(f"an exception came while the first gradients were sent, {_RESTART}")
@@ -341,7 +346,7 @@ class Reduction:
         fits = order is not None and all(index < len(self._parameters) for index in order)
         order = tuple(order) if fits else None  # type: ignore[arg-type]
         if order != self.order:
-            self.order, self.buckets, self._bucket_of = order, [], {}
+            self.order, self.buckets, self._bucket_of, self._channel = order, [], {}, None
         self._came, self._known, self._repeated = [], [], False
         self._early, self._length, self._voids, self._due, self._updates = True, None, None, None, 0
         self.watch()

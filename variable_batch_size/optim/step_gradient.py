@@ -228,6 +228,8 @@ class StepGradient:
                 "this optimizer; compute the loss from them, and set requires_grad"
             )
         found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
+        # Messages of buckets have one length, with or without a `GradScaler`: a rank that voids a round sends the last.
+        room = [like[0].new_zeros(())] if in_buckets and not found_inf else []
         message = self.participation.message(used, replay=self._replay)
         counts, means = self.token_count.message(like[0]), self.step_means.message(like[0])
 
@@ -235,7 +237,7 @@ class StepGradient:
             """Return what travels with the gradients; `more`: squares that were not added."""
             if squares is not None and self._noise is not None:
                 squares.append(self._noise.local_squares(like, more))
-            return [*(squares or ()), *found_inf, *message, *counts, *means]
+            return [*(squares or ()), *found_inf, *room, *message, *counts, *means]
 
         if in_buckets:
             accumulation.exclude(summed)
