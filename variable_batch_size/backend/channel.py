@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
+
+_SECONDS_AT_EXIT = 5
 
 
 class Started(Protocol):
@@ -37,19 +43,21 @@ class GroupChannel:
 
     def __init__(self, group: dist.ProcessGroup, number: int) -> None:
         self.number = number
+        self.works: list[Any] = []  # sums to wait for
         self._group = group
-        self._left = 0  # sums to wait for
 
     def start_sum(self, flat: Tensor) -> Started:
         """Begin to replace a tensor by its sum over all ranks."""
-        self._left += 1
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self.works.append(work)
         _unfinished.add(self)
-        return _Started(self, dist.all_reduce(flat, group=self._group, async_op=True))
+        return _Started(self, work)
 
-    def finish(self) -> None:
-        """Count a sum that was waited for."""
-        self._left -= 1
-        if not self._left:
+    def wait(self, work: Any) -> None:
+        """Wait for a sum."""
+        work.wait()
+        self.works.remove(work)
+        if not self.works:
             _unfinished.discard(self)
 
 
@@ -59,13 +67,22 @@ class _Started:
         self._channel, self._work = channel, work
 
     def wait(self) -> None:
-        self._work.wait()
-        self._channel.finish()
+        self._channel.wait(self._work)
 
 
 _unfinished: set[GroupChannel] = set()
 _open: WeakKeyDictionary[dist.ProcessGroup, WeakSet[GroupChannel]] = WeakKeyDictionary()  # by the group of the ranks
 _groups: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()  # likewise, by number
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Wait for sums that a loop has left, for a moment: gloo aborts a process that ends within one."""
+    ends = time.monotonic() + _SECONDS_AT_EXIT
+    with suppress(RuntimeError):  # a rank has ended, or is too late
+        for channel in _unfinished:
+            for work in channel.works:
+                work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
 
 
 def next_number(group: dist.ProcessGroup) -> int:

@@ -38,15 +38,23 @@ class Bucket:
         self.views = split_flat(self.flat, self.parameters)
         self.missing = len(self.indices)
         self.sent: list[tuple[Tensor | None, int]] = []
+        some = sorted({0, len(self.parameters) // 2, len(self.parameters) - 1})
+        self._sampled = [self.parameters[position] for position in some]
+        self._sample = torch.empty(0)
 
     def note_sent(self) -> None:
         """Record the gradients as they are now."""
         self.sent = [_version(parameter.grad) for parameter in self.parameters]
+        self._sample = self._take_sample()
 
-    def is_unchanged(self) -> bool:
-        """Return whether the gradients are those that were recorded."""
+    def is_same(self) -> bool:
+        """Return whether the gradients are those that were recorded, by their versions."""
         pairs = zip(self.parameters, self.sent, strict=True)
         return all(parameter.grad is sent and _version(sent)[1] == version for parameter, (sent, version) in pairs)
+
+    def changed(self) -> Tensor:
+        """Return whether some elements have changed, 0-D; `.data` changes without a version. `is_same` is true."""
+        return (self._take_sample() != self._sample).any()
 
     def reset(self) -> None:
         """Expect all gradients again."""
@@ -62,6 +70,15 @@ class Bucket:
             if parameter.grad is None or parameter.grad.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         torch._foreach_copy_([p.grad for p in self.parameters], self.views)  # type: ignore[misc]
+
+    def _take_sample(self) -> Tensor:
+        """Return the bytes of some elements of some gradients."""
+        gradients = [parameter.grad.detach() for parameter in self._sampled if parameter.grad is not None]
+        parts = [
+            gradient[tuple(slice(None, None, max(1, size // 4)) for size in gradient.shape)] for gradient in gradients
+        ]
+        bytes_ = [part.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for part in parts]
+        return torch.cat(bytes_) if bytes_ else torch.empty(0, dtype=torch.uint8, device=self.flat.device)
 
 
 def make_buckets(order: Sequence[int], parameters: Sequence[Tensor], bytes_per_bucket: float) -> list[Bucket]:

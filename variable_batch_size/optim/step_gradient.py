@@ -28,6 +28,7 @@ from variable_batch_size.optim.loop import Upcoming
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.participation import participation
 from variable_batch_size.optim.reduction import Reduction
+from variable_batch_size.optim.rounds import Rounds
 from variable_batch_size.optim.step_means import StepMeans
 from variable_batch_size.optim.token_count import TokenCount
 
@@ -71,7 +72,7 @@ class StepGradient:
         self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
         self.upcoming: Callable[[], Upcoming | None] = lambda: None
         self._backend, self._options, self._noise = backend, options, noise
-        self._shared_factor, self._as_views = shared_factor, as_views
+        self._shared_factor, self._as_views, self._rounds = shared_factor, as_views, Rounds(backend)
         self.refresh(parameters)
 
     def refresh(self, parameters: Sequence[Tensor]) -> None:
@@ -82,7 +83,8 @@ class StepGradient:
         self.accumulation = (BufferedAccumulation if buffered else InPlaceAccumulation)(parameters, backend)
         self.check = BackwardCheck(parameters)
         self.participation = participation(parameters, backend, find_unused=options.find_unused_parameters)
-        self.reduction = Reduction(parameters, backend, self, options, as_views=self._as_views)
+        self._rounds.void()
+        self.reduction = Reduction(parameters, backend, self, options, self._rounds, as_views=self._as_views)
         self.agreed = False
         self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
         self._replay = False  # whether this rank has only a replay in the step
