@@ -33,8 +33,7 @@ class Channel(Protocol):
 class GroupChannel:
     """A channel with a process group of its own.
 
-    Groups are reused when a channel is dropped, unless one of its sums was never waited for: other ranks may have
-    started another number of them.
+    Groups are reused when a channel is dropped, unless one of its sums is incomplete: other ranks have not started it.
 
     Args:
         group: process group.
@@ -87,6 +86,9 @@ def _wait_at_exit() -> None:
 
 def next_number(group: dist.ProcessGroup) -> int:
     """Return the number from which on all are free on this rank."""
+    done = [channel for channel in _unfinished if all(work.is_completed() for work in channel.works)]
+    _unfinished.difference_update(done)
+    del done
     return max((channel.number for channel in _open.setdefault(group, WeakSet())), default=-1) + 1
 
 
