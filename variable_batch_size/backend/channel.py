@@ -52,6 +52,13 @@ class GroupChannel:
         _unfinished.add(self)
         return _Started(self, work)
 
+    def is_complete(self) -> bool:
+        """Return whether all sums are complete, so that no rank has started fewer of them; does not wait."""
+        try:
+            return all(work.is_completed() and work.wait() for work in self.works)
+        except RuntimeError:  # it has failed
+            return False
+
     def wait(self, work: Any) -> None:
         """Wait for a sum."""
         work.wait()
@@ -84,12 +91,11 @@ def _wait_at_exit() -> None:
                 work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
 
 
-def next_number(group: dist.ProcessGroup) -> int:
-    """Return the number from which on all are free on this rank."""
-    done = [channel for channel in _unfinished if all(work.is_completed() for work in channel.works)]
-    _unfinished.difference_update(done)
-    del done
-    return max((channel.number for channel in _open.setdefault(group, WeakSet())), default=-1) + 1
+def used_numbers(group: dist.ProcessGroup) -> list[bool]:
+    """Return, for each number, whether it is in use on this rank; of the same length on all ranks."""
+    _unfinished.difference_update([channel for channel in _unfinished if channel.is_complete()])
+    used = {channel.number for channel in _open.get(group, ())}
+    return [number in used for number in range(len(_groups.get(group, ())))]
 
 
 def open_channel(group: dist.ProcessGroup, number: int) -> GroupChannel:

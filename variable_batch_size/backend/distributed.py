@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
-from variable_batch_size.backend.channel import Channel, next_number, open_channel
+from variable_batch_size.backend.channel import Channel, open_channel, used_numbers
 from variable_batch_size.backend.flat import split_flat
 from variable_batch_size.world import World
 
@@ -30,7 +30,7 @@ class DistributedBackend(Backend):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
         self._group = group
-        self.overlaps = self._own_group() is dist.group.WORLD  # other groups cannot be created without all ranks
+        self.overlaps = group in (None, dist.group.WORLD)  # other groups cannot be created without all ranks
         # The flat messages, by device, dtype and length. They are reused: allocation takes as long as the sum.
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
@@ -59,8 +59,8 @@ class DistributedBackend(Backend):
     def open_channel(self) -> Channel:
         """Return a channel in a process group of all ranks that no other open channel uses on any rank."""
         group = self._own_group()
-        number = self.all_gather_floats([next_number(group)], self.device).max()
-        return open_channel(group, int(number))
+        used = self.any_rank([*used_numbers(group), False], self.device)
+        return open_channel(group, used.index(False))
 
     def store(self) -> dist.Store:
         """Return the store through which the ranks of the group found one another."""
