@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers import reference
 from helpers.reference import (
     ADAM,
     HYPERPARAMETERS,
@@ -27,13 +25,13 @@ from helpers.reference import (
     examples,
     filled,
     network,
+    training,
     twin,
 )
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
 TINY = 4e-5  # MB: buckets of some parameters
-training = partial(reference.training, overlap=True)
 
 
 class Odd(nn.Module):
@@ -286,27 +284,6 @@ def test_an_optimizer_that_keeps_gradients_gets_tensors_of_its_own() -> None:
 
     expected = run_ranks(lambda backend: train(backend, False), 2)[0]
     assert_equal(run_ranks(lambda backend: train(backend, True), 2)[0], expected, 0)
-
-
-def test_gradients_that_are_changed_after_they_have_left_raise() -> None:
-    def train(backend: Backend) -> Training:
-        run = training(backend=backend, dataset_size=200).run(3)
-        run.optimizer.discard_step()
-        run.optimizer._updater.gradient.check.stop()  # as after the first updates
-        for indices in run.sampler:
-            last = run.optimizer.microbatch.ends_step
-            run.loss(indices).backward()
-            if last:
-                next(iter(run.model.parameters())).grad.mul_(2)  # type: ignore[union-attr]
-                with pytest.raises(RuntimeError, match="with overlap gradients must not change after backward"):
-                    run.optimizer.step()
-                break
-            run.optimizer.step()
-        run.optimizer.discard_step()
-        return run.run(1)
-
-    for run in run_ranks(train, 2):
-        assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=200))
 
 
 @pytest.mark.parametrize("where", ["the rule", "log"])

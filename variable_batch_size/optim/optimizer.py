@@ -61,8 +61,8 @@ class CustomOptimizer(OptimizerWrapper):
             Otherwise the first update settles it, and a later change raises. A world of one needs none of this.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
         overlap: whether gradients are summed over the processes while the last `backward()` of an update still runs,
-            from the second one on, if each came once per microbatch in the first one, without a `GradScaler`. A loop
-            that runs several backwards for some microbatches only cannot use it.
+            from the second one on, if each came once per microbatch in the first one, without a `GradScaler`. Pass
+            False if later microbatches have several backwards, or the loop changes single gradients by `.grad.data`.
         bucket_cap_mb: size of the messages in which they are summed, in MB.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
         log_samples: number of samples between two rows of scalars, instead.
@@ -90,7 +90,7 @@ class CustomOptimizer(OptimizerWrapper):
         accumulation: AccumulationKind = "in_place",
         find_unused_parameters: bool = False,
         grad_norm: bool = False,
-        overlap: bool = False,
+        overlap: bool = True,
         bucket_cap_mb: float = 25,
         log_steps: int | None = None,
         log_samples: int | None = None,

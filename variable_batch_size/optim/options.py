@@ -40,7 +40,7 @@ class UpdateOptions(NamedTuple):
     accumulation: AccumulationKind = "in_place"
     find_unused_parameters: bool = False
     grad_norm: bool = False
-    overlap: bool = False
+    overlap: bool = True
     bucket_cap_mb: float = 25
 
     def checked(self) -> UpdateOptions:
