@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.reduction_jobs import SIZES, Gan, StopError, create, deep, loop, stop_in
+from helpers.reduction_jobs import SIZES, Gan, StopError, create, deep, stop_in
 from helpers.reference import Array, Training, training
 
 WORLDS = (3, 2)
@@ -29,7 +29,7 @@ Run = Callable[..., Training]  # creates a training, with or without overlap
 def rank_dependent_groups(run: Run) -> list[Array]:
     """Rank 0 is in a group of its own, so that the ranks have not been in equally many groups."""
     dist.new_group([0])
-    return loop(run(), UPDATES).weights()
+    return run().iterate(UPDATES).weights()
 
 
 def two_backwards_beside_an_idle_rank(run: Run) -> list[Array]:
@@ -55,7 +55,7 @@ def backward_of_rank_0_before_the_first_step(run: Run) -> list[Array]:
     if dist.get_rank() == 0:
         here.loss([1, 2]).backward()
         here.model.zero_grad()
-    return loop(here, UPDATES).weights()
+    return here.iterate(UPDATES).weights()
 
 
 def exception_in_the_first_backward(run: Run) -> list[Array]:
@@ -65,7 +65,7 @@ def exception_in_the_first_backward(run: Run) -> list[Array]:
     while here.optimizer.updates < UPDATES:
         here.sampler.set_epoch(0)
         try:
-            loop(here, UPDATES)
+            here.iterate(UPDATES)
         except StopError:
             here.optimizer.discard_step()
     return here.weights()
@@ -151,7 +151,7 @@ def state_without_an_order_is_loaded_after_backward(run: Run) -> list[Array]:
     here = run()
     first = copy.deepcopy((here.model.state_dict(), here.optimizer.state_dict()))
     for stop in (1, 3, 5):
-        loop(here, stop)
+        here.iterate(stop)
         here.optimizer.discard_step()
         for indices in here.sampler:
             here.loss(indices).backward()
@@ -159,7 +159,7 @@ def state_without_an_order_is_loaded_after_backward(run: Run) -> list[Array]:
         state = copy.deepcopy(first)
         here.model.load_state_dict(state[0])
         here.optimizer.load_state_dict(state[1])
-    return loop(here, UPDATES).weights()
+    return here.iterate(UPDATES).weights()
 
 
 def groups_that_are_added_after_dropped_gradients(run: Run) -> list[Array]:
@@ -229,7 +229,7 @@ def recreated() -> list[tuple[int, ...]]:
     """Optimizers that follow one another, with gradients that were never counted."""
     found = []
     for _ in range(25):
-        run = loop(create(), 2)
+        run = create().iterate(2)
         run.loss([0, 1]).backward()
         dist.barrier()
         found.append(resources())
@@ -254,7 +254,7 @@ def run_loops(rank: int, folder: Path) -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
         begin(rank, 2, folder / "store-detail")
-        torch.save(loop(create(), UPDATES).weights(), folder / f"detail-rank{rank}.pt")
+        torch.save(create().iterate(UPDATES).weights(), folder / f"detail-rank{rank}.pt")
         dist.destroy_process_group()
 
 

@@ -8,8 +8,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
-
 
 @final
 class FirstGradients:
@@ -62,14 +60,15 @@ class FirstGradients:
         """Return whether the gradients are as they came; waits for the device."""
         if not self._came:
             return True
+        then = torch.stack([checksum.cpu() for _, checksum in self._came])
         now = torch.stack([_checksum(self._parameters[index].grad).cpu() for index, _ in self._came])
-        return torch.equal(now, torch.stack([checksum.cpu() for _, checksum in self._came]))
+        return torch.allclose(now, then, rtol=0, atol=0, equal_nan=True)
 
 
 def _checksum(gradient: Tensor | None) -> Tensor:
-    """Return a number that sees changes of `.data`, which have no version, 0-D: the sum of the bits as integers."""
+    """Return a number that sees changes of `.data`, which have no version, 0-D: the sum of the elements."""
     if gradient is None or gradient.layout is not torch.strided:
-        return torch.zeros((), dtype=torch.int64)
-    gradient = gradient.detach().resolve_conj().resolve_neg()
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return real.view(_INTEGERS[real.dtype.itemsize]).sum()
+        return torch.zeros((), dtype=torch.float64)
+    gradient = gradient.detach()
+    real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return real.sum().double()
