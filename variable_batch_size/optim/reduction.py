@@ -162,8 +162,9 @@ class Reduction:
                 f"pass overlap=False to the optimizer"
             )
         elif left := self.buckets[: self._rounds.left]:
-            same = all(bucket.is_same() for bucket in left)
-            changed = torch.stack([bucket.changed() for bucket in left]).sum() if same else None
+            changed = None
+            if all(bucket.is_same() for bucket in left):
+                changed = torch.stack([bucket.changed().to(self._parameters[0].device) for bucket in left]).sum()
             if changed is None or (self._reads and changed.item()):
                 self._recall("were changed after backward()")
             elif not self._reads:
