@@ -56,7 +56,7 @@ def test_means_are_over_the_samples_of_the_updates(
 
 def test_read_takes_two_all_reduces_and_add_takes_none() -> None:
     def collectives(backend: Backend) -> list[int]:
-        run, counts = Measured(sizes=[9], dataset_size=90, backend=backend), []
+        run, counts = Measured(sizes=[9], dataset_size=90, backend=backend, overlap=False), []
         run.run(2)
         for read in (False, True, True):
             before = backend.collectives  # type: ignore[attr-defined]
