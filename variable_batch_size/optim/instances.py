@@ -16,7 +16,8 @@ def instances(kind: type[Instance]) -> list[Instance]:
     """
     # Every object refers to its class. gc.get_objects() would also hold references to tensors, while other threads may
     # be freeing them.
-    return [found for found in gc.get_referrers(*_with_subclasses(kind)) if isinstance(found, kind)]
+    kinds = list(_with_subclasses(kind))  # a tuple that grows must not be found by another thread that is here, too
+    return [found for found in gc.get_referrers(*kinds) if isinstance(found, kind)]
 
 
 def _with_subclasses(kind: type[object]) -> Iterator[type[object]]:
