@@ -45,6 +45,7 @@ class BackwardCheck:
         self._versions: list[int] = []  # of these gradients
         self._accumulated: dict[int, _Seen] = {}  # those with hooks, also after each accumulation; by index
         self._changed = False  # whether a hook has found a change that is no accumulation
+        self._compiled = False  # whether compiled autograd ran a hook: there the versions count something else
         self._hooks: dict[int, RemovableHandle] = {}  # by index of the parameter
         self._left = {False: WATCHED, True: WATCHED}  # updates to watch, by whether they have several microbatches
         self.forget()
@@ -70,6 +71,9 @@ class BackwardCheck:
         """
         if accumulating:
             self._check_kept()
+        if self._compiled:
+            self._left = {False: 0, True: 0}
+            self.stop()
         if self._hooks and (self._changed or not self._ends_with_accumulations(unscaled)):
             raise RuntimeError(
                 f"only backward() may change gradients between two calls of step(), but something else has changed "
@@ -119,6 +123,9 @@ class BackwardCheck:
 
     def count(self, index: int, gradient: Tensor) -> None:
         """Count one accumulation of autograd in the gradient of a parameter."""
+        if torch.compiler.is_compiling():
+            self._compiled = True
+            return
         known = self._accumulated.get(index)
         if known is not None and gradient is known.gradient and gradient._version != known.version + 1:
             self._changed = True

@@ -25,6 +25,7 @@ from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduc
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, check_named_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
+from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters, run_closure
 from variable_batch_size.rules import Noise, Rule
@@ -252,6 +253,7 @@ class CustomOptimizer(OptimizerWrapper):
         """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
         self._loop.watchers.add(watcher)
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None, *, count: Tensor | float | None = None) -> bool:  # type: ignore[override]
         """Count one microbatch, whose `backward()` has run; after the last one of a step, update the weights.
@@ -270,8 +272,7 @@ class CustomOptimizer(OptimizerWrapper):
             as with a gradient of 0.
 
         Raises:
-            RuntimeError: if no `backward()` has run, or the loop does not feed the optimizer the microbatches of its
-                sampler, each once and in order.
+            RuntimeError: if no `backward()` has run, or a microbatch of the sampler was skipped, repeated or reordered.
         """
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
@@ -382,8 +383,7 @@ class CustomOptimizer(OptimizerWrapper):
         """Accumulate a microbatch, and return whether it is the last one of its step."""
         loop = self._loop
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
-        # A GradScaler sets both attributes for this call.
-        scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}
+        scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
         self._updater.gradient.add(microbatch, following, inside_step=loop.begun, **scale, count=count)
         if not microbatch.ends_step:
             loop.next_round()

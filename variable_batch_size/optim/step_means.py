@@ -12,6 +12,7 @@ from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
+from variable_batch_size.optim.uncompiled import uncompiled
 
 _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 
@@ -40,6 +41,7 @@ class StepMeans:
         self._added = 0  # microbatches of the step
         self._last: tuple[tuple[str, ...], Tensor] | None = None  # of the last update: names, and means, (names,)
 
+    @uncompiled
     def log(self, values: Mapping[str, Any]) -> None:
         """Note values of the current microbatch; several calls may add different names.
 

@@ -1,0 +1,127 @@
+"""torch.compile: models, inner optimizers and callers of `step()`, with batch sizes and learning rates that change."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
+
+import variable_batch_size as vbs
+from helpers.reference import HYPERPARAMETERS, OPTIMIZERS, SIZES, Training, assert_equal, training
+
+SETTLED = 3  # updates after which nothing compiles
+every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
+ADAMS = {torch.optim.Adam, torch.optim.AdamW}
+
+
+@pytest.fixture(autouse=True)
+def new_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    logging.getLogger("torch.__trace").propagate = False  # pytest would format each of its many records
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the compiler
+        yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, backend="eager", **options)
+
+
+def trained(run: Training, updates: int = 50, *, step: Callable[[], bool] | None = None) -> list[int]:
+    """Make updates; return the number of compiled graphs after each of them."""
+    graphs: list[int] = []
+    if step is not None:
+        run.optimizer.step = step  # type: ignore[method-assign,assignment]
+    while run.optimizer.updates < updates:
+        run.sampler.set_epoch(run.optimizer.epoch)
+        for updated in run.steps():
+            if updated:
+                graphs.append(counters["stats"]["unique_graphs"])
+            if run.optimizer.updates == updates:
+                break
+    return graphs
+
+
+def settles(graphs: list[int], number: int) -> bool:
+    """Whether there are at most `number` graphs, all of which were compiled in the first updates."""
+    return 0 < graphs[-1] <= number and graphs[SETTLED] == graphs[-1]
+
+
+@every_class
+def test_a_compiled_model_has_one_graph_for_all_batch_sizes(kind: type[vbs.CustomOptimizer]) -> None:
+    eager, run = (training(kind, SIZES * 3) for _ in range(2))
+    trained(eager, 20)
+    run.model = compiled(run.model, fullgraph=True, dynamic=True)
+    graphs = trained(run, 20)
+    assert_equal(run.weights(), eager.weights(), tolerance=1e-13)
+    assert graphs[-1] <= 2, str(graphs)  # a microbatch of one row has a graph of its own
+    assert not counters["graph_break"]
+
+
+def test_a_compiled_model_has_one_graph_if_the_shape_is_fixed() -> None:
+    run = training(vbs.AdaScaleOptimizer, SIZES * 3, sampling={"fixed_shape": True})
+    run.model = compiled(run.model, fullgraph=True, dynamic=False)
+    assert trained(run, 20)[-1] == 1
+
+
+@every_class
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+def test_a_compiled_inner_step_settles_while_the_learning_rate_changes(
+    kind: type[vbs.CustomOptimizer], tensor: bool
+) -> None:
+    def create() -> Training:
+        inner = type(training(kind).optimizer.inner)
+        values = HYPERPARAMETERS[inner]
+        if tensor:
+            values = values | {"lr": torch.tensor(values["lr"], dtype=torch.float64), "foreach": False}
+        return training(kind, SIZES * 8, hyperparameters=values)
+
+    eager, run = create(), create()
+    trained(eager)
+    inner = run.optimizer.inner
+    inner.step = compiled(inner.step)  # type: ignore[method-assign]
+    graphs = trained(run)
+    # A compiled Adam corrects its bias in float32.
+    assert_equal(run.weights(), eager.weights(), tolerance=1e-5 if type(inner) in ADAMS else 1e-13)
+    assert settles(graphs, 2 + 1), str(graphs)
+    rate = inner.param_groups[0]["lr"]
+    assert isinstance(rate, Tensor) == tensor
+    assert float(rate) == HYPERPARAMETERS[type(inner)]["lr"]
+
+
+@every_class
+def test_a_compiled_caller_runs_the_step_outside_of_its_graph(kind: type[vbs.CustomOptimizer]) -> None:
+    eager, run = (training(kind, SIZES * 8) for _ in range(2))
+    trained(eager)
+    optimizer, unbound, value = run.optimizer, run.optimizer.step, torch.ones(())
+
+    @compiled
+    def step() -> bool:
+        optimizer.log(value=value * 2)
+        return unbound()
+
+    graphs = trained(run, step=step)
+    assert_equal(run.weights(), eager.weights(), tolerance=0)
+    assert optimizer.logged["value"] == 2
+    assert settles(graphs, 1), str(graphs)
+    assert len(counters["graph_break"]) <= 2  # at log and at step
+
+
+@pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer])
+def test_compiled_autograd_is_no_change_of_the_gradients(kind: type[vbs.CustomOptimizer]) -> None:
+    eager, run = (training(kind, SIZES * 2) for _ in range(2))
+    trained(eager, 12)
+    run.model = compiled(run.model, dynamic=True)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        graphs = trained(run, 12)
+    assert_equal(run.weights(), eager.weights(), tolerance=1e-13)
+    assert graphs[2 * SETTLED] == graphs[-1], str(graphs)
