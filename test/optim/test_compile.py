@@ -125,3 +125,17 @@ def test_compiled_autograd_is_no_change_of_the_gradients(kind: type[vbs.CustomOp
         graphs = trained(run, 12)
     assert_equal(run.weights(), eager.weights(), tolerance=1e-13)
     assert graphs[2 * SETTLED] == graphs[-1], str(graphs)
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_warning_of_a_step_names_the_line_of_its_caller(finite: bool) -> None:
+    run = training(vbs.AdaScaleOptimizer, [8] * 100, minibatch_size=8, dataset_size=800)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number, indices in enumerate(run.sampler):
+            (run.loss(indices) * (1 if finite else torch.inf)).backward()
+            run.optimizer.step()
+            if number == 60:
+                break
+    assert {warning.filename for warning in found} == {__file__}
+    assert "Skipped an update" in str(found[0].message) or finite

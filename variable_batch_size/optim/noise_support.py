@@ -42,7 +42,7 @@ class UnmeasuredWarning:
                 f'single microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the '
                 f"sampler",
                 UserWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
 

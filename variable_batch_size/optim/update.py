@@ -196,7 +196,7 @@ class Updater:
             return None
         statistics = noise.statistics(squares[0], reduced)
         if statistics.finite is False:
-            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=6)
+            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=7)
             return None
         if isinstance(statistics.finite, Tensor):
             zeros = {dtype: reduced[0].new_zeros((), dtype=dtype) for dtype in {gradient.dtype for gradient in reduced}}
