@@ -121,14 +121,14 @@ class Accumulation(ABC):
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None: ...
 
     @abstractmethod
-    def finish(self, factor: float, members: Sequence[bool]) -> list[Tensor]:
+    def finish(self, factor: float | None, members: Sequence[bool]) -> list[Tensor]:
         """Put `factor` times this rank's share in `.grad`, and return the gradients of the members.
 
         Operations that may differ between ranks are executed: they must not be in the graph of the collective, which
         has to be the same on all ranks.
 
         Args:
-            factor: a factor that all parameters share.
+            factor: a factor that all parameters share; None if there is none in any update.
             members: for each parameter, whether it takes part in the update; `.grad` of others is None afterwards, and
                 a member without a gradient on this rank gets zeros.
         """
@@ -206,7 +206,7 @@ class InPlaceAccumulation(Accumulation):
             present = [parameter for parameter in self.parameters if parameter.grad is not None]
             self._multiply(present, weight / next_weight, "microbatch")
 
-    def finish(self, factor: float, members: Sequence[bool]) -> list[Tensor]:
+    def finish(self, factor: float | None, members: Sequence[bool]) -> list[Tensor]:
         """Put `factor` times this rank's share in `.grad`, and return the gradients of the members."""
         self.exclude(members)
         present = [p for p, member in zip(self.parameters, members, strict=True) if member]
@@ -217,7 +217,8 @@ class InPlaceAccumulation(Accumulation):
             pairs = zip(self.parameters, self._has_gradient, members, strict=True)
             if unused := [p.grad for p, used, member in pairs if member and not used and p.grad is not None]:
                 torch._foreach_zero_(unused)
-        gradients = self._multiply(present, factor * self._weight, "update")  # in the graph of any other microbatch
+        factor = (1.0 if factor is None else factor) * self._weight
+        gradients = self._multiply(present, factor, "update")  # in the graph of any other microbatch
         self._backend.mark_step()
         return gradients
 
@@ -286,7 +287,7 @@ class BufferedAccumulation(Accumulation):
                 torch._foreach_add_(*pairs)
         self._buffer |= new
 
-    def finish(self, factor: float, members: Sequence[bool]) -> list[Tensor]:
+    def finish(self, factor: float | None, members: Sequence[bool]) -> list[Tensor]:
         """Put `factor` times this rank's share in `.grad`, and return the gradients of the members."""
         if not self._backend.static_graph:
             self._take(self._weight)
@@ -296,7 +297,9 @@ class BufferedAccumulation(Accumulation):
         self._buffer |= {parameter: _widened(torch.zeros_like(parameter)) for parameter in missing}
         shares = [self._buffer[parameter] for parameter in present]
         self._backend.mark_step()
-        shares = products(shares, factor * self._weight, self._backend, "update")
+        if factor is not None or not self._backend.static_graph:  # there the weights have been applied
+            factor = (1.0 if factor is None else factor) * self._weight
+            shares = products(shares, factor, self._backend, "update")
         gradients = [share.to(parameter.dtype) for parameter, share in zip(present, shares, strict=True)]
         for parameter, gradient in zip(present, gradients, strict=True):
             parameter.grad = gradient

@@ -205,19 +205,19 @@ class StepGradient:
         self.accumulation.fill(bucket.parameters, bucket.flat, self._factor)
         return squares
 
-    def reduce(self, step: Step, factor: float, squares: list[Tensor] | None = None) -> list[Tensor] | None:
+    def reduce(self, step: Step, factor: float | None, squares: list[Tensor] | None = None) -> list[Tensor] | None:
         """Return `factor` times the gradient, summed over the ranks.
 
         It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted.
 
         Args:
             step: the accumulated step.
-            factor: a factor on all gradients.
+            factor: a factor on all gradients; None if there is none in any update.
             squares: gets the sum of the weighted squares over all ranks, (1,).
         """
         accumulation, used = self.accumulation, self.accumulation.has_gradient
         summed, in_buckets = self.participation.summed(used), bool(self.reduction.buckets)
-        self._factor = factor
+        self._factor = 1.0 if factor is None else factor
         if in_buckets:
             like = list(compress(self.parameters, summed))
         else:

@@ -180,7 +180,7 @@ class Updater:
     def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
         scalings = self._known_scalings(update)
-        reduced = self.gradient.reduce(step, float(scalings[0].gradient) if self._shares_factor else 1.0)
+        reduced = self.gradient.reduce(step, float(scalings[0].gradient) if self._shares_factor else None)
         if reduced is None:
             return None
         self._clip(reduced)
@@ -191,7 +191,7 @@ class Updater:
     def _apply_measured_rules(self, noise: GradientNoise, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, measure, clip and scale by rules that may use the noise; None if the update is skipped."""
         squares: list[Tensor] = []
-        reduced = self.gradient.reduce(step, 1.0, squares)
+        reduced = self.gradient.reduce(step, None, squares)
         if reduced is None:
             return None
         statistics = noise.statistics(squares[0], reduced)
