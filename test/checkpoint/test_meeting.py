@@ -170,3 +170,11 @@ def test_the_interval_between_checks_keeps_their_cost_small() -> None:
         assert meeting._interval(meeting._checked_time + update_seconds) == interval
     meeting._check_seconds = 0.1  # 1 % of 10 s, which is more than the longest interval
     assert meeting._interval(meeting._checked_time + 0.3) == 4
+
+
+def test_a_rank_makes_its_last_updates_although_the_process_with_the_store_has_ended() -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    late = Meetings(dist.TCPStore("localhost", server.port, is_master=False), "test", World(1, 2))
+    assert not late.after_update(False)
+    del server
+    assert not any(late.after_update(wanted) for wanted in (False, True, False, True))

@@ -254,7 +254,9 @@ def run_loops(rank: int, folder: Path) -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         dist.set_debug_level_from_env()
         begin(rank, 2, folder / "store-detail")
-        torch.save(create().iterate(UPDATES).weights(), folder / f"detail-rank{rank}.pt")
+        run = create()
+        torch.save(run.iterate(UPDATES).weights(), folder / f"detail-rank{rank}.pt")
+        assert not run.optimizer._backend.overlaps  # starting a sum would wait for the other ranks
         dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.reference import examples
-from variable_batch_size.optim.buckets import make_buckets
+from variable_batch_size.optim.buckets import SUMMED, make_buckets
 
 
 @given(
@@ -38,3 +38,20 @@ def test_buckets_hold_each_parameter_once_and_are_complete_in_their_order(
 def test_the_first_bucket_is_small_as_in_distributed_data_parallel() -> None:
     parameters = [torch.zeros(1 << 17) for _ in range(60)]  # half a MB each
     assert [len(bucket.indices) for bucket in make_buckets(range(60), parameters, 25 * 2**20)] == [2, 50, 8]
+
+
+def test_changes_of_any_element_are_seen_in_the_first_updates() -> None:
+    parameters = [torch.zeros(64, 64) for _ in range(5)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(64, 64)
+    (bucket,) = make_buckets(range(5), parameters, 25 * 2**20)
+    for _ in range(SUMMED):
+        bucket.reset()
+        bucket.note_sent()
+        assert not bucket.changed()
+        parameters[1].grad.data[3, 3] += 1  # type: ignore[union-attr]  # of no sample
+        assert bucket.is_same()
+        assert bucket.changed()
+    bucket.note_sent()
+    parameters[0].grad.data.mul_(2)  # type: ignore[union-attr]
+    assert bucket.changed()

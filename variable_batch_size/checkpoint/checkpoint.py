@@ -32,6 +32,7 @@ from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.checkpoint.writer import Writer
 from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
 
 _STOP, _SAVE = b"stop", b"save"  # what a rank wants to do at a meeting
@@ -158,6 +159,7 @@ class Checkpoint:
         self._mark_saved()
         return path
 
+    @uncompiled
     def step(self) -> bool:
         """Save with `wait=False` if a save is due; call it in the loop, after every `optimizer.step()`.
 
@@ -197,6 +199,7 @@ class Checkpoint:
             self._save(wait=False, in_loop=in_loop)
         return due
 
+    @uncompiled
     def report(self, **metrics: float | Tensor | None) -> bool:
         """Report the values of the present weights, and save with `wait=False` if they are the best so far.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from typing import final
 
 import torch.distributed as dist
@@ -51,7 +52,9 @@ class Meetings:
         """
         self._updates += 1
         if self._next is None and (wanted or self._updates >= self._reserved):
-            self._check(wanted)
+            # If the process with the store has ended, it has made the last update, or the next sum of gradients fails.
+            with suppress(dist.DistNetworkError):
+                self._check(wanted)
         if self._next is None or self._updates < self._next:
             return False
         self._number, self._held, self._reserved, self._next = self._number + 1, self._updates, self._updates + 1, None

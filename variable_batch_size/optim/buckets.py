@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend.flat import split_flat
+from variable_batch_size.optim.first_gradients import checksum
 
+SUMMED = 16  # updates in which changes of any element are seen
 FIRST_BYTES = 1 << 20  # of the first bucket of a dtype, which is to leave early; as in DistributedDataParallel
 
 
@@ -40,12 +42,14 @@ class Bucket:
         self.sent: list[tuple[Tensor | None, int]] = []
         some = sorted({0, len(self.parameters) // 2, len(self.parameters) - 1})
         self._sampled = [self.parameters[position] for position in some]
-        self._sample = torch.empty(0)
+        self._times = 0  # that it was sent early
+        self._seen = torch.empty(0)
 
     def note_sent(self) -> None:
         """Record the gradients as they are now."""
         self.sent = [_version(parameter.grad) for parameter in self.parameters]
-        self._sample = self._take_sample()
+        self._times += 1
+        self._seen = self._look()
 
     def is_same(self) -> bool:
         """Return whether the gradients are those that were recorded, by their versions."""
@@ -54,7 +58,7 @@ class Bucket:
 
     def changed(self) -> Tensor:
         """Return whether some elements have changed, 0-D; `.data` changes without a version. `is_same` is true."""
-        return (self._take_sample() != self._sample).any()
+        return (self._look() != self._seen).any()
 
     def reset(self) -> None:
         """Expect all gradients again."""
@@ -71,8 +75,11 @@ class Bucket:
                 parameter.grad = torch.empty_like(parameter)
         torch._foreach_copy_([p.grad for p in self.parameters], self.views)  # type: ignore[misc]
 
-    def _take_sample(self) -> Tensor:
-        """Return the bytes of some elements of some gradients."""
+    def _look(self) -> Tensor:
+        """Return the bytes of the sums of all gradients in the first updates, and later of some of their elements."""
+        if self._times <= SUMMED:
+            sums = [checksum(parameter.grad).to(self.flat.device) for parameter in self.parameters]
+            return torch.stack(sums).view(torch.uint8)
         gradients = [parameter.grad.detach() for parameter in self._sampled if parameter.grad is not None]
         parts = [
             gradient[tuple(slice(None, None, max(1, size // 4)) for size in gradient.shape)] for gradient in gradients

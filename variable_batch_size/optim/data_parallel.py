@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.optim.instances import instances
+from variable_batch_size.optim.uncompiled import uncompiled
 
 REDUCED_TWICE = (
     "gradients must be reduced once, by optimizer.step(), but the model is wrapped in DistributedDataParallel, which "
@@ -61,6 +62,7 @@ def _observe() -> None:
     _found.update(instances(DistributedDataParallel))
 
 
+@uncompiled
 def _add(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if isinstance(module, DistributedDataParallel):
         _found.add(module)

@@ -28,7 +28,7 @@ class FirstGradients:
 
     def count(self, index: int) -> None:
         """Count a gradient, which autograd has just added."""
-        self._came.append((index, _checksum(self._parameters[index].grad)))
+        self._came.append((index, checksum(self._parameters[index].grad)))
 
     def end_microbatch(self, *, alone: bool, replay: bool) -> None:
         """Take what has come for a microbatch.
@@ -61,11 +61,11 @@ class FirstGradients:
         if not self._came:
             return True
         then = torch.stack([checksum.cpu() for _, checksum in self._came])
-        now = torch.stack([_checksum(self._parameters[index].grad).cpu() for index, _ in self._came])
+        now = torch.stack([checksum(self._parameters[index].grad).cpu() for index, _ in self._came])
         return torch.allclose(now, then, rtol=0, atol=0, equal_nan=True)
 
 
-def _checksum(gradient: Tensor | None) -> Tensor:
+def checksum(gradient: Tensor | None) -> Tensor:
     """Return a number that sees changes of `.data`, which have no version, 0-D: the sum of the elements."""
     if gradient is None or gradient.layout is not torch.strided:
         return torch.zeros((), dtype=torch.float64)

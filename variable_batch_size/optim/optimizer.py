@@ -376,7 +376,7 @@ class CustomOptimizer(OptimizerWrapper):
 
     def _clear(self) -> None:
         """Drop the gradients of an incomplete step."""
-        self._updater.clear()
+        self._updater.clear(discarded=True)
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:

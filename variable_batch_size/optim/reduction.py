@@ -242,14 +242,18 @@ class Reduction:
         for bucket in self.buckets:
             bucket.give_back(as_views=self._as_views)
 
-    def void(self) -> None:
+    def void(self, *, discarded: bool = False) -> None:
         """Complete the round so that it does not count on any rank, if some of it has left; do not wait for it.
+
+        Args:
+            discarded: whether the step is discarded. If the host does not read from the device whether a round is void,
+                all ranks do so, and each sends a void round, because another one may have had to.
 
         Raises:
             RuntimeError: if the other ranks may have taken it as complete.
         """
         self._first.forget()
-        self._rounds.void()
+        self._rounds.void(always=discarded and self._enabled and not self._reads)
         self._begin_round()
 
     def restore(self) -> None:

@@ -106,8 +106,11 @@ class Rounds:
         """Note that the last round counts, on every rank."""
         self._begun = 0
 
-    def void(self) -> None:
+    def void(self, *, always: bool = False) -> None:
         """Complete the round so that it does not count on any rank, if some of it has left; do not wait for it.
+
+        Args:
+            always: whether to send a void round also if nothing has left.
 
         Raises:
             RuntimeError: if the other ranks may have taken it as complete.
@@ -117,7 +120,8 @@ class Rounds:
                 f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
                 f"they were, {RESTART}"
             )
-        if self.left:
+        known = self._message is not None and self._channel is not None
+        if self.left or (always and known and self.buckets):
             if self._message is None:
                 raise RuntimeError(f"an exception came while the first gradients were sent, {RESTART}")
             self._send_zeros(self._message)

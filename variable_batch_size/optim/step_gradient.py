@@ -98,9 +98,9 @@ class StepGradient:
         self.check.begin(several=several)
         self.reduction.watch()
 
-    def clear(self) -> None:
-        """Discard the accumulated microbatches, after an update or to start the step over."""
-        self.reduction.void()
+    def clear(self, *, discarded: bool = False) -> None:
+        """Discard the accumulated microbatches, after an update or, if `discarded`, to start the step over."""
+        self.reduction.void(discarded=discarded)
         self.accumulation.clear()
         self.check.remember()
         self._found_inf, self._square_factor = None, None
@@ -291,7 +291,8 @@ class StepGradient:
 
     def _square_factor_of(self, microbatch: Microbatch) -> float | None:
         """Return the factor on the square of a microbatch; None if that is of no use, on all ranks."""
-        if microbatch.samples == microbatch.batch_size and self._backend.world.size == 1:
+        only = microbatch.samples == microbatch.batch_size and self._backend.world.size == 1
+        if only and not self._backend.static_graph:  # without it the graph would be another one
             return None  # the only microbatch of a step gives no estimate
         return microbatch.samples / self._divisor(microbatch) ** 2
 

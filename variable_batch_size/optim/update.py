@@ -102,9 +102,9 @@ class Updater:
         """The factor on lr times the factor on the gradient in the last update, of the first parameter group."""
         return float(self.last_scaling.lr) * float(self.last_scaling.gradient)
 
-    def clear(self) -> None:
-        """Discard the accumulated microbatches, after an update or to start the step over."""
-        self.gradient.clear()
+    def clear(self, *, discarded: bool = False) -> None:
+        """Discard the accumulated microbatches, after an update or, if `discarded`, to start the step over."""
+        self.gradient.clear(discarded=discarded)
         self._scalings, self.inner_step_begun = None, False
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
