@@ -99,7 +99,9 @@ def test_a_step_that_all_ranks_discard_is_exact_where_the_host_does_not_wait(way
         raise StopError
 
     def train(backend: Backend, overlap: bool) -> Training:
-        run = training(sizes=sizes, backend=backend, dataset_size=200, minibatch_size=4, overlap=overlap)
+        run = training(
+            sizes=sizes, backend=backend, dataset_size=200, minibatch_size=4, overlap=overlap, bucket_cap_mb=0
+        )
         optimizer, failures = run.optimizer, again
         optimizer._updater.gradient.reduction._reads = False
         while optimizer.updates < 20:
