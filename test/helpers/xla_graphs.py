@@ -31,7 +31,7 @@ class Training:
     schedule: tuple[float, ...] = (1.0,)  # factors on lr, which follow one another in a cycle
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    loop: str = ""  # what the loop does besides: "zero_grad" at each microbatch, or "reads" after each update
+    loop: str = ""  # what the loop does besides: "zero_grad" or "log" at each microbatch, or "reads" after each update
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ def _updates(training: Training, width: int) -> list[Update]:
             if training.loop == "zero_grad":
                 optimizer.zero_grad()
             (loss.sum() if optimizer.reduction == "sum" else loss.mean()).backward()
+            if training.loop == "log":
+                optimizer.log(loss=loss.mean())
             rounds += 1
             if not optimizer.step():
                 continue

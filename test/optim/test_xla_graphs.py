@@ -62,6 +62,21 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
     assert list(map(late, found)) == [{}] * len(found)
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(cores: int, tmp_path: Path) -> None:
+    several, one, single = 4 * MINIBATCH_SIZE * cores, MINIBATCH_SIZE * cores, MINIBATCH_SIZE
+    sizes = (*4 * (several,), *2 * (one,), several, single, several + 1, one)
+    variants = [
+        {"loop": "log"},
+        {"loop": "log", "options": {"max_grad_norm": 0.5}},
+        {"loop": "log", "rule": "adascale"},
+        {"options": {"noise": "differenced"}, "rule": "adascale"},
+        {"options": {"noise": "microbatches"}},
+    ]
+    found = run([Training(sizes, **variant) for variant in variants], cores, tmp_path)  # type: ignore[arg-type]
+    assert list(map(late, found)) == [{}] * len(found)
+
+
 def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -> None:
     sizes = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9)
     two_rules = ("linear", "root")

@@ -148,12 +148,13 @@ class StepGradient:
         self._square_factor = self._square_factor_of(microbatch)
         if following is not None or found_inf is not None or self._backend.static_graph:
             self._add_square(grad_scale)
-        next_weight = None if following is None else self._weight_of(following)
-        self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
         like = self.parameters[0]
+        # Before the gradients of any microbatch get their weight: another order would be another graph.
         self.token_count.add(count, microbatch, like)
         weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
         self.step_means.add(weight, like)
+        next_weight = None if following is None else self._weight_of(following)
+        self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
         self.check.remember()
 
     def drop_current(self, *, inside_step: bool) -> None:
