@@ -18,6 +18,7 @@ from helpers.reference import HYPERPARAMETERS, OPTIMIZERS, SIZES, Training, asse
 
 SETTLED = 3  # updates after which nothing compiles
 every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
+CHANGE_OTHERS = {vbs.LinearRuleMomentumOptimizer, vbs.SqrtSDERuleOptimizer}  # weight decay, betas and eps
 ADAMS = {torch.optim.Adam, torch.optim.AdamW}
 
 
@@ -75,7 +76,7 @@ def test_a_compiled_model_has_one_graph_if_the_shape_is_fixed() -> None:
 
 @every_class
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-def test_a_compiled_inner_step_settles_while_the_learning_rate_changes(
+def test_a_compiled_inner_step_equals_the_eager_one_and_settles_with_a_tensor_as_learning_rate(
     kind: type[vbs.CustomOptimizer], tensor: bool
 ) -> None:
     def create() -> Training:
@@ -92,7 +93,10 @@ def test_a_compiled_inner_step_settles_while_the_learning_rate_changes(
     graphs = trained(run)
     # A compiled Adam corrects its bias in float32.
     assert_equal(run.weights(), eager.weights(), tolerance=1e-5 if type(inner) in ADAMS else 1e-13)
-    assert settles(graphs, 2 + 1), str(graphs)
+    if (
+        tensor and kind not in CHANGE_OTHERS
+    ):  # torch may compile for each value of a Python number, and gives up after 8
+        assert settles(graphs, 2 + 1), str(graphs)
     rate = inner.param_groups[0]["lr"]
     assert isinstance(rate, Tensor) == tensor
     assert float(rate) == HYPERPARAMETERS[type(inner)]["lr"]
