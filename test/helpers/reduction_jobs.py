@@ -21,6 +21,7 @@ from helpers.reference import Array, Training, filled, training
 WORLDS = (3, 2)
 SIZES = (20, 7, 1, 33, 12, 6, 3)
 UPDATES = len(SIZES)
+SECONDS = 20  # that a rank waits for the others
 
 
 def deep() -> nn.Module:
@@ -32,6 +33,22 @@ def create(**options: Any) -> Training:
     """A training with a bucket for each parameter."""
     given: dict[str, Any] = {"model": deep(), "backend": vbs.DistributedBackend(), "overlap": True, "bucket_cap_mb": 0}
     return training(vbs.AdaScaleOptimizer, SIZES, dataset_size=82, **{**given, **options})
+
+
+def alone() -> list[Array]:
+    """The weights after all updates of one process."""
+    return training(vbs.AdaScaleOptimizer, SIZES, model=deep(), dataset_size=82).run(UPDATES).weights()
+
+
+def begin(rank: int, size: int, path: Path) -> None:
+    """Connect the ranks."""
+    store = dist.FileStore(str(path), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
+
+
+def saved(folder: Path, size: int) -> list[dict[str, Any]]:
+    """Return what the ranks of a world have saved, by rank."""
+    return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 @contextmanager
@@ -224,8 +241,7 @@ def run_scenarios(rank: int, folder: Path) -> None:
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
     for size in WORLDS:
         if rank < size:
-            store = dist.FileStore(str(folder / f"store{size}"), size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+            begin(rank, size, folder / f"store{size}")
             results = {scenario.__name__: scenario(folder) for scenario in SCENARIOS}
             torch.save(results, folder / f"world{size}-rank{rank}.pt")
             dist.destroy_process_group()
@@ -235,8 +251,7 @@ def one_rank_ends(rank: int, folder: Path) -> None:
     """Rank 1 ends after its first sums have left; rank 0 writes the error that it gets."""
     torch.set_num_threads(1)
     os.dup2(os.open(folder / f"stderr-end{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    store = dist.FileStore(str(folder / "store-end"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    begin(rank, 2, folder / "store-end")
     run = create()
     try:
         for indices in run.sampler:

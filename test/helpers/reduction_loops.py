@@ -6,7 +6,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.reduction_jobs import SIZES, Gan, StopError, create, deep, stop_in
+from helpers.reduction_jobs import UPDATES, WORLDS, Gan, StopError, begin, create, deep, stop_in
 from helpers.reference import Array, Training, training
-
-WORLDS = (3, 2)
-UPDATES = len(SIZES)
-SECONDS = 20  # that a rank waits for the others
 
 Run = Callable[..., Training]  # creates a training, with or without overlap
 
@@ -258,12 +253,6 @@ def run_loops(rank: int, folder: Path) -> None:
         torch.save(run.iterate(UPDATES).weights(), folder / f"detail-rank{rank}.pt")
         assert not run.optimizer._backend.overlaps  # starting a sum would wait for the other ranks
         dist.destroy_process_group()
-
-
-def begin(rank: int, size: int, path: Path) -> None:
-    """Connect the ranks."""
-    store = dist.FileStore(str(path), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
 
 
 def one_rank_returns(rank: int, folder: Path) -> None:

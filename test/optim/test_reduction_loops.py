@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-import variable_batch_size as vbs
-from helpers.reduction_jobs import SIZES, UPDATES, deep
-from helpers.reduction_loops import LOOPS, SECONDS, WORLDS, one_rank_returns, run_loops
-from helpers.reference import assert_equal, training
+from helpers.reduction_jobs import SECONDS, WORLDS, alone, saved
+from helpers.reduction_loops import LOOPS, one_rank_returns, run_loops
+from helpers.reference import assert_equal
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=WORLDS, ids="world {}".format)
 def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     """Return the results of every rank."""
-    size = request.param
-    return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
+    return saved(folder, request.param)
 
 
 @pytest.mark.parametrize("name", [loop.__name__ for loop in LOOPS])
@@ -38,14 +36,14 @@ def test_a_loop_makes_the_updates_without_overlap(name: str, ranks: list[dict[st
 
 
 def test_optimizers_that_follow_one_another_share_process_groups(folder: Path) -> None:
-    for rank in range(2):
-        first, *_, last = torch.load(folder / f"world2-rank{rank}.pt", weights_only=False)["recreated"]
+    for rank in saved(folder, 2):
+        first, *_, last = rank["recreated"]
         for few, many in zip(first, last, strict=True):
             assert many < few + 30  # 15 process groups would have 45 threads and 90 sockets
 
 
 def test_the_checks_of_torch_distributed_are_content(folder: Path) -> None:
-    expected = training(vbs.AdaScaleOptimizer, SIZES, model=deep(), dataset_size=82).run(UPDATES).weights()
+    expected = alone()
     for rank in range(2):
         assert_equal(torch.load(folder / f"detail-rank{rank}.pt", weights_only=False), expected)
 

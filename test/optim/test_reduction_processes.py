@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.multiprocessing as mp
 
-import variable_batch_size as vbs
-from helpers.reduction_jobs import SIZES, UPDATES, WORLDS, deep, one_rank_ends, run_scenarios
-from helpers.reference import assert_equal, training
+from helpers.reduction_jobs import UPDATES, WORLDS, alone, deep, one_rank_ends, run_scenarios, saved
+from helpers.reference import assert_equal
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=WORLDS, ids="world {}".format)
 def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     """Return the results of every rank."""
-    size = request.param
-    return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
-
-
-def alone() -> list[Any]:
-    return training(vbs.AdaScaleOptimizer, SIZES, model=deep(), dataset_size=82).run(UPDATES).weights()
+    return saved(folder, request.param)
 
 
 def test_buckets_leave_before_the_last_backward_of_a_rank_returns(ranks: list[dict[str, Any]]) -> None:

@@ -60,7 +60,7 @@ class FirstGradients:
         """Return whether the gradients are as they came; waits for the device."""
         if not self._came:
             return True
-        then = torch.stack([checksum.cpu() for _, checksum in self._came])
+        then = torch.stack([number.cpu() for _, number in self._came])
         now = torch.stack([checksum(self._parameters[index].grad).cpu() for index, _ in self._came])
         return torch.allclose(now, then, rtol=0, atol=0, equal_nan=True)
 

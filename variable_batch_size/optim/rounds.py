@@ -109,6 +109,8 @@ class Rounds:
     def void(self, *, always: bool = False) -> None:
         """Complete the round so that it does not count on any rank, if some of it has left; do not wait for it.
 
+        The next one has to `begin`.
+
         Args:
             always: whether to send a void round also if nothing has left.
 
@@ -125,7 +127,6 @@ class Rounds:
             if self._message is None:
                 raise RuntimeError(f"an exception came while the first gradients were sent, {RESTART}")
             self._send_zeros(self._message)
-        self.begin()
 
     # All ranks together. ------------------------------------------------------------------------------------------
 
