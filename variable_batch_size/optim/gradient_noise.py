@@ -141,16 +141,17 @@ class GradientNoise:
         like = torch.as_tensor(square)
         numbers = [float(batch_size), float(ref), float(paired)]
         size, reference, use_pair = self._backend.scalars(numbers, like, "noise")
-        decay, constant, *rows = self._vectors(weights, like, "noise")
-        measurements = [squares, square]
+        measurements, rows = [squares, square], [weights.weighted_squares, weights.squared_norm]
         if self._differenced is not None:
             other, valid = self._differenced.estimate(gradient, square, size, counts)
             measurements += other
+            rows += [weights.pair_sigma2, weights.pair_mu2]
             counts = counts & (valid >= use_pair)
+        decay, constant, *factors = self._vectors([weights.decay, weights.constant, *rows], like, "noise")
         old = self._state.averages
         if self.on_device and not isinstance(old, Tensor):
             (old,) = self._vectors([old.tolist()], like, "averages")
-        new = averaged(old, decay, constant, zip(rows, measurements, strict=False))
+        new = averaged(old, decay, constant, zip(factors, measurements, strict=True))
         averages = select(counts, new, old)
         own_gain = gain(averages, size, reference)
         packed = torch.cat([averages, torch.as_tensor(own_gain).view(1)]) if self.on_device else None

@@ -199,7 +199,7 @@ class Updater:
             warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=7)
             return None
         if isinstance(statistics.finite, Tensor):
-            zeros = {dtype: reduced[0].new_zeros((), dtype=dtype) for dtype in {gradient.dtype for gradient in reduced}}
+            zeros = {dtype: reduced[0].new_zeros((), dtype=dtype) for dtype in dict.fromkeys(g.dtype for g in reduced)}
             for gradient in reduced:
                 gradient.copy_(torch.where(statistics.finite, gradient, zeros[gradient.dtype]))
         own = [parameter.grad for parameter in self.parameters]
