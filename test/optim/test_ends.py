@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.reference import Training, assert_equal, examples, training
+from helpers.schedules import counter
 from helpers.strategies import Case, Run, cases, read_ahead, together
 from variable_batch_size.testing import run_ranks
 
@@ -164,6 +166,42 @@ def test_rejects_an_end_that_is_no_positive_integer(name: str, value: Any) -> No
         vbs.CustomSampler(10, 4, **{name: value})
 
 
+@given(stop=st.integers(0, 12), total=st.floats(0.5, 6))
+@examples(20)
+def test_remaining_epochs_ends_with_the_schedule(stop: int, total: float) -> None:
+    """Also after a restore, and when the schedule has ended already."""
+
+    def start() -> tuple[Training, vbs.ProgressScheduler]:
+        run = training(vbs.AdaScaleOptimizer)
+        return run, vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=total)
+
+    def train(run: Training, scheduler: vbs.ProgressScheduler, updates: float = math.inf) -> None:
+        for epoch in vbs.remaining_epochs(run.sampler, run.optimizer, scheduler):
+            assert epoch == run.sampler.epoch == run.optimizer.epoch
+            for updated in run.steps():
+                if updated:
+                    scheduler.step()
+                if scheduler.done or run.optimizer.updates == updates:
+                    break
+            if run.optimizer.updates == updates:
+                return
+
+    whole, ends = start()
+    train(whole, ends)
+    begun, scheduler = start()
+    if stop:
+        train(begun, scheduler, stop)
+    resumed, again = start()
+    resumed.optimizer.load_state_dict(begun.optimizer.state_dict())
+    again.load_state_dict(scheduler.state_dict())
+    resumed.model.load_state_dict(begun.model.state_dict())
+    train(resumed, again)
+    assert again.done
+    assert resumed.optimizer.updates == whole.optimizer.updates
+    assert list(vbs.remaining_epochs(whole.sampler, whole.optimizer, ends)) == []
+    assert ends.passed >= total > ends.passed - 5
+
+
 def wrong_arguments() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
     run, other = Run(ending()), Run(ending())
     good = {"sampler": run.sampler, "optimizer": run.optimizer, "until": 3}
@@ -175,6 +213,10 @@ def wrong_arguments() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
     yield {**good, "by": "epoch"}, ValueError, "by must be .* got 'epoch'"
     yield {**good, "until": "3"}, TypeError, "until must be a finite number"
     yield {**good, "until": -1}, ValueError, "until must be a finite number"
+    scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
+    yield {**good, "until": scheduler}, ValueError, "schedule must have an end, got .* without total"
+    ended = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=1)
+    yield {**good, "until": ended, "by": "samples"}, ValueError, "has its own unit, got by='samples'"
     yield {**good, "until": None}, ValueError, "something must end the training"
 
 

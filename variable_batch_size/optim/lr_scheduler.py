@@ -119,6 +119,13 @@ class ProgressScheduler:
         """
         return self._reference_updates() >= self._total
 
+    def check_ends(self) -> None:
+        """Raise ValueError unless the schedule has a `total`, without which `done` stays False."""
+        if self._total == math.inf:
+            raise value_error(
+                "the schedule must have an end", "a ProgressScheduler without total=", "create it with total="
+            )
+
     def get_last_lr(self) -> list[float]:
         """Return the last learning rate that the scheduler has set, of each parameter group."""
         return self._scheduler.get_last_lr()
