@@ -10,7 +10,7 @@ VENV := .venv
 NEWEST := .venv-newest
 SETUP := setup.cfg pyproject.toml
 
-.PHONY: help train test test-newest fuzz bench clean
+.PHONY: help train test test-newest docs fuzz bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -18,6 +18,7 @@ help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make test         run ruff, mypy and all tests"
 	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
+	@echo "make docs         build the documentation in build/docs"
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
 	@echo "make bench        run all scripts in benchmarks/"
 	@echo "make clean        remove the environments, builds and caches"
@@ -44,6 +45,10 @@ test-newest:
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
 
+docs: $(VENV)/.has-docs
+	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs
+	@echo "open build/docs/index.html"
+
 fuzz: $(VENV)/.has-test
 	PYTHONPATH=test $(VENV)/bin/python -m fuzz --number $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
@@ -56,8 +61,9 @@ clean:
 
 # The extras of setup.cfg that each stamp file of .venv stands for.
 EXTRAS_xla := xla
-EXTRAS_test := xla test
-EXTRAS_bench := xla test bench
+EXTRAS_docs := xla docs
+EXTRAS_test := xla docs test
+EXTRAS_bench := xla docs test bench
 comma := ,
 space := $(subst ,, )
 

@@ -1,4 +1,4 @@
-"""The commands of the README for elastic training, while processes are removed and added."""
+"""The commands of docs/checkpoints.md for elastic training, while processes are removed and added."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from helpers.kills import send
-from helpers.readme import ROOT, commands
+from helpers.pages import DOCS, ROOT, commands
 
-LINES = [line for line in commands() if "--checkpoint" in line]
+LINES = [line for line in commands(DOCS / "checkpoints.md") if "--checkpoint" in line]
 TIMEOUT = 300.0  # seconds
 SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 

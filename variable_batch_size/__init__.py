@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from variable_batch_size._lazy import lazy_index
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from variable_batch_size.backend import Backend as Backend
     from variable_batch_size.backend import DistributedBackend as DistributedBackend

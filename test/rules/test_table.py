@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rule_pages import description, rule_sections, rule_table
+
 import variable_batch_size as vbs
-from helpers.readme import README
-from helpers.rule_table import description, rule_table
 
 RULE = '''"""Multiply the learning rate by the cube root of k."""
 
@@ -40,7 +40,7 @@ SCRIPT = """
 import torch
 import variable_batch_size as vbs
 from helpers.reference import OPTIMIZERS, SIZES, assert_equal, training, twin
-from helpers.rule_table import rule_table
+from rule_pages import rule_table
 assert vbs.CubeRootRule is vbs.RULES["cube-root"] and "CubeRootRule" in vbs.__all__
 kind = OPTIMIZERS["cube-root"]  # which the contract suite goes through
 assert_equal(training(kind, SIZES).run(len(SIZES)).weights(), twin(kind, SIZES))
@@ -62,7 +62,8 @@ def test_a_ninth_rule_touches_two_files(tmp_path: Path) -> None:
         .replace('"legw"', '"cube-root": CubeRootRule,\n        "legw"')
     )
     table.write_text(text)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(tmp_path), str(root / "test"), str(root / "docs")])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path,
@@ -80,5 +81,9 @@ def test_every_rule_describes_itself() -> None:
         assert set(description(rule)) >= {"Scales", "Use when", "Fails when"}, rule.__name__
 
 
-def test_the_readme_has_the_table_of_rules() -> None:
-    assert rule_table() in README, f"copy this into README.md:\n{rule_table()}"
+def test_the_page_of_rules_describes_each_rule() -> None:
+    for name, rule in vbs.RULES.items():
+        about = description(rule)
+        assert f"| `{name}` |" in rule_table()
+        assert f"## `{name}`" in rule_sections()
+        assert about["Fails when"] in rule_sections()

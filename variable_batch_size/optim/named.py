@@ -132,6 +132,7 @@ class AdaScaleOptimizer(NamedOptimizer):
     choose `minibatch_size` such that most updates have at least two microbatches, over all ranks.
 
     Differences from the paper, section 3 and appendix B:
+
     - k = B / ref may be any number, also below 1, and may change at every update; sigma^2 and mu^2 are those of one
       sample, so nothing is rescaled then.
     - The groups are microbatches, of unequal size, and not workers: the gain does not depend on the world.

@@ -1,0 +1,30 @@
+"""Runs the code blocks of the pages and of the README: each page is a test item per block, in one namespace.
+
+A page goes on from the objects of the quick start: `dataset`, `model`, `sampler`, `loader`, `inner`, `optimizer`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+DOCS = Path(__file__).parent
+
+
+def quick_start(namespace: dict[str, Any]) -> None:
+    """Define the objects of the quick start in the namespace of a page."""
+    text = (DOCS / "quickstart.md").read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^for ", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    exec(found[1], namespace)
+
+
+pytest_collect_file = Sybil(
+    parsers=[SkipParser(), PythonCodeBlockParser()],
+    pattern="*.md",
+    setup=quick_start,
+).pytest()

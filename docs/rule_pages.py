@@ -1,0 +1,65 @@
+"""A Sphinx extension: the page of learning-rate rules, rendered from `vbs.RULES` and the docstrings of the rules."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import variable_batch_size as vbs
+
+ENTRIES = ("Scales", "Use when", "Fails when", "Source")
+
+
+def optimizers() -> dict[str, str]:
+    """Return the name of the optimizer of each rule that has one of its own."""
+    return {kind.rule_name: name for name in vbs.__all__ if hasattr(kind := getattr(vbs, name), "rule_name")}
+
+
+def description(rule: type[Any]) -> dict[str, str]:
+    """Return the entries of a rule's docstring, see `ENTRIES`, without full stops."""
+    found = re.findall(
+        rf"^({'|'.join(ENTRIES)}): (.*(?:\n(?!\w[\w ]*:|\n).*)*)", inspect.getdoc(rule) or "", re.MULTILINE
+    )
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in found}
+
+
+def rule_table() -> str:
+    """Return a table of all rules in Markdown, in the order of `vbs.RULES`."""
+    rows = ["| rule | optimizer | scales | use it for | source |", "|---|---|---|---|---|"]
+    named = optimizers()
+    for name, rule in vbs.RULES.items():
+        about = description(rule)
+        optimizer = f"`{named[name]}`" if name in named else ""
+        source = about.get("Source", "").split(", arXiv")[0]
+        rows.append(f"| `{name}` | {optimizer} | {about['Scales']} | {about['Use when']} | {source} |")
+    return "\n".join(rows)
+
+
+def rule_sections() -> str:
+    """Return a section about each rule in Markdown."""
+    named, sections = optimizers(), []
+    for name, rule in vbs.RULES.items():
+        text, about = inspect.getdoc(rule) or "", description(rule)
+        paragraphs = text.split("\n\nScales:")[0].split("\n\n")
+        entries = [f"{entry}\n: {about[entry]}." for entry in ENTRIES if entry in about]
+        title = f"## `{name}`"
+        optimizer = f"Optimizer\n: {{py:class}}`~variable_batch_size.{named[name]}`" if name in named else ""
+        sections.append("\n\n".join([title, *paragraphs, *filter(None, [optimizer, *entries])]))
+    return "\n\n".join(sections)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register the directives `{rule-table}` and `{rule-sections}`."""
+    from sphinx.util.docutils import SphinxDirective  # only a build of the site needs Sphinx
+
+    def directive(render: Any) -> type[SphinxDirective]:
+        class Generated(SphinxDirective):
+            def run(self) -> list[Any]:
+                return list(self.parse_text_to_nodes(render(), allow_section_headings=True))
+
+        return Generated
+
+    app.add_directive("rule-table", directive(rule_table))
+    app.add_directive("rule-sections", directive(rule_sections))
+    return {"parallel_read_safe": True}
