@@ -37,6 +37,7 @@ napoleon_use_ivar = True  # attributes as a list: autodoc has documented those o
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = "variable_batch_size"
 html_theme_options = {"navigation_with_keys": True}
 copybutton_exclude = ".linenos, .gp, .go"
