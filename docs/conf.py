@@ -26,6 +26,9 @@ extensions = [
 ]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
+mermaid_height = "auto"
+mermaid_fullscreen = False
+mermaid_init_config = {"startOnLoad": False, "flowchart": {"useMaxWidth": False}}
 myst_fence_as_directive = ["mermaid"]  # GitHub draws these blocks, too
 
 default_role = "literal"  # `x` in a docstring is code
