@@ -49,7 +49,7 @@ def steps() -> list[dict[str, Any]]:
     return [step for job in jobs() for step in job.get("steps", [])]
 
 
-def tests_matrix() -> dict[str, list[str]]:
+def read_matrix() -> dict[str, list[str]]:
     workflow: dict[str, Any] = read(ROOT / ".github" / "workflows" / "tests.yml")
     matrix: dict[str, list[str]] = workflow["jobs"]["tests"]["strategy"]["matrix"]
     return matrix
@@ -75,7 +75,7 @@ def test_files_follow_their_schema(schema: str) -> None:
 
 
 def test_workflows_run_targets_of_the_makefile_and_nothing_else() -> None:
-    matrix = tests_matrix()
+    matrix = read_matrix()
     lines = [step["run"] for step in steps() if "run" in step]
     assert sorted(lines) == ["make ${{ matrix.target }}", 'make dist TAG="$GITHUB_REF_NAME"', "make docs"]
     assert matrix["target"] == sorted(targets((ROOT / ".ci" / "run").read_text()))
@@ -101,7 +101,7 @@ def test_a_job_that_may_write_runs_no_code_of_the_repository() -> None:
 def test_python_versions_agree() -> None:
     first, *_, last = versions = python_versions()
     assert versions == [f"3.{minor}" for minor in range(int(first[2:]), int(last[2:]) + 1)]
-    matrix = tests_matrix()
+    matrix = read_matrix()
     assert matrix["python"] == [first, last]
     others = {step["with"]["python-version"] for step in steps() if "setup-python" in step.get("uses", "")}
     assert others == {"${{ matrix.python }}", last}

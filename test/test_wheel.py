@@ -18,6 +18,7 @@ import variable_batch_size as vbs
 from helpers.pages import ROOT
 
 PACKAGE = "variable_batch_size"
+IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()] + [".git"]
 INDEX = f"""
 import sys
 import {PACKAGE} as vbs
