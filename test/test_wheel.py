@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
@@ -45,10 +44,7 @@ assert optimizer.updates == 2 and optimizer.samples == 8
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel and a source distribution, built in a folder with the remains of an earlier build."""
     folder = tmp_path_factory.mktemp("repository") / "source"
-    skipped = shutil.ignore_patterns(
-        ".git", ".venv*", ".cache", ".*_cache", ".hypothesis", "*.egg-info", "build", "dist", "runs"
-    )
-    shutil.copytree(ROOT, folder, ignore=skipped)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
     for name in (PACKAGE, "former_package"):
         stale = folder / "build" / "lib" / name / "stale.py"
         stale.parent.mkdir(parents=True)
@@ -66,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with nothing but the wheel."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder)
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
     run(sys.executable, "-I", "-m", "pip", "--python", folder, "install", "--no-deps", "--no-index", wheel(built))
     return folder
 
@@ -115,6 +111,6 @@ def test_an_empty_environment_imports_the_index(environment: Path) -> None:
 
 
 def test_the_installed_wheel_trains(environment: Path) -> None:
-    place = sysconfig.get_path("purelib", vars={"base": str(environment)})
+    place = sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)})
     Path(place, "torch.pth").write_text(sysconfig.get_path("purelib"))  # what the package requires, after the package
     run(environment / "bin" / "python", "-I", "-c", INDEX + TRAINING)
