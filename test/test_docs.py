@@ -13,9 +13,13 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, blocks, commands
 
 TOUR = "test/variable_train_mnist.py"  # test_readme.py and test_elastic.py run its lines
-MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest"}
+MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "dist"}
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
+    "source .venv/bin/activate": "the tests run in such an environment",
+    "pre-commit install": "test_repository.py runs it in another repository",
+    "pytest ": "test_repository.py runs those of CONTRIBUTING.md",
+    ".ci/run": "make test and make test-newest; test_repository.py compares",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",
 }  # beginning of a command that no test runs as it is -> why
 
