@@ -151,7 +151,7 @@ def shown(row: Record, full: bool) -> str:
     """Return the value of a row as text, without its unit."""
 
     def number(value: float) -> str:
-        if row.unit == "%":
+        if row.unit in ("%", "x the samples"):
             return f"{value:.{2 if full else 1}f}"
         if row.unit in ("ratio", "s") or (abs(value) < 10 and value != int(value)):
             return f"{value:.2f}"
@@ -212,7 +212,7 @@ TABLES = [
         cases="lines",
     ),
     Table("ended by", (REPEATED, KILLS, SAVED), ("on",), ("question",), cases="columns"),
-    Table("test accuracy by batch size / 32 (1, 4, 16, 64)", ("test accuracy",), ("on",), ("what",)),
+    Table("test accuracy by batch size / 32 (1, 4, 16, 64)", ("test accuracy", "samples of a run"), ("on",), ("what",)),
 ]
 
 
