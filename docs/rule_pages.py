@@ -42,10 +42,10 @@ def rule_sections() -> str:
     for name, rule in vbs.RULES.items():
         text, about = inspect.getdoc(rule) or "", description(rule)
         paragraphs = text.split("\n\nScales:")[0].split("\n\n")
-        entries = [f"{entry}\n: {about[entry]}." for entry in ENTRIES if entry in about]
-        title = f"## `{name}`"
-        optimizer = f"Optimizer\n: {{py:class}}`~variable_batch_size.{named[name]}`" if name in named else ""
-        sections.append("\n\n".join([title, *paragraphs, *filter(None, [optimizer, *entries])]))
+        entries = [f"- **{entry}**: {about[entry]}." for entry in ENTRIES if entry in about]
+        if name in named:
+            entries.insert(0, f"- **Optimizer**: {{py:class}}`~variable_batch_size.{named[name]}`")
+        sections.append("\n\n".join([f"## `{name}`", *paragraphs, "\n".join(entries)]))
     return "\n\n".join(sections)
 
 

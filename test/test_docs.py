@@ -36,6 +36,16 @@ def test_each_command_runs_here_or_says_why_not() -> None:
             assert known or any(line.startswith(begin) for begin in ELSEWHERE), f"{page.name}: {line}"
 
 
+def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
+    short = ["--epochs", "1", "--samples", "2000", "--runs", str(tmp_path), "--out", str(tmp_path / "tour.svg")]
+    command = [sys.executable, str(DOCS / "figures" / "tour.py"), *short]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    texts = [(tmp_path / "tour.svg").read_text(), (DOCS / "_static" / "tour.svg").read_text()]
+    for label in ("batch size", "learning rate", "noise scale", "accuracy (%)", "linear", "root", "adascale"):
+        assert all(label in text for text in texts)
+
+
 @pytest.mark.parametrize("page", [DOCS / "quickstart.md"], ids=lambda page: page.stem)
 def test_the_first_block_prints_what_the_page_shows(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(blocks(page, "python")[0], {})

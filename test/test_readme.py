@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rule_pages import rule_table
 
 import variable_batch_size as vbs
 from helpers.pages import PAGES, README, ROOT, blocks, commands
@@ -86,3 +87,18 @@ def test_make_train_trains() -> None:
     done = run(["make", "train", f"ARGS={shlex.join([*SHORT, '--cores', '2'])}"])
     assert done.returncode == 0, done.stderr
     assert "best accuracy" in done.stdout
+
+
+def test_the_readme_has_the_table_of_rules() -> None:
+    assert rule_table() in README.read_text(), f"copy this into README.md:\n{rule_table()}"
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = README.read_text()
+    assert text.count("\n") <= 150
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert not [link for link in links if not (ROOT / link).exists()]
+    promises = re.findall(r"^\| \*\*(.*?)\*\*.*\| (.*) \|$", text, re.MULTILINE)
+    assert len(promises) == 8
+    for promise, tests in promises:
+        assert "](test/" in tests, f"{promise} needs a test"

@@ -104,6 +104,8 @@ def train(flags: argparse.Namespace) -> None:
             f"epoch {epoch}: accuracy {accuracy:.2%}, {optimizer.updates} updates, {optimizer.samples} samples, "
             f"last lr {optimizer.current_lr():.4g}, {time.monotonic() - began:.1f} s"
         )
+        if world.rank == 0:
+            tracker.log(optimizer.updates, {"accuracy": accuracy})
         if checkpoint:
             checkpoint.report(accuracy=accuracy)  # keeps the best one beside the newest ones; last in the epoch
 

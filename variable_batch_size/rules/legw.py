@@ -17,8 +17,8 @@ class LEGWRule:
     The length of the warm-up in epochs grows with the batch size, so in updates it is always U. This is the one rule
     with a warm-up of its own: its factor at the reference is 1 only after it.
 
-    Scales: lr by sqrt(k), growing over the first U updates.
-    Use when: batches are large from the start; `warmup_epochs=` is the length at `ref_batchsize`.
+    Scales: lr by sqrt(k), after a warm-up.
+    Use when: batches are large from the start; `warmup_epochs=` is the warm-up at `ref_batchsize`.
     Fails when: batches grow later: the warm-up is over by then.
     Source: You et al. 2019, arXiv 1901.08256, section 3.
 
