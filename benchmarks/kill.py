@@ -86,6 +86,7 @@ if __name__ == "__main__":
     def answer(question: str, unit: str, values: dict[str, float], n: int | None = None, note: str = "") -> None:
         for case, value in values.items():
             record(question, measured=Measured(value, n=n), unit=unit, case=case, note=note, **own)
+            note = ""  # only in the first row
 
     answer(REPEATED, "updates", {"mean": statistics.mean(repeated), "most": max(repeated)}, len(repeated))
     done = {"all": len(kills), "after the first update": len(repeated), "during a save": sum(k.saving for k in kills)}

@@ -16,6 +16,8 @@ TOUR = "test/variable_train_mnist.py"  # test_readme.py and test_elastic.py run 
 MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest"}
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
+    "export OMP_NUM_THREADS=": "PyTorch's; nothing of ours reads it",
+    "export MALLOC_": "test_records.py starts a process with these variables",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",
 }  # beginning of a command that no test runs as it is -> why
 
