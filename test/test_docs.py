@@ -20,6 +20,8 @@ ELSEWHERE = {
     "pre-commit install": "test_repository.py runs it in another repository",
     "pytest ": "test_repository.py runs those of CONTRIBUTING.md",
     ".ci/run": "make test and make test-newest; test_repository.py compares",
+    "export OMP_NUM_THREADS=": "PyTorch's; nothing of ours reads it",
+    "export MALLOC_": "test_records.py starts a process with these variables",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",
 }  # beginning of a command that no test runs as it is -> why
 
