@@ -1,7 +1,7 @@
 """A training on every core of a TPU, or on XLA cores of this CPU.
 
-    PJRT_DEVICE=TPU python examples/xla.py
-    PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py
+PJRT_DEVICE=TPU python examples/xla.py
+PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py
 """
 
 import torch

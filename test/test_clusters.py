@@ -22,11 +22,11 @@ import pytest
 import yaml
 
 from helpers.kills import send
-from helpers.pages import ROOT
+from helpers.pages import DOCS, ROOT, commands
 
 CLUSTERS = ROOT / "examples" / "clusters"
 STOPPED = 143
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 300.0  # seconds
 ENDLESS, SHORT = "--epochs 100000", "--epochs 1"  # SHORT ends at once after a restore
 SERVICE, JOB = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
 (CONTAINER,) = JOB["spec"]["template"]["spec"]["containers"]
@@ -255,6 +255,20 @@ def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subpro
     wait_for(lambda: "ready" in logs(place), place)
     running.send_signal(signal.SIGUSR1)
     assert running.wait(TIMEOUT) == STOPPED, logs(place)
+
+
+def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
+    (line,) = (line for line in commands(DOCS / "checkpoints.md") if "torchrun_143" in line)
+    line = line.replace("--nproc-per-node=8", "--standalone --nproc-per-node=2")
+    flags = place / "flags"
+    flags.write_text(ENDLESS)
+    running = start(["bash", "-c", line.replace("runs/a", "checkpoints/a $(cat flags)")], place, "log")
+    started.append(running)
+    wait_for(lambda: saved(place), place)
+    flags.write_text(SHORT)
+    send(signal.SIGTERM, children(running.pid))
+    assert running.wait(TIMEOUT) == 0, logs(place)
+    assert_saved_and_resumed(place)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(STOPPED, STOPPED), (21, 1)])
