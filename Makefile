@@ -6,6 +6,7 @@ ARGS ?=
 TAG ?=
 N ?= 1000
 SEED ?=
+SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py,$(wildcard benchmarks/*.py))
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -22,8 +23,8 @@ help:
 	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
 	@echo "make docs         build the documentation in build/docs"
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
-	@echo "make bench        run all scripts in benchmarks/"
 	@echo "make dist         build the wheel and the source distribution in dist/, and check them"
+	@echo "make bench        measure with all scripts in benchmarks/; SCRIPTS=benchmarks/step.py selects one"
 	@echo "make clean        remove the environments, builds and caches"
 	@echo
 	@echo "Each target installs what it needs. make train ARGS='--epochs 1' passes flags to the script;"
@@ -55,7 +56,7 @@ fuzz: $(VENV)/.has-test
 	PYTHONPATH=test $(VENV)/bin/python -m fuzz --number $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: $(VENV)/.has-bench
-	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done
+	@set -e; for script in $(SCRIPTS); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done
 
 dist: check-tag
 	@$(PYTHON) -m venv --clear $(DIST)

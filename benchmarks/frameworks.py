@@ -60,4 +60,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     alternatives = {"linear rule": linear, "Accelerate": with_accelerate, "Lightning Fabric": with_fabric}
     ratios = {f"{name} / accumulation by hand": (side, by_hand) for name, side in alternatives.items()}
-    compare(MODELS, flags.pairs, "CPU, 1 thread, 1", ratios, [1, 4], barrier=lambda: None)
+    compare(MODELS, flags.pairs, "CPU, 1 process, 1 thread", ratios, [1, 4], barrier=lambda: None)

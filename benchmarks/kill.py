@@ -18,7 +18,8 @@ from pathlib import Path
 
 from helpers.killed_training import Run
 from helpers.kills import ENDINGS, Campaign, Kill
-from results import record
+from records import Measured
+from results import KILLS, REPEATED, SAVED, record
 
 # The result of AdaScale depends on the microbatch, so it is fixed; the other training draws one at every start.
 TRAININGS: list[tuple[str, str, tuple[int, ...]]] = [
@@ -80,15 +81,15 @@ if __name__ == "__main__":
             failed.set()
     repeated = [done.update - done.resumes_from for done in kills if done.update]
     seconds = sorted(done.saved_after for done in kills if done.saved_after is not None)
-    saved = (
-        f"; saved {statistics.median(seconds):.2f} s after the signal (median), {seconds[-1]:.2f} s at most"
-        if seconds
-        else ""
-    )
-    record(
-        "updates repeated by trainings under torchrun with a checkpoint every 3 updates that are ended by "
-        f"{'SIGTERM and SIGUSR1' if flags.signal else 'SIGKILL'}",
-        f"{sum(repeated) / len(repeated):.2f} on average, {max(repeated)} at most ({len(kills)} kills, "
-        f"{len(repeated)} of them after the first update and {sum(done.saving for done in kills)} during a save; every "
-        f"sample used once an epoch, parameters as in one process){saved}",
-    )
+    own = {"what": "trainings under torchrun", "on": "SIGTERM and SIGUSR1" if flags.signal else "SIGKILL"}
+
+    def answer(question: str, unit: str, values: dict[str, float], n: int | None = None, note: str = "") -> None:
+        for case, value in values.items():
+            record(question, measured=Measured(value, n=n), unit=unit, case=case, note=note, **own)
+            note = ""  # only in the first row
+
+    answer(REPEATED, "updates", {"mean": statistics.mean(repeated), "most": max(repeated)}, len(repeated))
+    done = {"all": len(kills), "after the first update": len(repeated), "during a save": sum(k.saving for k in kills)}
+    answer(KILLS, "kills", done, note="every sample used once an epoch, parameters as in one process")
+    if seconds:
+        answer(SAVED, "s", {"median": statistics.median(seconds), "most": seconds[-1]}, len(seconds))

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from results import record, spread
-from step import BY_SIZE, by_hand, data, with_library
+from records import spread
+from results import record
+from step import BY_SIZE, by_hand, case, data, with_library
 
 SIDES = {
     "linear rule": partial(with_library, "linear"),
@@ -96,8 +97,8 @@ def processes(rank: int, store: str, sizes: list[str], counts: list[int], rounds
                     hidden[side].append(1 - (slow - plain) / delay)
             if rank == 0:
                 for side, shares in hidden.items():
-                    question = f"share of the communication that is hidden, {side}, {name}, {rate / 1e6:g} MB/s"
-                    record(f"{question}, CPU, 2 x {microbatches} microbatches", spread(shares))
+                    own = {"on": name, "where": f"CPU, 2 processes, {rate / 1e6:g} MB/s", "case": case(microbatches)}
+                    record("share of the communication that is hidden", side, spread(shares), **own)
     dist.barrier()
     dist.destroy_process_group()
 

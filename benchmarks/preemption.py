@@ -18,8 +18,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import variable_batch_size as vbs
-from results import record, spread
-from step import MODELS, ROWS, Batches, data, ratios
+from records import spread
+from results import record
+from step import MODELS, ROWS, Batches, case, data, ratios
 
 BLOCK = 100  # updates
 
@@ -49,14 +50,15 @@ def compare(where: str, pairs: int, folder: str, barrier: Callable[[], object], 
     batches = data(1, device)
     found = list(ratios((training(batches, folder), training(batches, None)), BLOCK, pairs, barrier))
     if vbs.backend.current_world().rank == 0:
-        record(f"time of an update with Checkpoint.step() / without, small CNN, {where}", spread(found))
+        own = {"on": "small CNN", "where": where, "case": case(1)}
+        record("time of an update", "with / without Checkpoint.step()", spread(found), **own)
 
 
 def process(rank: int, world: int, address: str, folder: str, pairs: int) -> None:
     torch.set_num_threads(1)
     with vbs.Preemption():
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-        compare(f"{world} processes", pairs, folder, dist.barrier, None)
+        compare(f"CPU, {world} processes", pairs, folder, dist.barrier, None)
         dist.destroy_process_group()
 
 
@@ -64,7 +66,7 @@ def core(folder: str, pairs: int) -> None:
     import torch_xla
 
     backend = vbs.XlaBackend()
-    compare(f"XLA x {backend.world.size}", pairs, folder, backend.barrier, torch_xla.device())
+    compare(f"XLA, {backend.world.size} cores", pairs, folder, backend.barrier, torch_xla.device())
 
 
 if __name__ == "__main__":

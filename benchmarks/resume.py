@@ -185,24 +185,20 @@ def run_process(*arguments: object) -> Any:
 
 
 def measure(size: str, processes: int, repetitions: int, root: Path) -> None:
-    from results import record, spread
+    from records import spread
+    from results import record
 
     root.mkdir()
     run_process("--child", "save first", "--models", size, "--folder", root / "saved")
     runs = [run_process("--child", "resume", "--models", size, "--folder", root / "saved") for _ in range(processes)]
-    parts = {name: median(run[name] for run in runs) for name in runs[0]}
+    own = {"question": "time to the first update after a restore", "what": "", "on": f"{size} parameters"}
+    for part in runs[0]:
+        record(**own, case=part, measured=spread([run[part] for run in runs]), unit="s")
     imports = [sum(seconds for name, seconds in run.items() if name.startswith("import")) for run in runs]
+    shares = [100 * seconds / sum(run.values()) for seconds, run in zip(imports, runs, strict=True)]
+    record(**own, case="imports / all", measured=spread(shares), unit="%")
     after = [run["model"] + run["restore"] + run["first update"] for run in runs]
-    share = median(own / sum(run.values()) for own, run in zip(imports, runs, strict=True))
-    record(
-        f"seconds from the start of a process to the first update after a restore, {size} parameters",
-        ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
-        + f"; imports are {share:.0%} (medians of {processes} processes)",
-    )
-    record(
-        f"seconds from the end of the imports to the first update after a restore, {size} parameters",
-        f"{median(after):.2f} ({min(after):.2f} to {max(after):.2f}, {processes} processes)",
-    )
+    record(**own, case="after the imports", measured=spread(after), unit="s")
     took: dict[str, list[float]] = defaultdict(list)
     for number in range(processes):
         folder = root / f"saves{number}"
@@ -210,24 +206,19 @@ def measure(size: str, processes: int, repetitions: int, root: Path) -> None:
         arguments = ("--child", "saves", "--models", size, "--folder", folder, "--repetitions", repetitions)
         for name, times in run_process(*arguments).items():
             took[name] += times
-    for question, numerator, denominator in (
-        ("time that save(wait=False) blocks / a copy of the state", "blocked", "copy"),
-        (
-            "time that the first save(wait=False) of a process blocks / a copy of the state",
-            "first blocked",
-            "first copy",
-        ),
-        (
-            "time that save(wait=False) blocks / a copy of the state into reused memory",
-            "blocked",
-            "copy into reused memory",
-        ),
-        ("time that torch.distributed.checkpoint.async_save blocks / a copy of the state", "dcp blocked", "copy"),
-        ("time of an update while the thread writes / of an update alone", "beside", "alone"),
-        ("time of save() / of torch.save and os.replace", "save", "torch.save"),
+    blocks = "time that a save blocks"
+    for question, what, numerator, denominator in (
+        (blocks, "save(wait=False) / a copy of the state", "blocked", "copy"),
+        (blocks, "first save(wait=False) / first copy of the state", "first blocked", "first copy"),
+        (blocks, "save(wait=False) / a copy into reused memory", "blocked", "copy into reused memory"),
+        (blocks, "torch.distributed.checkpoint.async_save / a copy of the state", "dcp blocked", "copy"),
+        ("time of an update beside a save", "while the thread writes / alone", "beside", "alone"),
+        ("time of a save", "save() / torch.save and os.replace", "save", "torch.save"),
     ):
         ratios = [one / other for one, other in zip(took[numerator], took[denominator], strict=True)]
-        record(f"{question}, {size} parameters", f"{spread(ratios)}; {1e3 * median(took[numerator]):.0f} ms")
+        own = {"question": question, "what": what, "on": f"{size} parameters"}
+        record(**own, measured=spread(ratios))
+        record(**own, measured=spread([1e3 * seconds for seconds in took[numerator]]), unit="ms", case="numerator")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ they use large ones.
 The learning rate is tuned with the constant rule at k = 1. The last 10,000 training samples are held out, and the seeds
 differ from those of all other runs. Of a grid of powers of two, the largest learning rate is chosen whose mean accuracy
 is within 0.1 points of the best. The largest, because rules multiply it: a smaller one would leave every rule a margin
-at the reference. `--tune` prints the grid and the choice; `TUNED` holds the choices, and RESULTS.md the grids.
+at the reference. `--tune` prints the grid and the choice; `TUNED` holds the choices, and records.csv the grids.
 
 In the results, "rejected" is a rule that raises for a batch size, "diverged" a run whose loss is not finite, and "at
 chance" a run that ends no better than predicting one class. Means and standard deviations are over the other runs.
@@ -52,6 +52,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
 from helpers import mnist
+from records import Measured
 from results import record
 
 REF, UPDATES = 32, 4096  # reference batch size in samples, and T
@@ -219,9 +220,12 @@ def tune(flags: argparse.Namespace) -> None:
     for data, optimizer in kinds:
         means = {lr: statistics.mean(o.accuracy for o in found[data, optimizer, lr]) for lr in GRID[optimizer]}
         chosen = max(lr for lr, mean in means.items() if mean >= max(means.values()) - 0.001)
-        table = ", ".join(f"{lr:g}: {points(found[data, optimizer, lr])}" for lr in GRID[optimizer])
-        question = f"held-out accuracy (%) at batch size {REF} by learning rate, {data}, {optimizer}"
-        report(flags, question, f"{table}; chosen: {chosen:g}")
+        on = f"{data}, {optimizer}"
+        for lr in GRID[optimizer]:
+            question = f"held-out accuracy at batch size {REF}"
+            report(flags, question, "constant", **points(found[data, optimizer, lr]), on=on, case=f"lr {lr:g}")
+        question = f"learning rate chosen at batch size {REF}"
+        report(flags, question, "constant", measured=chosen, unit="learning rate", on=on)
 
 
 def compare(flags: argparse.Namespace) -> None:
@@ -251,16 +255,23 @@ def compare(flags: argparse.Namespace) -> None:
     print()
     for data, optimizer, rule in dict.fromkeys(cell[:3] for cell in cells):
         by_size = {times: cells[data, optimizer, rule, times] for times in flags.sizes}
-        answer = "; ".join(f"{k}x: {points(cell)}{sample_ratio(cell)}" for k, cell in by_size.items())
-        learning_rate = f"{optimizer} at lr {TUNED[data, optimizer]:g}"
-        report(flags, f"test accuracy (%) by batch size / {REF}, {data}, {learning_rate}, rule {rule}", answer)
+        own = {"what": rule, "on": f"{data}, {optimizer} at lr {TUNED[data, optimizer]:g}"}
+        longer = f" with {flags.updates / UPDATES:g} times the samples" if flags.updates != UPDATES else ""
+        for k, cell in by_size.items():
+            report(flags, f"test accuracy{longer}", **points(cell), **own, case=f"{k}x")
+        for k, cell in by_size.items():
+            samples = mean_of("samples", cell) / (REF * flags.updates)
+            if samples and abs(samples - 1) >= 0.05:
+                more = {"measured": Measured(samples, n=len(cell)), "unit": "x the samples"}
+                report(flags, f"samples of a run{longer}", **more, **own, case=f"{k}x")
 
 
 def row(data: str, optimizer: str, rule: str, times: int, outcomes: list[Outcome]) -> str:
     """Return a row of the table."""
     means = [mean_of(name, outcomes) for name in ("updates", "samples", "progress")]
     numbers = [f"{mean:,.0f}" if mean else "-" for mean in means]
-    return f"| {' | '.join([data, optimizer, rule, str(times), points(outcomes), *numbers])} |"
+    accuracy = f"{statistics.mean(trained):.2f}" if (trained := percent(outcomes)) else "-"
+    return f"| {' | '.join([data, optimizer, rule, str(times), accuracy, *numbers])} |"
 
 
 def mean_of(name: str, outcomes: list[Outcome]) -> float:
@@ -269,35 +280,36 @@ def mean_of(name: str, outcomes: list[Outcome]) -> float:
     return statistics.mean(values) if values else 0.0
 
 
-def points(outcomes: list[Outcome]) -> str:
-    """Return mean and standard deviation of the accuracy in percent, and how many runs ended otherwise, as text."""
-    trained = [100 * outcome.accuracy for outcome in outcomes if outcome.end == "trained"]
-    spread = f" ± {statistics.stdev(trained):.2f}" if len(trained) > 1 else ""
-    parts = [f"{statistics.mean(trained):.2f}{spread}"] if trained else []
-    for end, count in Counter(outcome.end for outcome in outcomes if outcome.end != "trained").items():
-        parts.append(end if count == len(outcomes) else f"{end} {count} of {len(outcomes)}")
-    return ", ".join(parts)
+def percent(outcomes: list[Outcome]) -> list[float]:
+    """Return the accuracy of the runs above chance, in percent."""
+    return [100 * outcome.accuracy for outcome in outcomes if outcome.end == "trained"]
 
 
-def sample_ratio(outcomes: list[Outcome]) -> str:
-    """Return the number of samples relative to `UPDATES` updates at the reference, as text; empty if it is about 1."""
-    ratio = mean_of("samples", outcomes) / (REF * UPDATES)
-    return f" with {ratio:.1f}x the samples" if ratio and abs(ratio - 1) >= 0.05 else ""
+def points(outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the accuracy for a record: its mean and standard deviation, or how many runs ended otherwise."""
+    trained, ends = percent(outcomes), Counter(outcome.end for outcome in outcomes if outcome.end != "trained")
+    others = [f"{end} {count} of {len(outcomes)}" for end, count in ends.items()]
+    if trained:
+        deviation = statistics.stdev(trained) if len(trained) > 1 else None
+        measured = Measured(statistics.mean(trained), deviation=deviation, n=len(trained))
+        return {"measured": measured, "unit": "%", "note": ", ".join(others)}
+    end, count = next(iter(ends.items()))
+    return {"measured": Measured(count, n=len(outcomes)), "unit": f"runs {end}", "note": ", ".join(others[1:])}
 
 
-def report(flags: argparse.Namespace, question: str, answer: str) -> None:
-    """Record an answer; only print it with `--quick`, which is not a measurement."""
+def report(flags: argparse.Namespace, question: str, what: str, **measured: Any) -> None:
+    """Record a measurement; only print it with `--quick`, which is not one."""
     if flags.quick:
-        print(f"{question}: {answer}")
+        print(f"{question}, {what}: {measured}")
     else:
-        record(question, answer)
+        record(question, what, **measured)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tune", action="store_true", help="tune the learning rates only")
-    add("--quick", action="store_true", help="smoke test of about a minute, without rows in RESULTS.md")
+    add("--quick", action="store_true", help="smoke test of about a minute, without rows in records.csv")
     add("--seeds", type=int, default=3, help="runs per cell")
     add("--rules", nargs="+", choices=list(vbs.RULES), help="rules to compare; by default all")
     add("--sizes", type=int, nargs="+", default=[1, 4, 16, 64], help="batch sizes, as multiples of the reference")

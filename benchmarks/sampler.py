@@ -19,9 +19,17 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 import variable_batch_size as vbs
+from records import Measured
 from results import record
 
 RANKS, RANK, ROWS = 8, 5, 32
+WHERE = f"rank {RANK} of {RANKS}"
+QUESTIONS = (
+    ("time to the first microbatch", "ms", 1e3),
+    ("time per sample", "ns", 1e9),
+    ("memory to iterate", "MB", 1),
+    ("memory of sampler and trace", "MB", 1),
+)  # with the unit, and the factor from that of `measure`
 DRAWN = 2_000_000  # samples after the first microbatch over which the time per sample is measured
 
 
@@ -80,10 +88,10 @@ def median(rows: list[tuple[float, ...]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def describe(row: list[float]) -> str:
-    first, sample, iterating, constructing = row
-    memory = f"memory +{iterating:.1f} MB to iterate, +{constructing:.1f} MB to construct sampler and trace"
-    return f"first microbatch after {first * 1e3:.2f} ms, {sample * 1e9:.0f} ns per sample, {memory}"
+def record_all(what: str, rows: list[tuple[float, ...]], on: str) -> None:
+    """Record the medians of the tuples of `measure`."""
+    for (question, unit, factor), value in zip(QUESTIONS, median(rows), strict=True):
+        record(question, what, Measured(value * factor, n=len(rows)), unit, on=on, where=WHERE)
 
 
 if __name__ == "__main__":
@@ -96,9 +104,11 @@ if __name__ == "__main__":
         for _ in range(flags.runs):
             for make in (custom, distributed, permutation):
                 rows.setdefault(make, []).append(run(make, size))
-        record(f"CustomSampler, n = {size:.0e}, rank {RANK} of {RANKS}", describe(median(rows[custom])))
-        record(f"DistributedSampler, n = {size:.0e}, rank {RANK} of {RANKS}", describe(median(rows[distributed])))
+        samples = f"{size:.0e} samples"
+        record_all("CustomSampler", rows[custom], samples)
+        record_all("DistributedSampler", rows[distributed], samples)
         ratio = statistics.median(a[1] / b[1] for a, b in zip(rows[custom], rows[permutation], strict=True))
-        record(f"time per sample of CustomSampler / of torch.randperm(n).tolist(), n = {size:.0e}", f"{ratio:.2f}")
-    long = median([run(long_trace, 10**9) for _ in range(flags.runs)])
-    record("CustomSampler, n = 1e9, trace of 10^6 steps, epoch 90", describe(long))
+        what, measured = "CustomSampler / torch.randperm(n).tolist()", Measured(ratio, n=flags.runs)
+        record("time per sample", what, measured, on=samples, where=WHERE)
+    long = [run(long_trace, 10**9) for _ in range(flags.runs)]
+    record_all("CustomSampler", long, "1e+09 samples, trace of 10^6 steps, epoch 90")

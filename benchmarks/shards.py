@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import variable_batch_size as vbs
-from results import record, spread
+from records import spread
+from results import record
 from resume import HIDDEN, build
 from variable_batch_size.checkpoint import shards
 
@@ -59,21 +59,15 @@ def process(rank: int, world: int, address: str, folder: str, size: str, repetit
     for checkpoint in saves.values():
         checkpoint.close()
     if rank == 0:
-        where = f"{size} parameters, {world} processes"
-        for what, question in (
-            ("blocked", "time that save(wait=False) blocks rank 0"),
-            ("published", "time until a checkpoint is published"),
-        ):
+        own = {"on": f"{size} parameters", "where": f"CPU, {world} processes"}
+        ratio = {"question": "cost of a save", "what": "ranks together / rank 0 alone", **own}
+        for what, case in (("blocked", "time that it blocks rank 0"), ("published", "time until it is published")):
             together, alone = took["together", what], took["alone", what]
-            record(
-                f"{question}, ranks together / rank 0 alone, {where}",
-                f"{spread([one / other for one, other in zip(together, alone, strict=True)])}; "
-                f"{1e3 * median(together):.0f} and {1e3 * median(alone):.0f} ms",
-            )
-        record(
-            f"largest file of a checkpoint, ranks together / rank 0 alone, {where}",
-            f"{largest['together'] / largest['alone']:.3f}; {largest['together'] / 1e6:.0f} MB",
-        )
+            ratios = [one / other for one, other in zip(together, alone, strict=True)]
+            record(**ratio, case=case, measured=spread(ratios))
+            for kind, seconds in (("ranks together", together), ("rank 0 alone", alone)):
+                record("duration of a save", kind, spread([1e3 * second for second in seconds]), "ms", **own, case=case)
+        record(**ratio, case="largest file", measured=largest["together"] / largest["alone"])
     dist.destroy_process_group()
 
 

@@ -5,13 +5,15 @@ with `no_sync`, which both the linear rule and AdaScale are compared with, for m
 compared with the linear rule; and so is the linear rule with logging: the loss, the norm of the gradient, and a row in
 `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the library also draws indices
 from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio. Memory is
-the peak of a new process. step_xla.py compares on PyTorch/XLA.
+the peak of a new process. `--keep-memory` sets two variables with which glibc keeps freed memory instead of returning
+it to the kernel. step_xla.py compares on PyTorch/XLA.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import resource
 import subprocess
 import sys
@@ -27,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
-from results import record, spread
+from records import Measured, spread
+from results import record
 from variable_batch_size.backend import current_world
 
 ROWS = 32
@@ -45,6 +48,7 @@ BY_SIZE: dict[str, Make] = {
     "10M parameters": lambda: perceptron(2048, 2),
     "100M parameters": lambda: perceptron(4096, 6),
 }  # compared with DistributedDataParallel
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}  # glibc reads them when it starts
 BLOCKS = {"small CNN": 64, "1M": 64, "6M": 16, "10M": 8, "100M": 1}  # model -> microbatches in a block
 
 
@@ -102,6 +106,7 @@ def by_hand(
 
 
 linear, adascale = partial(with_library, "linear"), partial(with_library, "adascale")
+LIBRARY = {"linear rule": linear, "AdaScale": adascale}
 LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
 
 
@@ -110,6 +115,16 @@ def data(microbatches: int, device: torch.device | None = None) -> Batches:
     torch.manual_seed(0)
     batches = [(torch.randn(ROWS, 1, 28, 28), torch.randint(10, (ROWS,))) for _ in range(microbatches)]
     return [(images.to(device), labels.to(device)) for images, labels in batches]
+
+
+def case(microbatches: int) -> str:
+    """Return the number of microbatches of an update on each rank, for a record."""
+    return f"{microbatches} microbatch{'es' if microbatches > 1 else ''} of {ROWS}"
+
+
+def kept() -> str:
+    """Return what to add to the name of a model, for a record: whether glibc keeps memory."""
+    return ", memory kept" if KEEP_MEMORY.items() <= os.environ.items() else ""
 
 
 def ratios(
@@ -142,7 +157,7 @@ def compare(
     Args:
         models: name -> a function that creates the model.
         pairs: pairs of blocks to measure, a quarter of them for the largest model.
-        where: the ranks, for the question.
+        where: the device and the ranks, for the records.
         sides: name of a ratio -> its numerator and its denominator.
         counts: numbers of microbatches per update and rank.
         options: `barrier`, and optionally `device`.
@@ -154,28 +169,30 @@ def compare(
             block = max(1, BLOCKS[name.removesuffix(" parameters")] // microbatches)
             for ratio, pair in sides.items():
                 batches = data(microbatches, options.get("device"))
-                answer = spread(list(ratios(tuple(side(make, batches) for side in pair), block, number, barrier)))
+                found = spread(list(ratios(tuple(side(make, batches) for side in pair), block, number, barrier)))
                 if world.rank == 0:
-                    record(
-                        f"time of an update, {ratio}, {name}, {where} x {microbatches} microbatches of {ROWS}", answer
-                    )
+                    own = {"on": f"{name}{kept()}", "where": where, "case": case(microbatches)}
+                    record("time of an update", ratio, found, **own)
 
 
 def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str]) -> None:
-    """Compare in this process, which is one of `world`; with DDP for models of these sizes."""
+    """Compare in this process, which is one of `world`, for models of these sizes."""
+
+    def chosen(models: dict[str, Make]) -> dict[str, Make]:
+        return {name: make for name, make in models.items() if name.split()[0] in sizes}
+
     sides = {"AdaScale / linear rule": (adascale, linear), **LOGGING}
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     barrier = dist.barrier if world > 1 else (lambda: None)
-    where, counts = f"CPU, {world}", [1, 4, 16]
+    where, counts = f"CPU, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
     if world == 1:
         sides["linear rule / accumulation by hand"] = (linear, by_hand)
     else:
-        with_ddp = {"linear / DDP with no_sync": (linear, by_hand), "AdaScale / DDP": (adascale, by_hand)}
-        chosen = {name: make for name, make in BY_SIZE.items() if name.split()[0] in sizes}
-        compare(chosen, pairs, where, with_ddp, counts, barrier=barrier)
-    compare(MODELS, pairs, where, sides, counts, barrier=barrier)
+        with_ddp = {f"{name} / DDP with no_sync": (side, by_hand) for name, side in LIBRARY.items()}
+        compare(chosen(BY_SIZE), pairs, where, with_ddp, counts, barrier=barrier)
+    compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier)
     if world > 1:
         dist.destroy_process_group()
 
@@ -202,21 +219,24 @@ def memory(xla: bool) -> None:
         for rule in ("linear", "adascale")
     }
     more = (min(peaks["adascale"]) - min(peaks["linear"])) / copy
-    device = "XLA" if xla else "CPU"
-    record(f"memory of AdaScale - of the linear rule, 10M parameters, {device}", f"{more:.2f} copies of the gradients")
+    own = {"on": f"10M parameters{kept()}", "case": "XLA" if xla else "CPU"}
+    record("peak memory", "AdaScale - linear rule", Measured(more, n=3), "copies of the gradients", **own)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=41, help="pairs of blocks per ratio")
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
-    parser.add_argument("--sizes", nargs="*", default=["1M", "10M", "100M"], help="models to compare with DDP")
+    parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
+    parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.memory_of:
         print_peak_memory(flags.memory_of, flags.on_xla)
         raise SystemExit
+    if flags.keep_memory and not kept():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
     for world in flags.worlds:
         if world == 1:
             processes(0, 1, "", flags.pairs, flags.sizes)

@@ -54,7 +54,7 @@ def cores(pairs: int) -> None:
         **LOGGING,
     }
     models = {"small CNN": MODELS["small CNN"], "6M parameters": lambda: perceptron(2048, 1)}
-    where = f"XLA, {backend.world.size}"
+    where = f"XLA, {backend.world.size} core{'s' if backend.world.size > 1 else ''}"
     compare(models, pairs, where, sides, [1, 4], barrier=backend.barrier, device=torch_xla.device())
 
 

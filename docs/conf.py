@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `rule_pages`
+sys.path.insert(0, str(Path(__file__).parent))  # for `measurements` and `rule_pages`
 
 import variable_batch_size as vbs
 
@@ -22,6 +22,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinxcontrib.mermaid",
+    "measurements",
     "rule_pages",
 ]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
