@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `rule_pages`
+sys.path.insert(0, str(Path(__file__).parent))  # for `rule_pages` and `side_by_side`
 
 import variable_batch_size as vbs
 
@@ -23,6 +23,7 @@ extensions = [
     "sphinx_design",
     "sphinxcontrib.mermaid",
     "rule_pages",
+    "side_by_side",
 ]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -37,6 +38,7 @@ napoleon_use_ivar = True  # attributes as a list: autodoc has documented those o
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = "variable_batch_size"
 html_theme_options = {"navigation_with_keys": True}
 copybutton_exclude = ".linenos, .gp, .go"

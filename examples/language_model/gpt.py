@@ -35,11 +35,11 @@ class Blocks(Dataset[Tensor]):
 def load(path: str | None) -> tuple[Blocks, Blocks]:
     """Return the blocks of a file to train on, and those to validate with.
 
-    Without a file they are 2048 and 256 blocks of Python's documentation, which
+    Without a file they are 1024 and 128 blocks of Python's documentation, which
     every Python has in its standard library.
     """
     if path is None:
-        text = "".join(topics.values()).encode()[:147_500]
+        text = "".join(topics.values()).encode()[:73_800]
     else:
         text = Path(path).read_bytes()
     end = len(text) * 8 // 9
@@ -147,7 +147,7 @@ def parser(description: str | None, folder: str) -> argparse.ArgumentParser:
     add("--text", help="file to train on; by default Python's documentation")
     add("--epochs", type=int, default=2)
     add(
-        "--batch", type=int, default=64, help="batch size for which lr is tuned"
+        "--batch", type=int, default=32, help="batch size for which lr is tuned"
     )
     add("--microbatch", type=int, default=16, help="blocks per backward")
     add("--lr", type=float, default=0.006)

@@ -120,7 +120,7 @@ def main() -> None:
     parser = gpt.parser(__doc__, folder="runs/variable")
     parser.add_argument(
         "--trace",
-        default="0:32 20:64 40:96",
+        default="0:16 20:32 40:48",
         help="a schedule, first update : batch size; or a CSV file",
     )
     flags = parser.parse_args()
