@@ -109,10 +109,9 @@ def test_two_processes_make_the_updates_of_one_also_after_a_stop(
     send_in_microbatch(50, monkeypatch)
     with pytest.raises(SystemExit, match="143"):
         run_here(monkeypatch, STOPPED, *short, *TRACE, "--folder", stopped)
-    saved = re.match(
-        r"Checkpoint (update-\d+) saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", capsys.readouterr().out
-    )
-    assert saved is not None
+    notice = capsys.readouterr().out
+    saved = re.match(r"Checkpoint (update-\d+) saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", notice)
+    assert saved is not None, notice
     printed = run_processes(RESUMED, *short, *TRACE, "--folder", stopped)
     assert re.search(rf"^Checkpoint {saved[1]} restored: epoch 0, \d+ samples\.$", printed, re.MULTILINE), printed
     assert_same(stopped, alone)
