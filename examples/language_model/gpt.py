@@ -150,7 +150,7 @@ def parser(description: str | None, folder: str) -> argparse.ArgumentParser:
         "--batch", type=int, default=32, help="batch size for which lr is tuned"
     )
     add("--microbatch", type=int, default=16, help="blocks per backward")
-    add("--lr", type=float, default=0.006)
+    add("--lr", type=float, default=0.003)
     add("--float32", action="store_true", help="no autocast to bfloat16")
     add("--folder", default=folder, help="folder of the checkpoints")
     add("--seed", type=int, default=0)
