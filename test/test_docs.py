@@ -14,6 +14,7 @@ from helpers.pages import DOCS, PAGES, ROOT, blocks, commands
 
 TOUR = "test/variable_train_mnist.py"  # test_readme.py and test_elastic.py run its lines
 MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "dist"}
+LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
     "source .venv/bin/activate": "the tests run in such an environment",
@@ -46,7 +47,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_each_command_runs_here_or_says_why_not() -> None:
     for page in PAGES:
         for line in commands(page):
-            known = TOUR in line or (line.startswith("make ") and line.split()[1] in MAKE)
+            known = TOUR in line or LANGUAGE_MODEL in line or (line.startswith("make ") and line.split()[1] in MAKE)
             assert known or any(line.startswith(begin) for begin in ELSEWHERE), f"{page.name}: {line}"
 
 
