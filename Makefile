@@ -3,15 +3,17 @@
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
+TAG ?=
 N ?= 1000
 SEED ?=
 SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py,$(wildcard benchmarks/*.py))
 
 VENV := .venv
 NEWEST := .venv-newest
+DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
-.PHONY: help train test test-newest docs fuzz bench clean
+.PHONY: help train test test-newest docs fuzz bench dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -21,6 +23,7 @@ help:
 	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
 	@echo "make docs         build the documentation in build/docs"
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
+	@echo "make dist         build the wheel and the source distribution in dist/, and check them"
 	@echo "make bench        measure with all scripts in benchmarks/; SCRIPTS=benchmarks/step.py selects one"
 	@echo "make clean        remove the environments, builds and caches"
 	@echo
@@ -40,7 +43,6 @@ test: $(VENV)/.has-test
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
 # `python -m pytest`, does not add the working directory to sys.path.
 test-newest:
-	@rm -rf build
 	$(call install,$(NEWEST),--upgrade torch ".[test]",test)
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
@@ -56,8 +58,25 @@ fuzz: $(VENV)/.has-test
 bench: $(VENV)/.has-bench
 	@set -e; for script in $(SCRIPTS); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done
 
+dist: check-tag
+	@$(PYTHON) -m venv --clear $(DIST)
+	@$(DIST)/bin/python -m pip install $(PIP_FLAGS) build twine
+	@rm -rf dist
+	$(DIST)/bin/python -m build
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(DIST)/bin/python -m pip install $(PIP_FLAGS) --no-deps dist/*.whl
+	$(DIST)/bin/python -I -c 'import variable_batch_size as vbs; print("imported", vbs.__version__, "from", vbs.__file__)'
+
+# A release calls make dist TAG=v0.1.0: the tag, the package and the changelog have to name the same version.
+check-tag:
+	@$(CHECK_PYTHON)
+	@version=$$($(PYTHON) -c 'import variable_batch_size as vbs; print(vbs.__version__)'); [ -z "$(TAG)" ] || { \
+	[ "$(TAG)" = "v$$version" ] && grep -q "^## \[$$version\] - 20..-..-..$$" CHANGELOG.md; } || { \
+	echo "A release of $$version needs the tag v$$version and the heading '## [$$version] - YEAR-MONTH-DAY' in CHANGELOG.md," \
+	"got the tag $(TAG) and the heading '$$(grep -m 1 '^## ' CHANGELOG.md)'" >&2; exit 1; }
+
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extras of setup.cfg that each stamp file of .venv stands for.

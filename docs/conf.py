@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `measurements` and `rule_pages`
+sys.path.insert(0, str(Path(__file__).parent))  # for the extensions of this folder
 
 import variable_batch_size as vbs
 
@@ -24,9 +24,13 @@ extensions = [
     "sphinxcontrib.mermaid",
     "measurements",
     "rule_pages",
+    "side_by_side",
 ]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
+mermaid_height = "auto"
+mermaid_fullscreen = False
+mermaid_init_config = {"startOnLoad": False, "flowchart": {"useMaxWidth": False}}
 myst_fence_as_directive = ["mermaid"]  # GitHub draws these blocks, too
 
 default_role = "literal"  # `x` in a docstring is code

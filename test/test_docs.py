@@ -13,12 +13,25 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, blocks, commands
 
 TOUR = "test/variable_train_mnist.py"  # test_readme.py and test_elastic.py run its lines
-MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest"}
+MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "dist"}
+LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
+    "source .venv/bin/activate": "the tests run in such an environment",
+    "pre-commit install": "test_repository.py runs it in another repository",
+    "pytest ": "test_repository.py runs those of CONTRIBUTING.md",
+    ".ci/run": "make test and make test-newest; test_repository.py compares",
     "export OMP_NUM_THREADS=": "PyTorch's; nothing of ours reads it",
     "export MALLOC_": "test_records.py starts a process with these variables",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",
+    "torchrun --nproc-per-node=8 examples/clusters/train.py": "eight GPUs; test_clusters.py runs the script",
+    "torchrun --nnodes=2 --node-rank=0": "two hosts; test_clusters.py runs the script in two jobs",
+    "while python examples/clusters/torchrun_143.py": "eight GPUs; test_clusters.py runs it with two processes",
+    "PJRT_DEVICE=TPU python examples/xla.py": "a TPU; test_devices.py runs the next line",
+    "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
+    "sbatch": "a cluster; test_clusters.py runs the script",
+    "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
+    "sky jobs launch": "a cloud; test_clusters.py runs the file's command",
 }  # beginning of a command that no test runs as it is -> why
 
 
@@ -34,7 +47,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_each_command_runs_here_or_says_why_not() -> None:
     for page in PAGES:
         for line in commands(page):
-            known = TOUR in line or (line.startswith("make ") and line.split()[1] in MAKE)
+            known = TOUR in line or LANGUAGE_MODEL in line or (line.startswith("make ") and line.split()[1] in MAKE)
             assert known or any(line.startswith(begin) for begin in ELSEWHERE), f"{page.name}: {line}"
 
 

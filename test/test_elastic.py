@@ -18,7 +18,8 @@ import pytest
 from helpers.kills import send
 from helpers.pages import DOCS, ROOT, commands
 
-LINES = [line for line in commands(DOCS / "checkpoints.md") if "--checkpoint" in line]
+(LOOP,) = (line for line in commands(DOCS / "checkpoints.md") if "--cores" in line)
+(ELASTIC,) = (line for line in commands(DOCS / "checkpoints.md") if "--nnodes=1:4" in line)
 TIMEOUT = 300.0  # seconds
 SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 
@@ -58,7 +59,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
     nproc.parent.mkdir()
     nproc.write_text(f"#!/bin/sh\n[ -e {tmp_path}/called ] && echo 1 || echo 2\ntouch {tmp_path}/called\n")
     nproc.chmod(0o755)
-    line = LINES[0].replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log --num-workers 1 --epochs 1 {SHORT}")
+    line = LOOP.replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log --num-workers 1 --epochs 1 {SHORT}")
     loop = start(line, tmp_path / "output", str(nproc.parent))
     started.append(loop)
     wait_for(lambda: saved(tmp_path) >= 10, tmp_path)
@@ -80,7 +81,7 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    line = LINES[1].replace("runs/a", f"{tmp_path}/saved --epochs 2 {SHORT}").replace("29400", str(port))
+    line = ELASTIC.replace("runs/a", f"{tmp_path}/saved --epochs 2 {SHORT}").replace("29400", str(port))
     line = line.replace("last_call_timeout=5", "last_call_timeout=1,keep_alive_interval=1")
     line = line.replace("--nproc-per-node=2", "--nproc-per-node=1 --monitor-interval=0.1")
     logs = tmp_path / "first", tmp_path / "second"

@@ -158,7 +158,7 @@ import logging, os, sys, warnings
 before = dict(os.environ), warnings.filters[:]
 import variable_batch_size
 assert dict(os.environ) == before[0], "changes the environment"
-assert not {"torch", "pandas"} & set(sys.modules), "imports what takes long"
+assert not {"torch", "numpy", "pandas"} & set(sys.modules), "imports what takes long, or is not installed yet"
 import torch
 before = dict(os.environ)
 handlers, threads, rng = logging.root.handlers[:], torch.get_num_threads(), torch.get_rng_state()

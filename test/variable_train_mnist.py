@@ -222,7 +222,11 @@ def parse() -> argparse.Namespace:
     """Return the flags. The defaults train MNIST to about 97.9 % in 5 epochs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--trace", default=str(TRACES / "test_trace.csv"), help='CSV file, or a schedule such as "0:128 500:256"')
+    add(
+        "--trace",
+        default=os.path.relpath(TRACES / "test_trace.csv"),
+        help='CSV file, or a schedule such as "0:128 500:256"',
+    )
     add("--rule", choices=list(vbs.RULES), default="linear", help="how lr follows the batch size")
     add("--epochs", type=int, default=5)
     add("--lr", type=float, help="learning rate at ref-batchsize; by default 0.01, for Adam 0.001")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the index imports this module, and nothing but the standard library
+    import numpy as np
+    from numpy.typing import NDArray
 
-IntArray: TypeAlias = NDArray[np.int64]  # steps, batch sizes, counts and positions, of any shape
+IntArray: TypeAlias = "NDArray[np.int64]"  # steps, batch sizes, counts and positions, of any shape
 
 MAX_INT = 2**53  # float64, JSON and spreadsheets represent every integer up to this one exactly
 
@@ -109,6 +110,8 @@ def check_number(value: object, name: str, remedy: str) -> float:
         TypeError: if `value` is not a real number.
         ValueError: if `value` is negative, infinite or nan.
     """
+    import numpy as np
+
     requirement = f"{name} must be a finite number >= 0"
     real = isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating))
     if not real:

@@ -209,7 +209,8 @@ def assert_resumes_identically(
 
     Args:
         build: function that returns the model, the `CustomSampler` for `backend.world` and the optimizer with
-            `backend=backend`; with the same initial weights at every call.
+            `backend=backend`; with the same initial weights at every call, drawn before it: the ranks share torch's
+            global generator.
         loss_fn: function that returns the loss of a microbatch, given the model and the indices of the samples.
         updates: length of the training.
         stops: number of updates after which the training stops and resumes.

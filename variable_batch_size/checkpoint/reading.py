@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any, final
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import value_error
+from variable_batch_size.checkpoint.folder import CheckpointFolder
 from variable_batch_size.checkpoint.hashed_file import HashingReader
 from variable_batch_size.checkpoint.manifest import DAMAGE, STATE, StateFile, sealed_manifest, state_files
 from variable_batch_size.checkpoint.snapshot import map_tensors
@@ -20,26 +22,42 @@ class DamagedError(ValueError):
     """A checkpoint is not intact; the message says why."""
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict[str, Any]:
     """Return the contents of a checkpoint in host memory, whichever number of files it has.
 
     It reads each file once, verifies its checksum and executes no code from it. The state of the model is
-    ``read_checkpoint(checkpoint.latest)["parts"]["model"]``.
+    ``read_checkpoint("runs/a")["parts"]["model"]``.
 
     Args:
-        path: the folder of the checkpoint, such as `checkpoint.latest` or `checkpoint.best`.
+        path: the folder of the training, of which the newest intact checkpoint is read; or that of a checkpoint, such
+            as `checkpoint.latest`.
+        best: whether to read the best checkpoint of the training, by the criterion with which the newest of them was
+            reported. One that is damaged is skipped with a RuntimeWarning.
 
     Returns:
         The state dicts by name under "parts", and the host RNG states by rank under "rng".
 
     Raises:
-        ValueError: if the checkpoint is missing or damaged, with what is wrong.
+        ValueError: if there is no intact checkpoint, with what is wrong; or `best` is True and no value was reported.
     """
-    try:
-        return read_verified(Path(path))[0]
-    except DamagedError as error:
-        requirement = "path must be the folder of an intact checkpoint"
-        raise value_error(requirement, f"{path} ({error})", "pass another one, such as checkpoint.latest") from None
+    folder = CheckpointFolder(Path(path))
+    within = folder.ranked() if best else [entry.path for entry in folder.entries()]
+    if best and not within:
+        requirement = "best=True needs the folder of a training with a reported value"
+        raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')
+    damaged: list[str] = []
+    for candidate in within or [folder.path]:
+        try:
+            contents = read_verified(candidate)[0]
+        except DamagedError as error:
+            damaged.append(f"{candidate} ({error})")
+            continue
+        if damaged:
+            message = f"Skipped damaged checkpoints: {', '.join(damaged)}; reading {candidate}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return contents
+    requirement = "path must be the folder of an intact checkpoint, or of a training that has one"
+    raise value_error(requirement, ", ".join(damaged), "pass another one")
 
 
 def read_verified(path: Path) -> tuple[dict[str, Any], str]:

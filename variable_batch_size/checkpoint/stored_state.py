@@ -12,6 +12,8 @@ from torch import Tensor
 
 from variable_batch_size.checkpoint.reading import read_verified
 
+_COMPILED = "_orig_mod."  # what torch.compile inserts into the names of a module
+
 
 @final
 class StoredState(NamedTuple):
@@ -55,9 +57,10 @@ class StoredState(NamedTuple):
             warn: whether to warn of tensors with another dtype, to which torch converts them when it loads them.
 
         Raises:
-            ValueError: if a tensor is missing or has another shape.
+            ValueError: if a tensor is missing or has another shape or name.
         """
         saved, own = _shapes(self.parts["model"]), _shapes(state)
+        self._check_compiled(saved, own)
         for name in {**own, **saved}:
             if saved.get(name) != own.get(name):
                 raise ValueError(
@@ -75,6 +78,21 @@ class StoredState(NamedTuple):
                 UserWarning,
                 stacklevel=6,  # at restore()
             )
+
+    def _check_compiled(self, saved: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> None:
+        if saved == own or _uncompiled(saved) != _uncompiled(own):
+            return
+        where, remedy = "here", "pass the model itself, not what torch.compile returned"
+        if any(_COMPILED in name for name in saved):
+            where, remedy = "in it", "pass the compiled model, as when it was saved"
+        raise ValueError(
+            f"Checkpoint {self.path} has the tensors of this model under other names, because torch.compile has added "
+            f"{_COMPILED!r} to them {where}; {remedy}"
+        )
+
+
+def _uncompiled(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {name.replace(_COMPILED, ""): shape for name, shape in shapes.items()}
 
 
 def _dtypes(state: dict[str, Any]) -> dict[str, torch.dtype]:

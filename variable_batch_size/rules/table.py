@@ -1,7 +1,7 @@
 """The table of rules: name -> class, one line a rule.
 
 The index of the package, the named optimizers, `CustomOptimizer(rule="...")`, the contract suite, the guided tour and
-the README read it, so a new rule is a file in this folder and a line (with its import) here.
+the docs read it, so a new rule is a file in this folder and a line (with its import) here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""`read_checkpoint` finds the newest intact checkpoint of a folder, or the best one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint, truncate_state, two_saved
+from helpers.reference import training
+
+
+def updates(contents: dict[str, Any]) -> int:
+    weights = training()
+    for update in range(1, 5):
+        weights.run(1)
+        if all(map(torch.equal, weights.model.state_dict().values(), contents["parts"]["model"].values())):
+            return update
+    raise AssertionError("the weights are those of no update")
+
+
+def test_the_folder_of_a_training_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    folder = two_saved(tmp_path)
+    assert updates(vbs.read_checkpoint(folder)) == updates(vbs.read_checkpoint(folder / "update-00000002")) == 2
+    assert updates(vbs.read_checkpoint(str(folder / "update-00000001"))) == 1
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path: Path) -> None:
+    folder = two_saved(tmp_path)
+    newest, older = folder / "update-00000002", folder / "update-00000001"
+    truncate_state(newest)
+    with pytest.warns(RuntimeWarning, match=rf"^Skipped damaged checkpoints: {newest} \(checksum .*; reading {older}$"):
+        assert updates(vbs.read_checkpoint(tmp_path)) == 1
+    truncate_state(older)
+    with pytest.raises(ValueError, match=r"^path must be .*update-00000002 \(.*update-00000001 \(.*; pass another"):
+        vbs.read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+def test_reads_the_best_checkpoint(mode: str, best: int, tmp_path: Path) -> None:
+    run = training()
+    with checkpoint(tmp_path, run, best=f"{mode}:loss", keep=4) as saves:
+        for loss in (2.0, 1.0, 3.0, 1.5):
+            run.run(1)
+            saves.report(loss=loss)
+            saves.save()
+    assert updates(vbs.read_checkpoint(tmp_path, best=True)) == best
+    assert updates(vbs.read_checkpoint(tmp_path)) == 4
+
+
+def test_best_needs_a_reported_value(tmp_path: Path) -> None:
+    folder = two_saved(tmp_path)
+    for path in (folder, folder / "update-00000002", folder / "missing"):
+        with pytest.raises(ValueError, match=r"^best=True needs the folder of a training .*, got .*; pass best=\"min:"):
+            vbs.read_checkpoint(path, best=True)

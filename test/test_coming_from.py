@@ -1,0 +1,187 @@
+"""What docs/coming_from.md says of other libraries' lines and ours: both columns run, or the numbers are computed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import variable_batch_size as vbs
+from helpers.pages import DOCS
+
+PAGE = (DOCS / "coming_from.md").read_text()
+BY_HAND = "Accumulation written by hand"
+NAMES = {
+    kind.__name__: kind for kind in (DataLoader, DistributedDataParallel, DistributedSampler, SGD, StepLR, nullcontext)
+}
+
+
+def columns(section: str) -> tuple[str, str]:
+    """Return the code of the left and the right column of a section, which read the samples in their order."""
+    text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
+    left, right = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in ("py", "python"))
+    left = left.replace("shuffle=True", "shuffle=False").replace("Sampler(dataset", "Sampler(dataset, shuffle=False")
+    return left, right.replace("minibatch_size=32", "minibatch_size=32, shuffle=False")
+
+
+class Weights(nn.Module):
+    """One parameter per sample, whose gradient is the weight of the sample in an update."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.moved = nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return self.moved[samples]
+
+
+def weights(code: str, samples: int) -> tuple[Counter[float], Weights]:
+    """Run a training of one epoch, and return how many samples were divided by each number; and the model."""
+    model, dataset = Weights(samples), TensorDataset(torch.arange(samples), torch.arange(samples))
+    exec(
+        code,
+        {**NAMES, "vbs": vbs, "model": model, "dataset": dataset, "cross_entropy": lambda output, _: output.mean()},
+    )
+    return Counter((-0.1 / model.moved[model.moved != 0]).round().tolist()), model
+
+
+def run_columns(rank: int, folder: Path) -> None:
+    """Run both columns about DistributedDataParallel in one of two processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    trained = []
+    for code in columns("DistributedDataParallel"):
+        torch.manual_seed(0)
+        dataset = TensorDataset(torch.randn(1024, 20).double(), torch.randint(3, (1024,)))
+        torch.manual_seed(rank)  # rank 0 broadcasts its weights
+        model: Any = nn.Linear(20, 3).double()
+        names: dict[str, Any] = {**NAMES, "clip_grad_norm_": clip_grad_norm_, "cross_entropy": cross_entropy}
+        names |= {"dist": dist, "vbs": vbs, "dataset": dataset, "model": model}
+        body = code.removeprefix("dist.init_process_group()\n").replace("1.0", "0.05")  # which clips
+        assert body != code
+        exec(body, names)
+        assert names["scheduler"].last_epoch == 12
+        trained.append([parameter.detach() for parameter in model.parameters()])
+    torch.save(trained, folder / f"rank{rank}.pt")
+
+
+def test_both_columns_about_data_parallel_train_the_same_weights(tmp_path: Path) -> None:
+    mp.spawn(run_columns, (tmp_path,), nprocs=2)
+    left, right = torch.load(tmp_path / "rank0.pt")
+    torch.testing.assert_close(right, left, rtol=1e-12, atol=1e-14)
+    other = torch.load(tmp_path / "rank1.pt")[1]
+    assert all(map(torch.equal, right, other))
+
+
+def test_distributed_sampler_repeats_samples() -> None:
+    assert "it yields 1002 of 1000 samples" in PAGE
+    dealt = [list(DistributedSampler(range(1000), 3, rank)) for rank in range(3)]  # type: ignore[arg-type]
+    assert sum(map(len, dealt)) == 1002
+    ours = [vbs.CustomSampler(1000, 128, num_replicas=3, rank=rank) for rank in range(3)]
+    assert sorted(i for sampler in ours for batch in sampler for i in batch) == list(range(1000))
+
+
+def test_accumulation_by_hand_is_the_same_while_microbatches_are_full() -> None:
+    left, right = columns(BY_HAND)
+    assert weights(left, 1024)[0] == weights(right, 1024)[0] == {128: 1024}
+
+
+def test_accumulation_by_hand_weighs_samples_of_a_short_microbatch_four_times() -> None:
+    assert "one of 8, so a sample of the last one counts four times" in PAGE
+    left, right = columns(BY_HAND)
+    assert weights(left, 1000)[0] == {128: 992, 32: 8}
+    assert weights(right, 1000)[0] == {128: 896, 104: 104}
+
+
+def test_accumulation_by_hand_leaves_gradients_for_the_next_epoch() -> None:
+    left, right = columns(BY_HAND)
+    found, model = weights(left, 320)  # 10 microbatches
+    assert found == {128: 256}
+    assert model.moved.grad is not None
+    assert model.moved.grad.count_nonzero() == 64
+    assert weights(right, 320)[0] == {128: 256, 64: 64}
+
+
+def test_a_mean_of_means_weighs_tokens_by_their_neighbors() -> None:
+    assert "a token of the second counts ten times as much" in PAGE
+    model, texts = Weights(110), [torch.arange(100), torch.arange(100, 110)]
+    for tokens in texts:
+        (model(tokens).mean() / 2).backward()
+    assert model.moved.grad is not None
+    assert model.moved.grad[-1] == pytest.approx(10 * model.moved.grad[0])
+    sampler = vbs.CustomSampler(2, 2, num_replicas=1, rank=0, minibatch_size=1)
+    model = Weights(110)
+    optimizer = vbs.ConstantOptimizer(SGD(model.parameters(), lr=1.0), sampler, reduction="sum")
+    for (text,) in sampler:
+        model(texts[text]).sum().backward()
+        optimizer.step(count=len(texts[text]))
+    torch.testing.assert_close(model.moved.detach(), torch.full((110,), -1 / 110, dtype=torch.float64))
+
+
+def test_the_eth_module_has_the_same_lines() -> None:
+    left, right = columns("The ETH evaluation module")
+    here = left.replace("xm.xrt_world_size()", "1").replace("xm.get_ordinal()", "0")
+    assert here == right.replace(", shuffle=False", "")
+
+
+def test_the_eth_module_drops_the_end_of_an_epoch() -> None:
+    assert "1000 samples are 7 steps of 128. Here they are 8" in PAGE
+    theirs, epoch_end = 0, 1000 // 32 * 32  # its loop over the trace of an epoch
+    while (theirs + 1) * 128 <= epoch_end:
+        theirs += 1
+    steps = [
+        len(list(vbs.CustomSampler(1000, 128, num_replicas=1, rank=0, minibatch_size=128, drop_last=drop_last)))
+        for drop_last in (True, False)
+    ]
+    assert [theirs, *steps] == [7, 7, 8]
+
+
+def test_the_eth_module_s_momentum_rule_is_the_same() -> None:
+    lr, momentum, decay, ref, rows, sizes = 0.1, 0.5, 0.01, 64, 16, [64, 128, 32]
+    torch.manual_seed(0)
+    values = torch.randn(sum(sizes), dtype=torch.float64)
+    model = nn.Linear(1, 1, bias=False).double()
+    weight, velocity, start = model.weight.item(), 0.0, 0
+    sampler = vbs.CustomSampler(len(values), sizes, num_replicas=1, rank=0, minibatch_size=rows, shuffle=False)
+    inner = SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=decay)
+    optimizer = vbs.LinearRuleMomentumOptimizer(inner, sampler, ref)
+    for indices in sampler:
+        (model(values[indices, None]) - 1).square().mean().backward()
+        optimizer.step()
+    for size in sizes:  # sums of the means of minibatches, lr * rows / ref, weight decay * (size / rows)
+        batch = values[start : start + size]
+        gradient = (2 * (weight * batch - 1) * batch).view(-1, rows).mean(1).sum().item()
+        velocity = momentum * velocity + gradient + decay * (size // rows) * weight
+        weight, start = weight - lr * rows / ref * velocity, start + size
+    assert model.weight.item() == pytest.approx(weight, rel=1e-12)
+
+
+def test_adaptdl_rounds_the_batch_to_equal_local_batches() -> None:
+    assert "64 samples on three replicas become 66" in PAGE
+    assert math.ceil(64 / 3) * 3 == 66
+    ours = [next(iter(vbs.CustomSampler(1000, 64, num_replicas=3, rank=rank))) for rank in range(3)]
+    assert sum(map(len, ours)) == 64
+
+
+def test_run_ai_rounds_down() -> None:
+    assert "one step of 33" in PAGE
+    batch, largest, gpus = 100, 30, 3
+    steps = max(1, batch // (largest * gpus))
+    assert (steps, batch // (steps * gpus)) == (1, 33)
+    assert "two steps of at most 17" in PAGE
+    assert vbs.elastic(batch, largest, gpus)[:3] == (2, 17, 100)

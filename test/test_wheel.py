@@ -1,0 +1,116 @@
+"""What is built: the wheel has the package and nothing else, and the source distribution what git tracks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import variable_batch_size as vbs
+from helpers.pages import ROOT
+
+PACKAGE = "variable_batch_size"
+IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()] + [".git"]
+INDEX = f"""
+import sys
+import {PACKAGE} as vbs
+assert vbs.__file__.startswith(sys.prefix), vbs.__file__
+assert vbs.__version__ == "{vbs.__version__}"
+assert {set(vbs.__all__)} <= set(dir(vbs))
+assert "numpy" not in sys.modules
+"""
+TRAINING = """
+import torch
+model = torch.nn.Linear(2, 1)
+sampler = vbs.CustomSampler(range(8), trace="0:4", num_replicas=1, rank=0, minibatch_size=2)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=4)
+for update in vbs.updates(torch.utils.data.DataLoader(torch.randn(8, 2), batch_sampler=sampler), optimizer):
+    for data in update:
+        model(data).mean().backward()
+        optimizer.step()
+assert optimizer.updates == 2 and optimizer.samples == 8
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel and a source distribution, built in a folder with the remains of an earlier build."""
+    folder = tmp_path_factory.mktemp("repository") / "source"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
+    for name in (PACKAGE, "former_package"):
+        stale = folder / "build" / "lib" / name / "stale.py"
+        stale.parent.mkdir(parents=True)
+        stale.touch()
+    (folder / PACKAGE / "stale.txt").touch()
+    (folder / f"{PACKAGE}.egg-info").mkdir()
+    sources = ["build/lib/former_package/stale.py", f"{PACKAGE}/stale.txt"]
+    (folder / f"{PACKAGE}.egg-info" / "SOURCES.txt").write_text("\n".join(sources))
+    (folder / f"{PACKAGE}.egg-info" / "top_level.txt").write_text("former_package\n")
+    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel", cwd=folder)  # each from this folder
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with nothing but the wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    run(sys.executable, "-I", "-m", "pip", "--python", folder, "install", "--no-deps", "--no-index", wheel(built))
+    return folder
+
+
+def run(*command: object, cwd: Path | None = None) -> None:
+    """Run a command that succeeds; one with the flag -I gets no modules from PYTHONPATH."""
+    hidden = {"PYTHONPATH"} if "-I" in command else set()
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wheel(built: Path) -> Path:
+    return built / f"{PACKAGE}-{vbs.__version__}-py3-none-any.whl"
+
+
+def package_files() -> set[str]:
+    files = (ROOT / PACKAGE).rglob("*")
+    return {str(path.relative_to(ROOT)) for path in files if path.is_file() and path.suffix != ".pyc"}
+
+
+def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
+    with zipfile.ZipFile(wheel(built)) as archive:
+        names = set(archive.namelist())
+        top_level = next(name for name in names if name.endswith("top_level.txt"))
+        assert archive.read(top_level).decode().split() == [PACKAGE]
+    about = {name for name in names if name.startswith(f"{PACKAGE}-{vbs.__version__}.dist-info/")}
+    assert names - about == package_files()
+    assert f"{PACKAGE}/py.typed" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in about)
+
+
+def test_the_source_distribution_has_what_git_tracks(built: Path) -> None:
+    root = f"{PACKAGE}-{vbs.__version__}"
+    with tarfile.open(built / f"{root}.tar.gz") as archive:
+        files = {member.name.removeprefix(f"{root}/") for member in archive if member.isfile()}
+    assert not [name for name in files if "stale" in name]
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("this folder is not a git repository")
+    assert set(listed.stdout.splitlines()) <= files
+
+
+def test_an_empty_environment_imports_the_index(environment: Path) -> None:
+    run(environment / "bin" / "python", "-I", "-c", INDEX)
+
+
+def test_the_installed_wheel_trains(environment: Path) -> None:
+    place = sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)})
+    Path(place, "torch.pth").write_text(sysconfig.get_path("purelib"))  # what the package requires, after the package
+    run(environment / "bin" / "python", "-I", "-c", INDEX + TRAINING)
