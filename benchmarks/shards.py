@@ -68,6 +68,8 @@ def process(rank: int, world: int, address: str, folder: str, size: str, repetit
             for kind, seconds in (("ranks together", together), ("rank 0 alone", alone)):
                 record("duration of a save", kind, spread([1e3 * second for second in seconds]), "ms", **own, case=case)
         record(**ratio, case="largest file", measured=largest["together"] / largest["alone"])
+        for kind, what in (("ranks together", "together"), ("rank 0 alone", "alone")):
+            record("size of the largest file", kind, largest[what] / 1e6, "MB", **own)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -49,7 +49,7 @@ def setup(app: Any) -> dict[str, bool]:
     class Measured(SphinxDirective):
         required_arguments = 1
         final_argument_whitespace = True
-        option_spec = {name: directives.unchanged_required for name in ("title", "where", "lines", "columns")}
+        option_spec: ClassVar = dict.fromkeys(("title", "where", "lines", "columns"), directives.unchanged_required)
 
         def run(self) -> list[Any]:
             self.env.note_dependency(str(Path(sys.modules["records"].RECORDS)))

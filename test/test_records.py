@@ -34,9 +34,9 @@ def test_each_row_can_be_repeated(modules: Any) -> None:
     for number, row in enumerate(rows, 2):
         where = f"records.csv:{number}"
         assert date.fromisoformat(row.date) <= date.today(), where
-        script = re.match(r"(PYTHONPATH=test )?python benchmarks/(\w+\.py)", row.command)
+        script = re.search(r"python benchmarks/(\w+\.py)", row.command)
         assert script is not None, where
-        assert script[2] in SCRIPTS, where
+        assert script[1] in SCRIPTS, where
         assert re.match(r"[0-9a-f]{7,40}( with changes)?$", row.commit), where
         assert math.isfinite(row.value), where
         assert row.question, where
