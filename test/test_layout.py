@@ -159,7 +159,7 @@ before = dict(os.environ), warnings.filters[:]
 import variable_batch_size
 assert dict(os.environ) == before[0], "changes the environment"
 assert not {"torch", "numpy", "pandas"} & set(sys.modules), "imports what takes long, or is not installed yet"
-import torch
+import torch, torch._dynamo  # which names the folder of its cache in the environment since torch 2.15
 before = dict(os.environ)
 handlers, threads, rng = logging.root.handlers[:], torch.get_num_threads(), torch.get_rng_state()
 for name in variable_batch_size.__all__:
