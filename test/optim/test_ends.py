@@ -215,6 +215,8 @@ def wrong_arguments() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
     yield {**good, "until": -1}, ValueError, "until must be a finite number"
     scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
     yield {**good, "until": scheduler}, ValueError, "schedule must have an end, got .* without total"
+    foreign = vbs.ProgressScheduler(counter(other.optimizer), other.optimizer, total=1)
+    yield {**good, "until": foreign}, ValueError, "must be that of an optimizer of this loop, got one of another"
     ended = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer, total=1)
     yield {**good, "until": ended, "by": "samples"}, ValueError, "has its own unit, got by='samples'"
     yield {**good, "until": None}, ValueError, "something must end the training"

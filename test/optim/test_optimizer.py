@@ -189,7 +189,7 @@ def test_gradients_with_create_graph_accumulate() -> None:
         ({"sampler": vbs.CustomSampler(50, 20, 3, 2)}, ValueError, "deals for rank 2 of 3 .* is rank 0 of 1; pass"),
         ({"inner": nn.Linear(1, 1)}, TypeError, r"inner optimizer must be a torch\.optim\.Optimizer, got Linear; pass"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_a_wrong_argument_raises_with_a_remedy(options: dict[str, Any], error: type[Exception], text: str) -> None:
     right = {

@@ -66,7 +66,7 @@ def test_a_rule_that_needs_noise_raises_without_it(rule: vbs.Rule) -> None:
 
 @every_rule
 def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
-    same = eval(repr(rule), vars(vbs))
+    same = eval(repr(rule), {name: getattr(vbs, name) for name in vbs.__all__})
     assert same is not rule
     assert (same, hash(same), type(same)) == (rule, hash(rule), type(rule))
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):

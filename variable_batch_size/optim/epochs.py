@@ -84,7 +84,7 @@ def _check(sampler: object, optimizers: object, until: object, by: object) -> No
     if isinstance(until, ProgressScheduler):
         if by != "epochs":
             raise value_error("a scheduler as until= has its own unit", f"by={by!r}", "leave out by=")
-        until.check_ends()
+        until.check_ends(optimizers)
     elif until is not None:
         check_number(until, "until", "pass the end of the training in the unit of by=")
     elif not sampler.plan.ends:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, final, get_args
@@ -119,8 +119,14 @@ class ProgressScheduler:
         """
         return self._reference_updates() >= self._total
 
-    def check_ends(self) -> None:
-        """Raise ValueError unless the schedule has a `total`, without which `done` stays False."""
+    def check_ends(self, optimizers: Sequence[CustomOptimizer]) -> None:
+        """Raise ValueError unless the schedule counts one of these optimizers and has a `total`: else it never ends."""
+        if self._optimizer not in optimizers:
+            raise value_error(
+                "the schedule must be that of an optimizer of this loop",
+                f"one of another {type(self._optimizer).__name__}",
+                "create the ProgressScheduler with this optimizer",
+            )
         if self._total == math.inf:
             raise value_error(
                 "the schedule must have an end", "a ProgressScheduler without total=", "create it with total="
