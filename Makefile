@@ -1,8 +1,9 @@
-# ARGS is passed to the training script, to pytest or to the search. PYTHON creates the environments. PIP_FLAGS= shows
+# JOBS is the number of processes that run tests. ARGS is passed to the training script, to pytest or to the search. PYTHON creates the environments. PIP_FLAGS= shows
 # pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
+JOBS ?= 2
 TAG ?=
 N ?= 1000
 SEED ?=
@@ -38,7 +39,7 @@ test: $(VENV)/.has-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
 # `python -m pytest`, does not add the working directory to sys.path.

@@ -51,6 +51,27 @@ def test_each_command_runs_here_or_says_why_not() -> None:
             assert known or any(line.startswith(begin) for begin in ELSEWHERE), f"{page.name}: {line}"
 
 
+def test_the_commands_of_our_scripts_have_flags_that_exist() -> None:
+    """Also those that no test runs; a flag may be defined in a file beside the script."""
+    for page in PAGES:
+        for line in commands(page):
+            words = line.split()
+            scripts = [word for word in words if re.fullmatch(r"(examples|test|docs|benchmarks)/\S+\.\w+", word)]
+            assert not [script for script in scripts if not (ROOT / script).exists()], line
+            if scripts and scripts[-1].endswith(".py"):
+                sources = "".join(file.read_text() for file in (ROOT / scripts[-1]).parent.glob("*.py"))
+                flags = [word.split("=")[0] for word in words[words.index(scripts[-1]) :] if word.startswith("--")]
+                assert not [flag for flag in flags if f'"{flag}"' not in sources], line
+
+
+def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(blocks(DOCS / "quickstart.md", "python")[0], names)
+    exec(blocks(DOCS / "memory.md", "python")[0], names)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"It prints `{last}`" in (DOCS / "memory.md").read_text()
+
+
 def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
     short = ["--epochs", "1", "--samples", "2000", "--runs", str(tmp_path), "--out", str(tmp_path / "tour.svg")]
     command = [sys.executable, str(DOCS / "figures" / "tour.py"), *short]
