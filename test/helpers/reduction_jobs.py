@@ -21,7 +21,7 @@ from helpers.reference import Array, Training, filled, training
 WORLDS = (3, 2)
 SIZES = (20, 7, 1, 33, 12, 6, 3)
 UPDATES = len(SIZES)
-SECONDS = 20  # that a rank waits for the others
+SECONDS = 120  # that a rank waits for the others, which may be slow to start
 
 
 def deep() -> nn.Module:
