@@ -1,9 +1,9 @@
-# JOBS is the number of processes that run tests. ARGS is passed to the training script, to pytest or to the search. PYTHON creates the environments. PIP_FLAGS= shows
-# pip's output.
+# ARGS is passed to the training script, to pytest or to the search. JOBS=2 runs the tests in two processes. PYTHON
+# creates the environments. PIP_FLAGS= shows pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 0
 TAG ?=
 N ?= 1000
 SEED ?=

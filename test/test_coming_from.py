@@ -92,7 +92,7 @@ def test_distributed_sampler_repeats_samples() -> None:
     assert "it yields 1002 of 1000 samples" in PAGE
     dealt = [list(DistributedSampler(range(1000), 3, rank)) for rank in range(3)]  # type: ignore[arg-type]
     assert sum(map(len, dealt)) == 1002
-    ours = [vbs.CustomSampler(1000, 128, num_replicas=3, rank=rank) for rank in range(3)]
+    ours = [vbs.CustomSampler(1000, 128, 3, rank, fixed_shape=False) for rank in range(3)]
     assert sorted(i for sampler in ours for batch in sampler for i in batch) == list(range(1000))
 
 
@@ -145,7 +145,7 @@ def test_the_eth_module_drops_the_end_of_an_epoch() -> None:
     while (theirs + 1) * 128 <= epoch_end:
         theirs += 1
     steps = [
-        len(list(vbs.CustomSampler(1000, 128, num_replicas=1, rank=0, minibatch_size=128, drop_last=drop_last)))
+        len(list(vbs.CustomSampler(1000, 128, 1, 0, 128, drop_last=drop_last, fixed_shape=False)))
         for drop_last in (True, False)
     ]
     assert [theirs, *steps] == [7, 7, 8]
@@ -174,7 +174,7 @@ def test_the_eth_module_s_momentum_rule_is_the_same() -> None:
 def test_adaptdl_rounds_the_batch_to_equal_local_batches() -> None:
     assert "64 samples on three replicas become 66" in PAGE
     assert math.ceil(64 / 3) * 3 == 66
-    ours = [next(iter(vbs.CustomSampler(1000, 64, num_replicas=3, rank=rank))) for rank in range(3)]
+    ours = [next(iter(vbs.CustomSampler(1000, 64, 3, rank, fixed_shape=False))) for rank in range(3)]
     assert sum(map(len, ours)) == 64
 
 
