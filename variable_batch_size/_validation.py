@@ -42,6 +42,7 @@ def as_int(value: object) -> int | None:
 
     Every type with `__index__` is an integer, such as those of NumPy; a bool, also one in an array or tensor, is not.
 
+    >>> import numpy as np
     >>> as_int(np.int16(5)), as_int(5.0), as_int(True)
     (5, None, None)
     """
