@@ -39,7 +39,7 @@ test: $(VENV)/.has-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
 # `python -m pytest`, does not add the working directory to sys.path.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the extensions of this folder
-
 import variable_batch_size as vbs
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]  # the extensions, and the records that one of them reads
 
 project = "variable_batch_size"
 author = "The variable_batch_size contributors"

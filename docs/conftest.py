@@ -1,6 +1,6 @@
-"""Runs the code blocks of the pages and of the README: each page is a test item per block, in one namespace.
+"""Runs the code blocks of the pages: each block is a test item, and those of a page share a namespace.
 
-A page goes on from the objects of the quick start: `dataset`, `model`, `sampler`, `loader`, `inner`, `optimizer`.
+A page continues with the objects of the quick start: `dataset`, `model`, `sampler`, `loader`, `inner`, `optimizer`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+from helpers.groups import pytest_xdist_make_scheduler  # noqa: F401
 
 DOCS = Path(__file__).parent
 

@@ -16,8 +16,6 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 from records import Record, newest, read
 from results import table
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import variable_batch_size as vbs
 
-ENTRIES = ("Scales", "Use when", "Fails when", "Source")
+ENTRIES = ("Scales", "Progress", "Use when", "Fails when", "Source")
 
 
 def optimizers() -> dict[str, str]:
@@ -26,13 +26,15 @@ def description(rule: type[Any]) -> dict[str, str]:
 
 def rule_table() -> str:
     """Return a table of all rules in Markdown, in the order of `vbs.RULES`."""
-    rows = ["| rule | optimizer | scales | use it for | source |", "|---|---|---|---|---|"]
+    rows = ["| rule | optimizer | scales | progress | use it for | source |", "|---|---|---|---|---|---|"]
     named = optimizers()
     for name, rule in vbs.RULES.items():
         about = description(rule)
         optimizer = f"`{named[name]}`" if name in named else ""
         source = about.get("Source", "").split(", arXiv")[0]
-        rows.append(f"| `{name}` | {optimizer} | {about['Scales']} | {about['Use when']} | {source} |")
+        rows.append(
+            f"| `{name}` | {optimizer} | {about['Scales']} | {about['Progress']} | {about['Use when']} | {source} |"
+        )
     return "\n".join(rows)
 
 

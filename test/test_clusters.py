@@ -6,14 +6,11 @@ checkpoints are real.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from helpers.commands import TIMEOUT, environment, free_port, run, saved, wait_for
 from helpers.kills import send
 from helpers.pages import DOCS, ROOT, commands
 
 CLUSTERS = ROOT / "examples" / "clusters"
 STOPPED = 143
-TIMEOUT = 300.0  # seconds
 ENDLESS, SHORT = "--epochs 100000", "--epochs 1"  # SHORT ends at once after a restore
 SERVICE, JOB = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
 (CONTAINER,) = JOB["spec"]["template"]["spec"]["containers"]
@@ -64,37 +61,17 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(command: list[str], place: Path, log: str, **environment: str) -> subprocess.Popen[bytes]:
+def start(command: list[str], place: Path, log: str, **variables: str) -> subprocess.Popen[bytes]:
     """Start a command in `place`, whose folder `bin` comes first on PATH."""
-    path = os.pathsep.join([str(place / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     with (place / log).open("ab") as file:
         return subprocess.Popen(
-            command, cwd=place, env={**os.environ, **settings}, stdout=file, stderr=subprocess.STDOUT
+            command, cwd=place, env=environment(place / "bin", **settings), stdout=file, stderr=subprocess.STDOUT
         )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
-def wait_for(condition: Callable[[], object], place: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, logs(place)
-        time.sleep(0.05)
 
 
 def logs(place: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in sorted(place.glob("log*")))
-
-
-def saved(place: Path) -> int:
-    """Return the update of the newest checkpoint."""
-    return max((int(path.name[7:15]) for path in place.glob("checkpoints/a/update-*")), default=0)
 
 
 def assert_saved_and_resumed(place: Path) -> None:
@@ -117,16 +94,10 @@ def shell_scripts() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", shell_scripts())
-def test_shellcheck_accepts(name: str) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["shellcheck", "-"],
-        input=shell_scripts()[name],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_shellcheck_accepts(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(shell_scripts()[name])
+    done = run("shellcheck", str(script))
     assert done.returncode == 0, done.stdout
 
 
@@ -170,7 +141,7 @@ def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: l
     job = free_port() - 20000  # so that the script computes a free port
     running = slurm(place, ENDLESS, job)
     started.append(running)
-    wait_for(lambda: saved(place), place)
+    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
     send(signal.SIGTERM, [int(task) for task in (place / "tasks").read_text().split()])  # as Slurm signals a step
     assert running.wait(TIMEOUT) == STOPPED, logs(place)
     assert (place / "requests").read_text() == f"requeue {job}\n"
@@ -218,7 +189,7 @@ def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
 ) -> None:
     first = pods(place, ENDLESS)
     started += first
-    wait_for(lambda: saved(place), place)
+    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
     first[1].terminate()  # Kubernetes signals the first process of the container
     assert [pod.wait(TIMEOUT) for pod in first] == [STOPPED, STOPPED], logs(place)
     second = pods(place, SHORT)
@@ -230,7 +201,7 @@ def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
 def test_all_machines_exit_with_143_if_one_shuts_down(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     first = machines(place, ENDLESS)
     started += first
-    wait_for(lambda: saved(place), place)
+    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
     (launcher,) = children(first[0].pid)
     send(signal.SIGTERM, [first[0].pid, launcher, *children(launcher)])  # a machine that shuts down signals all
     assert [machine.wait(TIMEOUT) for machine in first] == [STOPPED, STOPPED], logs(place)
@@ -252,7 +223,7 @@ def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
 def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     running = torchrun(place, "import time; print('ready', flush=True); time.sleep(100)")
     started.append(running)
-    wait_for(lambda: "ready" in logs(place), place)
+    wait_for(lambda: "ready" in logs(place), lambda: logs(place))
     running.send_signal(signal.SIGUSR1)
     assert running.wait(TIMEOUT) == STOPPED, logs(place)
 
@@ -264,7 +235,7 @@ def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subproces
     flags.write_text(ENDLESS)
     running = start(["bash", "-c", line.replace("runs/a", "checkpoints/a $(cat flags)")], place, "log")
     started.append(running)
-    wait_for(lambda: saved(place), place)
+    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
     flags.write_text(SHORT)
     send(signal.SIGTERM, children(running.pid))
     assert running.wait(TIMEOUT) == 0, logs(place)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.pages import DOCS
+from helpers.processes import spawn
 
 PAGE = (DOCS / "coming_from.md").read_text()
 BY_HAND = "Accumulation written by hand"
@@ -81,7 +81,7 @@ def run_columns(rank: int, folder: Path) -> None:
 
 
 def test_both_columns_about_data_parallel_train_the_same_weights(tmp_path: Path) -> None:
-    mp.spawn(run_columns, (tmp_path,), nprocs=2)
+    spawn(run_columns, (tmp_path,), nprocs=2)
     left, right = torch.load(tmp_path / "rank0.pt")
     torch.testing.assert_close(right, left, rtol=1e-12, atol=1e-14)
     other = torch.load(tmp_path / "rank1.pt")[1]

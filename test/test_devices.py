@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 
 import pytest
 
-from helpers.pages import DOCS, ROOT, blocks, commands
+from helpers.commands import run
+from helpers.pages import DOCS, blocks, commands
 
 
 @pytest.mark.xla
@@ -18,9 +17,6 @@ def test_the_xla_example_prints_what_the_page_shows() -> None:
         pytest.skip("torch_xla is not installed")
     (line,) = (line for line in commands(DOCS / "devices.md") if "examples/xla.py" in line and "CPU" in line)
     *settings, _, script = line.split()
-    environment = {**os.environ, **dict(setting.split("=") for setting in settings)}
-    done = subprocess.run(
-        [sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(sys.executable, script, **dict(setting.split("=") for setting in settings))
     assert done.returncode == 0, done.stderr
     assert done.stdout == blocks(DOCS / "devices.md", "text")[0]

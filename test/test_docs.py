@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
-from helpers.pages import DOCS, PAGES, ROOT, blocks, commands
+from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
 
-TOUR = "test/variable_train_mnist.py"  # test_readme.py and test_elastic.py run its lines
 MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "dist"}
 LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
@@ -31,6 +30,7 @@ ELSEWHERE = {
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
     "sbatch": "a cluster; test_clusters.py runs the script",
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
+    "vbs ": "test_capacity_page.py runs it",
     "sky jobs launch": "a cloud; test_clusters.py runs the file's command",
 }  # beginning of a command that no test runs as it is -> why
 
@@ -47,6 +47,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_each_command_runs_here_or_says_why_not() -> None:
     for page in PAGES:
         for line in commands(page):
+            # test_readme.py and test_elastic.py run the lines of the tour
             known = TOUR in line or LANGUAGE_MODEL in line or (line.startswith("make ") and line.split()[1] in MAKE)
             assert known or any(line.startswith(begin) for begin in ELSEWHERE), f"{page.name}: {line}"
 

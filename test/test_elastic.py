@@ -6,21 +6,18 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.commands import TIMEOUT, environment, free_port, saved, wait_for
 from helpers.kills import send
 from helpers.pages import DOCS, ROOT, commands
 
 (LOOP,) = (line for line in commands(DOCS / "checkpoints.md") if "--cores" in line)
 (ELASTIC,) = (line for line in commands(DOCS / "checkpoints.md") if "--nnodes=1:4" in line)
-TIMEOUT = 300.0  # seconds
 SHORT = "--samples 12000 --trace 0:200 --microbatch 50 --target 0.5 --save-every 5"
 
 
@@ -36,13 +33,11 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def start(line: str, log: Path, path: str = "") -> subprocess.Popen[bytes]:
     """Run a line of shell; `path` comes first on PATH."""
-    search = os.pathsep.join([path, str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": search, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         return subprocess.Popen(
             ["bash", "-c", line],
             cwd=ROOT,
-            env=environment,
+            env=environment(path, OMP_NUM_THREADS="1"),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -62,7 +57,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
     line = LOOP.replace("runs/a", f"{tmp_path}/saved --logdir {tmp_path}/log --num-workers 1 --epochs 1 {SHORT}")
     loop = start(line, tmp_path / "output", str(nproc.parent))
     started.append(loop)
-    wait_for(lambda: saved(tmp_path) >= 10, tmp_path)
+    wait_for(lambda: saved(tmp_path / "saved") >= 10, output_in(tmp_path))
     program = min(descendants(loop.pid))  # bash's own child
     os.kill(program, signal.SIGTERM)
     assert loop.wait(TIMEOUT) == 0, (tmp_path / "output").read_text()
@@ -78,10 +73,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
 def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    line = ELASTIC.replace("runs/a", f"{tmp_path}/saved --epochs 2 {SHORT}").replace("29400", str(port))
+    line = ELASTIC.replace("runs/a", f"{tmp_path}/saved --epochs 2 {SHORT}").replace("29400", str(free_port()))
     line = line.replace("last_call_timeout=5", "last_call_timeout=1,keep_alive_interval=1")
     line = line.replace("--nproc-per-node=2", "--nproc-per-node=1 --monitor-interval=0.1")
     logs = tmp_path / "first", tmp_path / "second"
@@ -91,12 +83,12 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
 
     first = start(line, logs[0])
     started.append(first)
-    wait_for(lambda: saved(tmp_path) >= 5, tmp_path)
+    wait_for(lambda: saved(tmp_path / "saved") >= 5, output_in(tmp_path))
     second = start(line, logs[1])
     started.append(second)
-    wait_for(lambda: worlds() == ["1", "2"], tmp_path)
-    before = saved(tmp_path)
-    wait_for(lambda: saved(tmp_path) > before, tmp_path)
+    wait_for(lambda: worlds() == ["1", "2"], output_in(tmp_path))
+    before = saved(tmp_path / "saved")
+    wait_for(lambda: saved(tmp_path / "saved") > before, output_in(tmp_path))
     send(signal.SIGKILL, [*descendants(second.pid), second.pid])
     assert first.wait(TIMEOUT) == 0, logs[0].read_text()
     assert worlds() == ["1", "2", "1"]
@@ -105,17 +97,9 @@ def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     assert re.search(r"^samples +24,000$", output, re.MULTILINE)
 
 
-def saved(folder: Path) -> int:
-    """Return the update of the newest checkpoint."""
-    return max((int(path.name[7:15]) for path in folder.glob("saved/update-*")), default=0)
-
-
-def wait_for(condition: Callable[[], bool], folder: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        logs = "\n".join(path.read_text(errors="replace") for path in folder.iterdir() if path.is_file())
-        assert time.monotonic() < deadline, logs
-        time.sleep(0.05)
+def output_in(folder: Path) -> Callable[[], str]:
+    """Return a function that reads the files in a folder."""
+    return lambda: "\n".join(path.read_text(errors="replace") for path in folder.iterdir() if path.is_file())
 
 
 def descendants(pid: int) -> list[int]:

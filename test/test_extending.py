@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rule_pages import description
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.pages import DOCS, blocks
+from helpers.processes import spawn
 
 PAGE = DOCS / "extending.md"
 
@@ -42,7 +42,7 @@ def train_in_process(rank: int, port: int, size: int, folder: Path) -> None:
 
 def test_the_backend_of_the_page_connects_processes(tmp_path: Path) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(train_in_process, (store.port, 2, tmp_path), nprocs=2)
+    spawn(train_in_process, (store.port, 2, tmp_path), nprocs=2)
     alone = names_of("class StoreBackend", "def train")["train"](vbs.LocalBackend())
     assert alone.abs().sum() > 0
     for rank in range(2):
@@ -70,7 +70,7 @@ def test_the_rule_for_the_package_describes_itself() -> None:
     names: dict[str, Any] = {"__name__": "cube_root"}
     (block,) = blocks(PAGE, "py")
     exec(block, names)
-    assert set(description(names["CubeRootRule"])) == {"Scales", "Use when", "Fails when"}
+    assert set(description(names["CubeRootRule"])) == {"Scales", "Progress", "Use when", "Fails when"}
     assert names["CubeRootRule"]()(vbs.RuleInput(8 * 64, 64)) == vbs.Scaling(lr=pytest.approx(2.0), progress=8.0)
 
 

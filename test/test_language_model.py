@@ -9,7 +9,6 @@ import re
 import runpy
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,6 +16,7 @@ from pydoc_data.topics import topics
 import pytest
 from side_by_side import FOLDER, SCRIPTS, changed, section
 
+from helpers.commands import run
 from helpers.pages import DOCS, ROOT, blocks, commands
 
 PAGE = DOCS / "language_model.md"
@@ -44,13 +44,10 @@ def run_here(monkeypatch: pytest.MonkeyPatch, line: str, *flags: object) -> None
 
 def run_processes(line: str, *flags: object) -> str:
     """Run a line of torchrun; return what is printed."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*shlex.split(line.replace("torchrun", "torchrun --standalone")), *map(str, flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, check=False, **pipes)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stdout
-    return str(done.stdout)
+    done = run(*command, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stderr + done.stdout
 
 
 def scalars(folder: Path) -> dict[str, list[float]]:

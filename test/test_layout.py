@@ -19,7 +19,20 @@ PACKAGE = Path(vbs.__file__).parent
 BLOCK = re.search(r"^```text\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
 LINES = [line.split("->") for line in BLOCK[1].splitlines()] if BLOCK else []
 ARROWS = {room.strip(): {target.strip() for target in targets.split(",") if target.strip()} for room, targets in LINES}
-WITHOUT_TORCH = {"_lazy", "_validation", "world", "preemption", "trace", "rules"} | {
+WITHOUT_TORCH = {
+    "_lazy",
+    "_validation",
+    "world",
+    "preemption",
+    "trace",
+    "rules",
+    "cluster",
+    "adaptive",
+    "cli",
+    "simulation",
+    "_extras",
+    "_files",
+} | {
     *(f"data.{module}" for module in ("plan", "microbatching", "deal", "clock", "shuffle")),
 }
 NAMES_NO_TORCH = {
@@ -132,7 +145,15 @@ def test_only_the_xla_backend_imports_torch_xla_and_only_when_used(module: str) 
 
 
 def python_files() -> list[Path]:
-    return [path for folder in (PACKAGE, ROOT / "test", ROOT / "benchmarks") for path in sorted(folder.rglob("*.py"))]
+    folders = PACKAGE, *(ROOT / name for name in ("test", "benchmarks", "docs", "examples"))
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
+def test_the_page_on_architecture_names_every_module() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rules = {path.name for path in (PACKAGE / "rules").iterdir()}  # one file a rule: the table of rules names them
+    names = {path.name for path in PACKAGE.rglob("*.py")} - rules - {"__init__.py"}
+    assert not [name for name in sorted(names) if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: path.name)

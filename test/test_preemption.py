@@ -215,10 +215,11 @@ def wait_for_line(process: subprocess.Popen[str], expected: str) -> None:
         assert line
 
 
-def exit_lines(process: subprocess.Popen[str]) -> list[str]:
+def exit_lines(process: subprocess.Popen[str], received: signal.Signals | None) -> list[str]:
     """Check that the process exits as after a signal, and return its remaining output lines."""
     out, err = process.communicate(timeout=100)
-    assert (process.returncode, err) == (EXIT_CODE, "")
+    told = f"{received.name}: Checkpoint.step() saves after this update, and exits.\n" if received else ""
+    assert (process.returncode, err) == (EXIT_CODE, told)
     return out.splitlines()
 
 
@@ -229,7 +230,7 @@ def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(
     for process in processes:
         wait_for_line(process, "ready")
     processes[2].send_signal(signal.SIGUSR1)
-    lines = [exit_lines(process) for process in processes]
+    lines = [exit_lines(process, signal.SIGUSR1 if rank == 2 else None) for rank, process in enumerate(processes)]
     (updates,) = {int(rank[-1]) for rank in lines}
     match = re.fullmatch(STOPPED, lines[0][-2])
     assert match is not None
@@ -246,7 +247,7 @@ def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
     processes.append(process)
     wait_for_line(process, "ready")
     os.killpg(process.pid, signal.SIGTERM)
-    match = re.fullmatch(STOPPED, exit_lines(process)[-1])
+    match = re.fullmatch(STOPPED, exit_lines(process, signal.SIGTERM)[-1])
     assert match is not None
     assert verified_manifest(tmp_path / "saved" / match[1]) is not None
 

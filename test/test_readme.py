@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,18 +12,10 @@ import pytest
 from rule_pages import rule_table
 
 import variable_batch_size as vbs
-from helpers.pages import PAGES, README, ROOT, blocks, commands
+from helpers.commands import run
+from helpers.pages import PAGES, README, ROOT, TOUR, blocks, commands
 
-TOUR = "test/variable_train_mnist.py"
 SHORT = shlex.split("--epochs 1 --samples 12000 --trace 0:200 --microbatch 50 --target 0.5")
-
-
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the root of the repository, with the programs of this Python environment first on PATH."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": path, **environment}, capture_output=True, text=True, check=False
-    )
 
 
 def tours() -> list[object]:
@@ -48,7 +38,7 @@ def test_the_tour_trains(line: str) -> None:
     words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code, on the devices of this machine
     if "--cores" not in words and words[0] != "torchrun":
         words += ["--cores", "2"]
-    done = run([*words, *SHORT], OMP_NUM_THREADS="1")
+    done = run(*words, *SHORT, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^best accuracy +[5-9]\d\.\d\d%$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^samples +12,000$", done.stdout, re.MULTILINE)
@@ -57,11 +47,11 @@ def test_the_tour_trains(line: str) -> None:
 def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
     flags += [*SHORT, "--epochs", "2", "--trace", "0:200 90:100"]  # 150 updates, saved after every 25
-    uninterrupted = run([sys.executable, TOUR, *flags], OMP_NUM_THREADS="1")
+    uninterrupted = run(sys.executable, TOUR, *flags, OMP_NUM_THREADS="1")
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     for later in sorted(tmp_path.glob("update-*"))[1:]:
         shutil.rmtree(later)
-    resumed = run(["torchrun", "--standalone", "--nproc-per-node=3", TOUR, *flags], OMP_NUM_THREADS="1")
+    resumed = run("torchrun", "--standalone", "--nproc-per-node=3", TOUR, *flags, OMP_NUM_THREADS="1")
     assert resumed.returncode == 0, resumed.stderr
     tables = [re.findall(r"^(updates.*|samples.*)$", done.stdout, re.MULTILINE) for done in (uninterrupted, resumed)]
     assert tables[0] == tables[1]
@@ -69,14 +59,14 @@ def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) 
 
 
 def test_the_tour_exits_with_21_below_its_target() -> None:
-    done = run([sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01"], OMP_NUM_THREADS="1")
+    done = run(sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01", OMP_NUM_THREADS="1")
     assert done.returncode == 21, done.stderr
     assert "below the target" in done.stdout
 
 
 @pytest.mark.parametrize("target", ["train", "test"])
 def test_make_has_the_target(target: str) -> None:
-    done = run(["make", "-n", target])
+    done = run("make", "-n", target)
     assert done.returncode == 0, done.stderr
     assert {"train": TOUR, "test": "pytest"}[target] in done.stdout
 
@@ -84,7 +74,7 @@ def test_make_has_the_target(target: str) -> None:
 @pytest.mark.xla
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would install an environment first")
 def test_make_train_trains() -> None:
-    done = run(["make", "train", f"ARGS={shlex.join([*SHORT, '--cores', '2'])}"])
+    done = run("make", "train", f"ARGS={shlex.join([*SHORT, '--cores', '2'])}")
     assert done.returncode == 0, done.stderr
     assert "best accuracy" in done.stdout
 

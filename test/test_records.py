@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import variable_batch_size as vbs
 from helpers.pages import DOCS, ROOT, commands
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -106,6 +107,31 @@ def test_a_table_sorts_sizes_as_numbers_and_lists_cases(modules: Any) -> None:
         "| 1M parameters | 0.50 (0.25 to 0.75) | 98.77 ± 0.13 (of 2) % |",
         "| 10M parameters | 1,234 ms |  |",
     ]
+
+
+def test_the_page_of_rules_shows_what_the_records_say(modules: Any) -> None:
+    """With the number of seeds that ended at chance beside each mean without them, and the samples of longer runs."""
+    records, _ = modules
+    text = (DOCS / "rules.md").read_text()
+    table = text.split("| rule | 1x | 4x | 16x | 64x |\n")[1].split("\n\n")[0].replace("*", "")
+    names = {rule.replace("-", ""): rule for rule in vbs.RULES}
+    rows = {row.key(): row for row in records.newest(records.read()) if row.on.startswith("MNIST, ")}
+    for line in table.splitlines()[1:]:
+        (kind, rule), *cells = line.split("|")[1].strip().split(", "), *map(str.strip, line.split("|")[2:-1])
+        for times, cell in zip(("1x", "4x", "16x", "64x"), cells, strict=True):
+            by_question = {
+                row.question: row
+                for key, row in rows.items()
+                if (key[1], key[2].split()[1], key[4]) == (names[rule.lower()], kind, times)
+            }
+            row, more = by_question["test accuracy"], by_question.get("samples of a run")
+            if row.unit == "runs rejected":
+                assert cell == "raises"
+            elif row.unit == "runs at chance":
+                assert cell == f"at chance {row.value:.0f} of {row.n}"
+            else:
+                notes = [row.note] if row.note else [f"{more.value}x the samples"] if more else []
+                assert cell == " ".join([f"{row.value:.1f}", *(f"({note})" for note in notes)]), line
 
 
 def test_the_variables_of_the_tips_keep_memory(modules: Any) -> None:

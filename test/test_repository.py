@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 import variable_batch_size as vbs
+from helpers.commands import run
 from helpers.pages import ROOT, commands
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -32,13 +32,6 @@ SCHEMAS = {
 
 def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
-
-
-def run(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with the programs of this environment first on PATH."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, **variables}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def jobs() -> list[dict[str, Any]]:

@@ -110,6 +110,14 @@ def test_an_empty_environment_imports_the_index(environment: Path) -> None:
     run(environment / "bin" / "python", "-I", "-c", INDEX)
 
 
+def test_the_command_names_its_extra(environment: Path) -> None:
+    command = [environment / "bin" / "python", "-I", environment / "bin" / "vbs", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    expected = "vbs: error: this needs typer, which is not installed; run: pip install 'variable_batch_size[cli]'\n"
+    assert done.stderr == expected
+
+
 def test_the_installed_wheel_trains(environment: Path) -> None:
     place = sysconfig.get_path("purelib", "posix_prefix", {"base": str(environment)})
     Path(place, "torch.pth").write_text(sysconfig.get_path("purelib"))  # what the package requires, after the package

@@ -89,9 +89,7 @@ def train(flags: argparse.Namespace) -> None:
     loss_fn = nn.CrossEntropyLoss()
     began = time.monotonic()
     backend.print0(f"{world.size} x {device.type}, rule {flags.rule}, {flags.epochs} epochs of {flags.trace}")
-    for epoch in range(optimizer.epoch, flags.epochs):  # optimizer.epoch is not 0 after a restore
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
+    for epoch in vbs.remaining_epochs(sampler, optimizer, until=flags.epochs):  # not from 0 after a restore
         for images, labels in loader:  # one microbatch
             loss_fn(model(images.to(device)), labels.to(device)).backward()
             if optimizer.step() and scheduler:  # step() returns True if this microbatch completed an update
@@ -237,7 +235,7 @@ def parse() -> argparse.Namespace:
     add("--microbatch", type=int, default=32, help="rows per forward and backward on a rank")
     add("--device", choices=["xla", "cuda", "cpu"], default=default_device())
     add("--cores", type=int, help="XLA cores on a CPU, by default 4; a TPU uses all its cores")
-    add("--on-end", choices=["error", "hold", "cycle"], help="what follows the last step of the trace")
+    add("--on-end", choices=["error", "stop", "hold", "cycle"], help="what follows the last step of the trace")
     add("--data-dir", help="folder with the idx files of MNIST; by default they are downloaded once")
     add("--samples", type=int, help="train on this many images only, the first ones")
     add("--checkpoint", help="folder of checkpoints to resume from and save to; by default there are none")

@@ -128,6 +128,14 @@ def check_number(value: object, name: str, remedy: str) -> float:
     return number
 
 
+def check_positive(value: object, name: str, remedy: str) -> float:
+    """Return `value` as a finite float > 0; the arguments and errors are those of `check_number`."""
+    number = check_number(value, name, remedy)
+    if number == 0:
+        raise value_error(f"{name} must be > 0", value, remedy)
+    return number
+
+
 def _short(number: int) -> str:
     """Format an integer; Python refuses to format one of more than 4300 digits.
 

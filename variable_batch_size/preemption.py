@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ class Preemption:
     def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
         self.signals = tuple(map(signal.Signals, signals))
         self._first: tuple[signal.Signals, float] | None = None  # first signal, and time.monotonic() at its arrival
+        self._announced = False  # whether a line on standard error tells of it
         self._forward: Callable[[signal.Signals], None] | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._previous_wakeup_fd = -1
@@ -91,7 +93,7 @@ class Preemption:
                 "a process can enter one Preemption at a time, got a second one inside the first; remove one of them"
             )
         _reset_after_fork()
-        self._first, self._previous_handlers = None, {}
+        self._first, self._announced, self._previous_handlers = None, False, {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._thread = threading.Thread(target=self._read_wakeup_socket, name="preemption", daemon=True)
@@ -142,6 +144,9 @@ class Preemption:
 
     def _handle(self, signum: signal.Signals) -> None:
         _, first_time = self._record(signum)
+        if not self._announced:  # here and not in `_record`: the main thread may wait in a collective
+            self._announced = True
+            print(f"{signum.name}: Checkpoint.step() saves after this update, and exits.", file=sys.stderr, flush=True)
         if self._forward is not None:
             self._forward(signum)
         if time.monotonic() - first_time >= _DUPLICATE_SECONDS:

@@ -181,6 +181,11 @@ class Tracker:
                 f"and {less} is missing; choose another logdir, or train with the same rule, noise= and grad_norm="
             )
 
+    def last_before(self, update: int, tag: str) -> float:
+        """Return the last value of a tag in `scalars.csv` before an update, as of an earlier run; 0 without one."""
+        rows = [] if self.logdir is None else read_scalars(self.logdir / SCALARS)[1]
+        return next((float(row[tag]) for row in reversed(rows) if tag in row and int(row["update"]) < update), 0.0)
+
     def log(self, update: int, scalars: Mapping[str, float]) -> None:
         """Write scalars of an update; several calls for one update share a row.
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import variable_batch_size as vbs
 from helpers.distributed_jobs import CASES, DTYPES, WORLDS, run_scenarios
 from helpers.models import Everything, Experts, everything
+from helpers.processes import spawn
 from helpers.reference import SIZES, assert_equal, filled, training, twin
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(run_scenarios, (folder,), nprocs=8)
+    spawn(run_scenarios, (folder,), nprocs=8)
     return folder
 
 

@@ -23,7 +23,7 @@ from variable_batch_size.backend.xla import XlaBackend, launch
 torch_xla = pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 Reports = list[dict[str, Any]]  # by rank
-UPDATES = 60
+UPDATES = 30
 STARTUP = 120.0  # seconds, to import torch_xla twice on a busy machine
 SHUTDOWN = 14.0  # seconds; an incomplete collective would only end XLA:CPU after 15
 IMPORTS = """

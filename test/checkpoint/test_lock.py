@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import checkpoint, names, start
+from helpers.checkpoints import checkpoint, names, start, two_saved
 from helpers.reference import training
+
+
+def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    folder = two_saved(tmp_path)
+    before = names(folder)
+    with pytest.raises(RuntimeError, match=r"got the checkpoint .*/update-00000002; pass the folder that it is in"):
+        checkpoint(folder / "update-00000002", training())
+    assert names(folder) == before
+    assert not (folder / "update-00000002" / ".lock").exists()
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:

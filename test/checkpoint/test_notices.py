@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,43 @@ def test_rank_0_says_once_what_was_restored(tmp_path: Path, capfd: pytest.Captur
     run_ranks(restore, 3)
     expected = f"Checkpoint update-00000002 restored: epoch 0, {sum(SIZES[:2])} samples."
     assert capfd.readouterr().err.splitlines() == [expected]
+
+
+def test_rank_0_says_once_that_there_is_nothing_to_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def restore(backend: Backend) -> None:
+        with checkpoint(Path("runs"), training(backend=backend)) as saves:
+            assert not saves.restore()
+            assert not saves.restore(best=True)
+
+    monkeypatch.chdir(tmp_path)  # a relative path often is one of another working directory
+    run_ranks(restore, 2)
+    assert capfd.readouterr().err.splitlines() == [
+        f"No checkpoint in {tmp_path}/runs: nothing is restored.",
+        f"No checkpoint with a reported value in {tmp_path}/runs: nothing is restored.",
+    ]
+
+
+@pytest.mark.parametrize("every", [1, timedelta(hours=1), None])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_interval_without_step_is_told(every: int | timedelta | None, steps: int, tmp_path: Path) -> None:
+    def train(backend: Backend) -> None:
+        run = training(backend=backend)
+        with checkpoint(tmp_path, run, every=every) as saves:
+            run.run(2)
+            for _ in range(steps):
+                saves.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(train, 2)
+    assert [str(warning.message) for warning in caught] == [notices.UNCALLED_STEP] * (every is not None and not steps)
+
+
+def test_saves_of_the_loop_need_no_step(tmp_path: Path) -> None:
+    with checkpoint(tmp_path, training().run(2), every=1) as saves:
+        saves.save()
 
 
 def test_the_newer_ones_that_will_be_deleted_are_named() -> None:

@@ -53,6 +53,12 @@ def test_reads_the_best_checkpoint(mode: str, best: int, tmp_path: Path) -> None
 
 def test_best_needs_a_reported_value(tmp_path: Path) -> None:
     folder = two_saved(tmp_path)
-    for path in (folder, folder / "update-00000002", folder / "missing"):
+    for path in (folder, folder / "update-00000002"):
         with pytest.raises(ValueError, match=r"^best=True needs the folder of a training .*, got .*; pass best=\"min:"):
             vbs.read_checkpoint(path, best=True)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_a_missing_folder_is_named(best: bool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"got {tmp_path}/missing; there is no such folder$"):
+        vbs.read_checkpoint(tmp_path / "missing", best=best)

@@ -89,8 +89,8 @@ def test_rejects_a_trace_that_ends_inside_an_epoch(drop_last: bool) -> None:
     first = plan.epoch(0)
     missing = 10 - (17 - plan.trace.offset(first.end_step))
     message = (
-        rf"epoch 1, which begins at step {first.end_step}, needs {missing} samples more than the 5 steps "
-        r'of the trace have; lengthen the trace, .* on_end="hold" or on_end="cycle"$'
+        rf"its 5 steps end in epoch 1, which begins at step {first.end_step}, {missing} samples before the end of "
+        r'epoch 1; add steps .* on_end="stop", "hold" or "cycle"$'
     )
     with pytest.raises(ValueError, match=message):
         plan.epoch(1)
@@ -101,7 +101,7 @@ def test_rejects_a_trace_that_ends_inside_an_epoch(drop_last: bool) -> None:
 def test_accepts_a_trace_that_ends_with_the_epoch(drop_last: bool) -> None:
     plan = Plan(BatchTrace.from_sizes([4, 6, 5, 5]), 10, 4, drop_last)
     assert [plan.epoch(number).end_step for number in (0, 1)] == [2, 4]
-    with pytest.raises(ValueError, match="epoch 2, which begins at step 4, needs 10 samples more"):
+    with pytest.raises(ValueError, match="epoch 2, which begins at step 4, 10 samples before"):
         plan.epoch(2)
 
 

@@ -259,8 +259,8 @@ def test_accepts_a_dataset_or_its_size_and_every_form_of_trace(tmp_path: Any) ->
             ValueError,
             "dataset's size of 10 samples, but the trace has a batch size of 11; use a larger",
         ),
-        ({"trace": [5, 5], "epochs": 2}, ValueError, "epoch 1, which begins at step 2, needs 10 samples more than"),
-        ({"trace": [5, 4]}, ValueError, "epoch 0, which begins at step 0, needs 1 samples more than the 2 steps"),
+        ({"trace": [5, 5], "epochs": 2}, ValueError, "epoch 1, which begins at step 2, 10 samples before the end"),
+        ({"trace": [5, 4]}, ValueError, "2 steps end in epoch 0, which begins at step 0, 11 samples before"),
         ({"trace": [5, 0]}, ValueError, r"sizes\[1\].*got 0"),
         ({"rank": 0}, ValueError, "passed together, got num_replicas=None and rank=0; pass both, or neither"),
         ({"num_replicas": 2}, ValueError, "passed together, got num_replicas=2 and rank=None; pass both, or neither"),
@@ -295,7 +295,7 @@ def test_rejects_wrong_arguments(wrong: dict[str, Any], error: type[Exception], 
 def test_set_epoch_rejects_an_epoch_that_the_trace_does_not_cover() -> None:
     sampler = vbs.CustomSampler(10, [5, 5, 5, 5])
     sampler.set_epoch(1)
-    with pytest.raises(ValueError, match="epoch 2, which begins at step 4, needs 10 samples more"):
+    with pytest.raises(ValueError, match="epoch 2, which begins at step 4, 10 samples before"):
         sampler.set_epoch(2)
     assert sampler.epoch == 1
     with pytest.raises(ValueError, match="got -1; count epochs from 0"):

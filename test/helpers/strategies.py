@@ -20,6 +20,7 @@ from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 
 LARGEST = 300  # batch size
+MAX_UPDATES, MAX_EPOCHS = 20, 3  # of an end of the training
 PRIMES = (2, 3, 5, 7, 11, 13, 29, 31, 37, 53, 59, 61)
 
 minibatch_sizes = st.one_of(st.integers(1, 64), st.sampled_from(PRIMES), st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
@@ -47,9 +48,9 @@ def traces(draw: st.DrawFn, dataset_size: int, epochs: int) -> BatchTrace:
     end = draw(st.sampled_from(["error", "hold", "cycle", "stop", None]))
     if end is None:
         return BatchTrace.constant(some[0])
-    if end == "error":  # an epoch takes at most one step more than it has samples for
-        laps = -(-epochs * (dataset_size + largest) // sum(some))
-        some = some * laps
+    if end == "error":  # an epoch takes at most one step more than it has samples for; `ends` may draw later ends
+        laps = -(-max(epochs, MAX_EPOCHS) * (dataset_size + largest) // sum(some))
+        some = some * max(laps, -(-MAX_UPDATES // len(some)))
     return BatchTrace.from_sizes(some, on_end=end)
 
 
@@ -140,7 +141,7 @@ def cases(draw: st.DrawFn, largest_dataset: int = 400, epochs: int = 3) -> Case:
 @st.composite
 def ends(draw: st.DrawFn, dataset_size: int) -> dict[str, int]:
     """An end of the training in its first epochs, or none."""
-    largest = {"max_updates": 20, "max_samples": 3 * dataset_size}
+    largest = {"max_updates": MAX_UPDATES, "max_samples": MAX_EPOCHS * dataset_size}
     names = draw(st.sampled_from([(), (), ("max_updates",), ("max_samples",), ("max_updates", "max_samples")]))
     return {name: draw(st.integers(1, largest[name])) for name in names}
 

@@ -151,11 +151,11 @@ def test_the_end_of_the_training_resumes_before_the_loops_code_for_it(tmp_path: 
 
 def test_a_trace_that_is_too_short_raises_unless_the_training_ends_before() -> None:
     short = vbs.BatchTrace.of([30, 30])
-    with pytest.raises(ValueError, match=r'epoch 1, .* needs 40 samples more .* on_end="stop"'):
+    with pytest.raises(ValueError, match=r'epoch 1, .* 40 samples before .* on_end="stop"'):
         ending(trace=short).sampler(epochs=2)
     for ends in ({"max_updates": 2}, {"max_samples": 40}):
         ending(trace=short, **ends).sampler(epochs=9)
-    with pytest.raises(ValueError, match="cover every epoch"):
+    with pytest.raises(ValueError, match=r"1 updates before max_updates=3;"):
         ending(trace=short, max_updates=3).sampler(epochs=2)
 
 

@@ -146,3 +146,24 @@ def test_a_group_that_is_added_to_the_inner_optimizer_is_adopted() -> None:
     next(run.steps())
     with pytest.raises(RuntimeError, match=r"^add_param_group\(\) must be called between steps"):
         run.optimizer.inner.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+
+
+@pytest.mark.parametrize("name", ["gain", "sigma2", "noise_scale"])
+def test_a_rule_that_reads_the_noise_and_does_not_ask_for_it_is_told_how(name: str) -> None:
+    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+        return vbs.Scaling(lr=min(1.0, getattr(update.noise, name)))
+
+    message = rf"must have needs_noise = True in its class, but .*rule.* reads noise\.{name} and has not; add it, or"
+    with pytest.raises(AttributeError, match=message):
+        training(vbs.CustomOptimizer, SIZES, rule=rule).run(1)
+    training(vbs.CustomOptimizer, SIZES, rule=rule, noise="microbatches").run(1)
+
+
+@pytest.mark.parametrize("error", [AttributeError("mine"), AttributeError("mine", name="gain", obj=3)])
+def test_other_errors_of_a_rule_are_left_alone(error: AttributeError) -> None:
+    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+        raise error
+
+    with pytest.raises(AttributeError) as found:
+        training(vbs.CustomOptimizer, SIZES, rule=rule).run(1)
+    assert found.value is error

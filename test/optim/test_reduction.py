@@ -122,7 +122,7 @@ def loop(run: Training, updates: int, *, count: bool = False, log: bool = False)
         ]
     ),
 )
-@examples(40)
+@examples(30)
 def test_updates_are_those_without_overlap(
     seed: int,
     sizes: list[int],
@@ -238,7 +238,7 @@ def test_parameters_that_are_added_later() -> None:
     stops=st.sets(st.integers(1, 5), min_size=1, max_size=3),
     world=st.integers(2, 3),
 )
-@examples(25)
+@examples(12)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     seed: int, rule: tuple[str, str], stops: set[int], world: int
 ) -> None:

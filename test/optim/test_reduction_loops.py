@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from helpers.processes import spawn
 from helpers.reduction_jobs import SECONDS, WORLDS, alone, saved
 from helpers.reduction_loops import LOOPS, one_rank_returns, run_loops
 from helpers.reference import assert_equal
@@ -18,7 +18,7 @@ from helpers.reference import assert_equal
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loops")
-    mp.spawn(run_loops, (folder,), nprocs=max(WORLDS))
+    spawn(run_loops, (folder,), nprocs=max(WORLDS))
     return folder
 
 
@@ -50,6 +50,6 @@ def test_the_checks_of_torch_distributed_are_content(folder: Path) -> None:
 
 def test_a_rank_that_returns_from_its_script_within_a_step_ends_well_and_the_others_are_told(tmp_path: Path) -> None:
     begin = time.monotonic()
-    mp.spawn(one_rank_returns, (tmp_path,), nprocs=2)  # raises if an exit code is not 0
+    spawn(one_rank_returns, (tmp_path,), nprocs=2)  # raises if an exit code is not 0
     assert time.monotonic() - begin < SECONDS
     assert "restart all ranks from the last checkpoint" in (tmp_path / "error").read_text()

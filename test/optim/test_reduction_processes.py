@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
+from helpers.processes import spawn
 from helpers.reduction_jobs import UPDATES, WORLDS, alone, deep, one_rank_ends, run_scenarios, saved
 from helpers.reference import assert_equal
 
@@ -15,7 +15,7 @@ from helpers.reference import assert_equal
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("overlap")
-    mp.spawn(run_scenarios, (folder,), nprocs=max(WORLDS))
+    spawn(run_scenarios, (folder,), nprocs=max(WORLDS))
     return folder
 
 
@@ -78,5 +78,5 @@ def test_what_a_dropped_optimizer_has_sent_does_not_reach_another_one(ranks: lis
 
 
 def test_the_error_after_the_end_of_a_rank_says_that_the_world_has_to_restart(tmp_path: Path) -> None:
-    mp.spawn(one_rank_ends, (tmp_path,), nprocs=2)
+    spawn(one_rank_ends, (tmp_path,), nprocs=2)
     assert "restart all ranks from the last checkpoint" in (tmp_path / "error").read_text()

@@ -73,6 +73,25 @@ def test_without_asking_there_is_no_norm() -> None:
     assert training().run(2).optimizer.grad_norm is None
 
 
+def test_the_seconds_continue_after_a_restore(tmp_path: Path) -> None:
+    """From those of the restored update on, not of later ones; in a new training they begin at 0."""
+    state = trained(tmp_path, 4, log_steps=1).optimizer.state_dict()
+    path = tmp_path / "scalars.csv"
+    table = pd.read_csv(path)
+    table["vbs/seconds"] = [0.0, 1000.0, 2000.0, 3000.0]
+    table.loc[len(table)] = {"update": 5, "vbs/seconds": 9000.0}
+    table.astype({"update": int}).to_csv(path, index=False)
+    with vbs.Tracker(tmp_path, progress=False) as tracker:
+        run = training(vbs.LinearRuleOptimizer, tracker=tracker, log_steps=1)
+        run.optimizer.load_state_dict(state)
+        run.run(2)
+    seconds = pd.read_csv(path)["vbs/seconds"].tolist()
+    assert seconds[:5] == [0.0, 1000.0, 2000.0, 3000.0, 3000.0]
+    assert 3000 < seconds[5] < 4000
+    trained(tmp_path, 1, log_steps=1)
+    assert pd.read_csv(path)["vbs/seconds"].tolist() == [0.0]
+
+
 def test_logged_means_are_columns(tmp_path: Path) -> None:
     with vbs.Tracker(tmp_path, progress=False) as tracker:
         run = training(sizes=[4], tracker=tracker, log_steps=2)

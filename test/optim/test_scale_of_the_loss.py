@@ -103,9 +103,28 @@ def test_fifty_updates_without_an_estimate_warn_once() -> None:
     assert "first 50 updates" in message
     assert 'noise="differenced"' in message
     assert "smaller minibatch_size" in message
+    assert "until there is an estimate the gain is at most 1;" in message
     assert warned(49, [8], 8) == []
     assert warned(120, [8] * 49 + [9] + [8], 8) == []
     assert warned(120, [8], 8, noise="differenced") == []
+
+
+@pytest.mark.parametrize("kind", [None, torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.OneCycleLR])
+@pytest.mark.parametrize("inner", [False, True])
+def test_the_warning_names_the_line_that_calls_step(kind: Any, inner: bool) -> None:
+    """Also if a scheduler of torch wraps `step()`."""
+    run = training(vbs.AdaScaleOptimizer, [8], minibatch_size=8, dataset_size=2000)
+    if kind is not None:
+        kind(
+            run.optimizer.inner if inner else run.optimizer, 100, **({"total_steps": 99} if "One" in str(kind) else {})
+        )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for indices in run.sampler:
+            run.loss(indices).backward()
+            run.optimizer.step()
+    (warning,) = [warning for warning in found if "first 50 updates" in str(warning.message)]
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam, torch.optim.RMSprop])

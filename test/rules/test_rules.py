@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rule_pages import description
 
 import variable_batch_size as vbs
 from helpers.reference import EQUATIONS, OPTIMIZERS, SIZES, WARMUP, Update, assert_equal, examples, training, twin
@@ -45,6 +46,13 @@ def test_a_rule_equals_its_equation(
 @examples(20)
 def test_every_factor_is_one_at_the_reference(rule: vbs.Rule, size: int, updates: int, samples: int) -> None:
     assert rule(vbs.RuleInput(size, size, updates, samples, NO_NOISE)) == vbs.Scaling()
+
+
+@every_rule
+def test_the_progress_is_what_its_docstring_says(rule: vbs.Rule) -> None:
+    update = vbs.RuleInput(96, 32, noise=vbs.Noise(1.0, 1.0, 1.5))
+    known = {"1, whatever the batch size": 1.0, "k": 3.0, "the gain": 1.5}
+    assert rule(update).progress == known[description(type(rule))["Progress"]]
 
 
 @examples(100)

@@ -28,6 +28,7 @@ class CubeRootRule:
     """Multiply the learning rate by k^(1/3), k = B / ref_batchsize.
 
     Scales: lr by the cube root of k.
+    Progress: k.
     Use when: this test runs.
     Fails when: never.
     """
@@ -78,7 +79,7 @@ def test_a_ninth_rule_touches_two_files(tmp_path: Path) -> None:
 
 def test_every_rule_describes_itself() -> None:
     for rule in vbs.RULES.values():
-        assert set(description(rule)) >= {"Scales", "Use when", "Fails when"}, rule.__name__
+        assert set(description(rule)) >= {"Scales", "Progress", "Use when", "Fails when"}, rule.__name__
 
 
 def test_the_page_of_rules_describes_each_rule() -> None:

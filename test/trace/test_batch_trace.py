@@ -49,6 +49,19 @@ def test_queries_beyond_the_last_step_equal_those_of_a_list(sizes, on_end):
             assert trace.step_at(sample) == twin.step_at(sample)
 
 
+@for_all(any_sizes_or_runs, any_on_end)
+def test_the_batch_size_is_constant_until_a_later_step_where_it_changes_or_the_sizes_end(sizes, on_end):
+    trace, count = BatchTrace.from_sizes(sizes, on_end=on_end), len(sizes)
+    for step in range(count if on_end in ("error", "stop") else 3 * count):
+        until = trace.constant_until(step)
+        if until is None:
+            assert on_end != "error"
+            assert len({*sizes[step:], sizes[-1]} if on_end != "cycle" else {*sizes}) == 1
+            continue
+        assert len({trace.batch_size(each) for each in range(step, until)}) == 1
+        assert until % count == 0 or sizes[until % count] != trace.batch_size(step)
+
+
 @for_all(any_sizes_or_runs, hold_or_cycle, st.integers(0, 2**80))
 def test_queries_beyond_int64_are_exact(sizes, on_end, step):
     trace, total, count = BatchTrace.from_sizes(sizes, on_end=on_end), sum(sizes), len(sizes)

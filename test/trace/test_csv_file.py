@@ -114,7 +114,7 @@ def test_ignores_other_columns_at_any_position(tmp_path, quote):
 def test_renumber_ignores_the_step_column(tmp_path, column):
     path = write(tmp_path, "step,batchsize\n" + column)
     assert BatchTrace.from_csv(path, renumber=True) == BatchTrace.from_sizes([5, 6, 8])
-    with pytest.raises(ValueError, match="steps are numbered 0, 1, 2"):
+    with pytest.raises(ValueError, match="they are numbered 0, 1, 2"):
         BatchTrace.from_csv(path)
 
 
@@ -216,6 +216,18 @@ INVALID = {
     ),
     "too many samples": (lines([2**53] * 1025), "a.csv", "<= 2**63 - 1", "run from step 0", "shorten"),
 }
+
+
+@pytest.mark.parametrize(
+    ("rows", "beginning"),
+    [("0,16\n12,48\n22,32\n", "0:16 12:48"), ("0,16\n1,8\n22,32\n", "0:16 1:8 22:32"), ("0,9\n1,9\n2,9\n9,5\n", None)],
+)
+def test_names_the_schedule_if_the_rows_may_be_those_where_the_batch_size_changes(tmp_path, rows, beginning):
+    text = HEAD + rows
+    with pytest.raises(ValueError, match="because each update has a row") as caught:
+        BatchTrace.from_csv(write(tmp_path, text))
+    assert (f'pass the schedule "{beginning} ..." instead' in str(caught.value)) == (beginning is not None)
+    assert ("pass the schedule" in str(caught.value)) == (beginning is not None)
 
 
 @pytest.mark.parametrize("case", INVALID)

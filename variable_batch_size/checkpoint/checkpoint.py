@@ -109,7 +109,7 @@ class Checkpoint:
         self._folder = CheckpointFolder(Path(dir))
         self._agreement = agreement = Agreement(self._backend)
         self._writer = Writer(self._folder, keep, self._criterion, optimizer.updates)
-        self._updated = False  # whether an update was made since then
+        self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
             agreement.on_every_rank(self._check_storable)
         world, token = self._backend.world, agreement.on_rank_0(self._writer.lock)
@@ -176,7 +176,7 @@ class Checkpoint:
             RuntimeError: as `save(wait=False)`; or if a `Preemption` was entered after this object was created, unless
                 `every` is a timedelta.
         """
-        updates = self._optimizer.updates
+        self._stepped, updates = True, self._optimizer.updates
         if updates == self._last_update or self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, updates
@@ -257,10 +257,10 @@ class Checkpoint:
             best: whether to restore the checkpoint with the best value that was reported. Without `best=` of the
                 constructor, the newest such checkpoint tells which metric counts.
 
-        Rank 0 prints to standard error which checkpoint was restored. One whose state or manifest is damaged is skipped
-        with a RuntimeWarning; a UserWarning names a tensor of the model that has another dtype than the saved one.
-        Every rank reads each file once, and executes no code from it. In a world of the same size, passes over the
-        sampler begin with the saved RNG states until the next update.
+        Rank 0 prints to standard error which checkpoint was restored, or that there is none. One whose state or
+        manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor of the model that has another
+        dtype than the saved one. Every rank reads each file once, and executes no code from it. In a world of the same
+        size, passes over the sampler begin with the saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
@@ -281,6 +281,8 @@ class Checkpoint:
                 notices.damaged(self._folder.path, damaged, stored and stored.path, best), RuntimeWarning, stacklevel=2
             )
         if stored is None:
+            if not damaged and self._backend.world.rank == 0:
+                notices.say(notices.absent(self._folder.path, best))
             return False
         self._folder.trust(stored.path)
         self._agreement.on_every_rank(partial(self._load, stored, strict))
@@ -295,7 +297,8 @@ class Checkpoint:
 
         While an exception propagates, perhaps on this rank only, as in a `with` block or in `finally`, it waits for no
         other rank, and an error of the write is a RuntimeWarning. Rank 0 then prints to standard error what to resume
-        from, unless the exception is a SystemExit or a KeyboardInterrupt.
+        from, unless the exception is a SystemExit or a KeyboardInterrupt. Without an exception, a RuntimeWarning on
+        rank 0 tells if updates are not saved because `step()`, which saves at the interval `every`, was never called.
 
         Raises:
             RuntimeError: on every rank, if that write failed.
@@ -314,6 +317,9 @@ class Checkpoint:
         try:
             if error is None:
                 self._agreement.raise_write_error()
+                missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
+                if missed and self._backend.world.rank == 0:
+                    warnings.warn(notices.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
                 self._agreement.warn_of_write_error()
             if isinstance(error, Exception) and self._backend.world.rank == 0:

@@ -76,11 +76,15 @@ class CheckpointFolder:
             A token, by which other ranks see whether their folder of this name is the same one.
 
         Raises:
-            OSError: if the folder cannot be created, another writer has locked it, or the file `.lock` in it belongs to
-                another program.
+            OSError: if the folder cannot be created or is itself a checkpoint, another writer has locked it, or the
+                file `.lock` in it belongs to another program.
         """
         import fcntl  # not on Windows, where the package can still be imported
 
+        if _is_checkpoint(self.path):
+            raise OSError(
+                f"dir must be the folder of a training, got the checkpoint {self.path}; pass the folder that it is in"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -251,6 +255,10 @@ class CheckpointFolder:
         """Delete the checkpoints that are newer than the one at `path`, the newest first."""
         for newer in self.newer_than(path):
             self._discard(newer)
+
+    def candidates(self, *, best: bool, criterion: Criterion | None = None) -> list[Path]:
+        """Return the checkpoints in the order in which to try them: the newest first, or the best, see `ranked`."""
+        return self.ranked(criterion) if best else [entry.path for entry in self.entries()]
 
     def ranked(self, criterion: Criterion | None = None) -> list[Path]:
         """Return the checkpoints with a reported value, the best first, and of equal ones the oldest.

@@ -6,6 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+UNCALLED_STEP = (
+    "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
+    "every optimizer.step()"
+)
+
 
 def say(line: str) -> None:
     """Print a line to standard error."""
@@ -31,6 +36,11 @@ def damaged(folder: Path, reasons: Mapping[str, str], restored: Path | None, bes
     else:
         action = "starting from the beginning, because no other checkpoint is left"
     return f"{subject} in {folder} {verb} damaged ({why}); {action}"
+
+
+def absent(folder: Path, best: bool) -> str:
+    """Return the line that there is nothing to restore."""
+    return f"No checkpoint{' with a reported value' * best} in {folder.absolute()}: nothing is restored."
 
 
 def restored(path: Path, epoch: int, samples: int, newer: Sequence[str] = ()) -> str:

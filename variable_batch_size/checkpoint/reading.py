@@ -41,7 +41,9 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
         ValueError: if there is no intact checkpoint, with what is wrong; or `best` is True and no value was reported.
     """
     folder = CheckpointFolder(Path(path))
-    within = folder.ranked() if best else [entry.path for entry in folder.entries()]
+    if not folder.path.exists():
+        raise value_error("path must be the folder of a checkpoint or of a training", path, "there is no such folder")
+    within = folder.candidates(best=best)
     if best and not within:
         requirement = "best=True needs the folder of a training with a reported value"
         raise value_error(requirement, path, 'pass best="min:loss" to its Checkpoint, and call report(loss=...)')

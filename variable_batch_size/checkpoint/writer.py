@@ -106,7 +106,7 @@ class Writer:
 
     def candidates(self, best: bool) -> list[Path]:
         """Return the checkpoints in the order in which a restore tries them."""
-        return self._folder.ranked(self._criterion) if best else [entry.path for entry in self._folder.entries()]
+        return self._folder.candidates(best=best, criterion=self._criterion)
 
     def resume(self, path: Path, epoch: int, updates: int, samples: int, best: bool) -> None:
         """Continue from the checkpoint at `path`, and say so; after the best one, the next save deletes newer ones."""

@@ -7,12 +7,13 @@ that both give the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
 
-from variable_batch_size._validation import IntArray, check_int
+from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.data.deal import Deal
 from variable_batch_size.data.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.trace.batch_trace import BatchTrace
@@ -120,7 +121,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("dataset_size", "minibatch_size", "max_updates", "max_samples"):
             if not (name.startswith("max") and getattr(self, name) is None):
-                number = check_int(getattr(self, name), name, 1, remedy="pass a positive integer")
+                number = check_int(getattr(self, name), name, 1, MAX_INT, remedy="pass a positive integer")
                 object.__setattr__(self, name, number)
         if self.trace.max_batch_size > self.dataset_size:
             raise ValueError(
@@ -165,7 +166,7 @@ class Plan:
             offset, known_from = offset + shortened, step
         begin = Epoch(number, first_step, step, used, offset, before, complete)
         if not (complete or self._ends_at(step, before + used)):
-            begin = self._next_epoch(number, first_step, before, offset)
+            begin = self._next_epoch(number, first_step, before, offset, through=None if self.ends else number)
         return replace(self, fixed_shape=bool(state["fixed_shape"]), begin=replace(begin, known_from=known_from))
 
     def epoch(self, number: int) -> Epoch:
@@ -181,26 +182,58 @@ class Plan:
             raise ValueError(
                 f"a resumed run knows its epochs from {self.first_epoch} on, got epoch {number}; load an earlier state"
             )
+        return self._walk(number, through=None if self.ends else number)
+
+    def _walk(self, number: int, through: int | None) -> Epoch:
+        """Return the steps of epoch `number`; `through`: as for `_next_epoch`."""
         if not self._latest or self._latest[0].number > number:
-            self._latest[:] = [self.begin or self._next_epoch(0, 0, 0)]
-        constant_from = self.trace.constant_from
+            self._latest[:] = [self.begin or self._next_epoch(0, 0, 0, through=through)]
         while (last := self._latest[0]).number < number:
-            later, steps = number - last.number, last.end_step - last.first_step
             if self.ends_with(last):
                 offset, before = self._held.offset(last.end_step), last.samples_before + last.samples
                 following = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
-            elif constant_from is not None and last.first_step >= constant_from and last is not self.begin:
-                # All later epochs are alike, up to the end of the training.
-                if self._end_step is not None:
-                    later = min(later, (self._end_step - last.first_step) // steps)
-                if self.max_samples is not None:
-                    later = min(later, (self.max_samples - last.samples_before) // last.samples)
-                first_step, before = last.first_step + later * steps, last.samples_before + later * last.samples
-                following = self._next_epoch(last.number + later, first_step, before)
             else:
-                following = self._next_epoch(last.number + 1, last.end_step, last.samples_before + last.samples)
+                alike = self._alike(last, number - last.number)
+                first_step = last.first_step + alike * (last.end_step - last.first_step)
+                before = last.samples_before + alike * last.samples
+                following = self._next_epoch(last.number + alike, first_step, before, through=through)
             self._latest[:] = [following]
         return self._latest[0]
+
+    def epoch_runs(self, epochs: int | None) -> Iterator[tuple[Epoch, int]]:
+        """Yield the first of each run of epochs with equal numbers of steps and samples, and how many there are.
+
+        Args:
+            epochs: number of epochs, >= 1; None: until the training ends, which it has to do by itself.
+        """
+        number = self.first_epoch
+        while number != epochs:
+            epoch = self.epoch(number)
+            most = (epochs or number + 2**53) - number
+            alike = 1 if self.ends_with(epoch) else self._alike(epoch, most)
+            yield epoch, alike
+            number += alike
+            if self.ends_with(self.epoch(number - 1)):
+                return
+
+    def check_trace(self, epochs: int | None) -> None:
+        """Check that a trace with `on_end="error"` lasts until the training ends, if its end is known.
+
+        Epochs of the same batch size are counted at once: the time is that of the runs of equal sizes in the trace.
+
+        Args:
+            epochs: number of epochs of the training, if known.
+
+        Raises:
+            ValueError: if the trace ends before.
+        """
+        steps = self.trace.steps
+        if steps is None or self.trace.on_end != "error" or not (epochs or self.ends):
+            return
+        if self.max_updates is None or self.max_updates > steps:
+            # An epoch has at least one step, so without a number of epochs the training ends in these.
+            last = epochs - 1 if epochs else self.first_epoch + steps
+            self._walk(max(self.first_epoch, last), through=epochs - 1 if epochs else None)
 
     def ends_with(self, epoch: Epoch) -> bool:
         """Return whether the training ends with this epoch, or has ended before."""
@@ -243,8 +276,36 @@ class Plan:
         ends = [self.max_updates, self.trace.steps if self.trace.on_end == "stop" else None]
         return min((end for end in ends if end is not None), default=None)
 
-    def _next_epoch(self, number: int, first_step: int, samples_before: int, offset: int | None = None) -> Epoch:
-        """Return the epoch from `first_step` on; `offset`: if an update was shortened in it."""
+    def _alike(self, epoch: Epoch, most: int) -> int:
+        """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples."""
+        if epoch is self.begin:  # which another trace, or another end, may have made
+            return 1
+        steps, alike = epoch.end_step - epoch.first_step, [most]
+        changes = self.trace.constant_until(epoch.first_step)
+        if changes is not None:
+            known = -(-self.dataset_size // self.trace.batch_size(epoch.first_step))  # steps that define an epoch
+            alike.append((changes - epoch.first_step - known) // steps + 1)
+        if self._end_step is not None:
+            alike.append((self._end_step - epoch.first_step) // steps)
+        if self.max_samples is not None:
+            alike.append((self.max_samples - epoch.samples_before) // epoch.samples)
+        return max(1, min(alike))
+
+    def _next_epoch(
+        self, number: int, first_step: int, samples_before: int, offset: int | None = None, *, through: int | None
+    ) -> Epoch:
+        """Return the epoch from `first_step` on.
+
+        Args:
+            number: its number.
+            first_step: its first step.
+            samples_before: samples of earlier epochs.
+            offset: samples of the trace before it, if an update was shortened in it.
+            through: the last epoch, if it is known, that the trace has to cover unless the training ends before.
+
+        Raises:
+            ValueError: if the trace ends inside the epoch and has `on_end="error"`.
+        """
         trace = self._held
         offset = trace.offset(first_step) if offset is None else offset
         if self._ends_at(first_step, samples_before):
@@ -261,8 +322,11 @@ class Plan:
             end_step = self._end_step
             samples = trace.offset(end_step) - offset
         complete = (end_step, samples) == (whole_end, whole)
-        if complete or end_step > (self.trace.steps or end_step):
-            self._check_trace_covers(number, first_step, end_sample)
+        steps = self.trace.steps if self.trace.on_end == "error" else None
+        if steps is not None and self.trace.total_samples < end_sample:
+            if end_step > steps or not self._ends_at(end_step, samples_before + samples):
+                raise self._too_short(number, first_step, samples_before, offset, through)
+            complete = False  # the next step might belong to it
         return Epoch(number, first_step, end_step, samples, offset, samples_before, complete)
 
     def _check_trace_reaches(self, step: int) -> None:
@@ -273,15 +337,22 @@ class Plan:
                 f'{step}; pass the trace of the saved run, or on_end="hold" or on_end="cycle"'
             )
 
-    def _check_trace_covers(self, number: int, first_step: int, end_sample: int) -> None:
-        trace = self.trace
-        if trace.steps is None or trace.on_end != "error" or trace.total_samples >= end_sample:
-            return
-        missing = end_sample - trace.total_samples
-        raise ValueError(
-            f"the trace must cover every epoch of the training, but epoch {number}, which begins at step {first_step}, "
-            f"needs {missing} samples more than the {trace.steps} steps of the trace have; lengthen the trace, train "
-            f'fewer epochs, or pass on_end="stop", on_end="hold" or on_end="cycle"'
+    def _too_short(self, number: int, first_step: int, before: int, offset: int, through: int | None) -> ValueError:
+        """Return the error about a trace that ends inside an epoch: how much is missing up to the end."""
+        in_epoch = self.trace.total_samples - offset
+        samples, missing = [], []
+        if self.max_samples is not None:
+            samples.append((self.max_samples - before - in_epoch, f"max_samples={self.max_samples}"))
+        if through is not None:
+            samples.append(((through - number + 1) * self.dataset_size - in_epoch, f"the end of epoch {through}"))
+        if samples:
+            missing.append("{} samples before {}".format(*min(samples)))
+        if self.max_updates is not None:
+            missing.append(f"{self.max_updates - len(self.trace)} updates before max_updates={self.max_updates}")
+        return ValueError(
+            f"the trace must last until the training ends, but its {len(self.trace)} steps end in epoch {number}, "
+            f"which begins at step {first_step}, {' and '.join(missing)}; add steps (one that is shortened to the end "
+            f'of an epoch counts as a whole one), shorten the training, or pass on_end="stop", "hold" or "cycle"'
         )
 
     def step(self, epoch: Epoch, number: int, min_microbatches: int = 1) -> Step:

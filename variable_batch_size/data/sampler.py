@@ -58,7 +58,8 @@ class CustomSampler(Sampler[list[int]]):
             Default: whether this process trains with PyTorch/XLA, that is, torch_xla is imported and no process group
             of another backend is initialized. A restored state brings its own, because the noise and normalization
             layers depend on it.
-        epochs: number of epochs that will be trained, if known; a trace that is too short then raises now.
+        epochs: number of epochs that will be trained, if known. A trace with `on_end="error"` that ends before them, or
+            before `max_updates` or `max_samples`, raises now.
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
             and `optimizer.done` is True. Updates and samples of epochs that `set_epoch` has skipped count.
         max_samples: number of samples after which it ends; the last update is shortened to it.
@@ -106,8 +107,7 @@ class CustomSampler(Sampler[list[int]]):
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
         self.epochs = None if epochs is None else check_int(epochs, "epochs")
-        if self.epochs:
-            self.plan.epoch(self.epochs - 1)
+        self.plan.check_trace(self.epochs)
         self.clock = Clock(self.plan)
         self.iteration: Iteration | None = None  # the one that was read last
         self._restored: tuple[Position, RandomStates] | None = None
@@ -241,9 +241,11 @@ class CustomSampler(Sampler[list[int]]):
         """Return a clock at a saved position, with the plan that leads on from there.
 
         Raises:
-            ValueError: if there is no such position.
+            ValueError: if there is no such position, or the trace ends before the training does.
         """
-        clock = Clock(self.plan.resumed(state))
+        plan = self.plan.resumed(state)
+        plan.check_trace(self.epochs)
+        clock = Clock(plan)
         clock.load_state_dict(state)
         return clock
 

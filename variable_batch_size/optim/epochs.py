@@ -38,18 +38,12 @@ def remaining_epochs(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if `by` is unknown, an optimizer has another sampler, or nothing ends the training.
+        ValueError: if `by` is unknown or passed with a schedule, an optimizer has another sampler, nothing ends the
+            training, or the schedule has no `total` or counts another optimizer.
     """
     optimizers = [optimizer] if isinstance(optimizer, CustomOptimizer) else optimizer
     _check(sampler, optimizers, until, by)
     return _remaining(sampler, optimizers, math.inf if until is None else until, by)
-
-
-def _reached(until: float | ProgressScheduler, epoch: int, by: Unit, optimizer: CustomOptimizer) -> bool:
-    if isinstance(until, ProgressScheduler):
-        return until.done
-    position: float = epoch if by == "epochs" else getattr(optimizer, by)
-    return position >= until
 
 
 def _remaining(
@@ -58,9 +52,13 @@ def _remaining(
     first, epoch = optimizers[0], -1
     while not first.done:
         epoch = max(first.epoch, epoch + 1)  # the loop may have left the last one before its end
-        # The end of an epoch that a restore has left to the loop comes first.
+        if isinstance(until, ProgressScheduler):
+            reached = until.done
+        else:
+            reached = (epoch if by == "epochs" else getattr(first, by)) >= until
+        # The end of an epoch that a restore has left to the loop comes first; the number of the epoch includes it.
         counts_epochs = by == "epochs" and not isinstance(until, ProgressScheduler)
-        if (counts_epochs or not sampler.clock.end_pending) and _reached(until, epoch, by, first):
+        if reached and (counts_epochs or not sampler.clock.end_pending):
             return
         sampler.set_epoch(epoch)
         for optimizer in optimizers:

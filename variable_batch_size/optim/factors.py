@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.rules import Rule, RuleInput, Scaling
+from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
 from variable_batch_size.rules.base import Factor
 
 _MAY_STAY_ON_DEVICE = ("lr", "gradient", "progress")
@@ -28,14 +28,29 @@ def scalings_of_groups(rules: Sequence[Rule], update: RuleInput, device: torch.d
             the host does not read the noise there. Tensors are read otherwise.
 
     Raises:
+        AttributeError: if a rule reads the noise, which is not measured.
         TypeError: if a rule returns anything but a `Scaling` of numbers.
         ValueError: if a factor is not finite.
     """
     by_rule: dict[int, Scaling] = {}
     for rule in rules:
         if id(rule) not in by_rule:
-            by_rule[id(rule)] = _checked(rule, rule(update), device)
+            by_rule[id(rule)] = _checked(rule, _called(rule, update), device)
     return [by_rule[id(rule)] for rule in rules]
+
+
+def _called(rule: Rule, update: RuleInput) -> Any:
+    try:
+        return rule(update)
+    except AttributeError as error:
+        if update.noise is None and error.obj is None and hasattr(Noise, error.name or ""):
+            raise AttributeError(
+                f"a rule that reads the noise must have needs_noise = True in its class, but {rule} reads "
+                f'noise.{error.name} and has not; add it, or pass noise="microbatches" to the optimizer',
+                name=error.name,
+                obj=None,
+            ) from error
+        raise
 
 
 def _checked(rule: Rule, scaling: Any, device: torch.device | None) -> Scaling:

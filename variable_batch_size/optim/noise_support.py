@@ -15,6 +15,7 @@ from variable_batch_size.optim.accumulation import is_narrow
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.noise_estimate import HORIZON
 from variable_batch_size.optim.options import Estimator
+from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.rules import ConstantTimescale, Rule
 from variable_batch_size.rules.base import needs_noise
 
@@ -39,10 +40,10 @@ class UnmeasuredWarning:
             self._updates = -1
             warnings.warn(
                 f"The gradient noise could not be estimated in the first {_UNMEASURED} updates, because each had a "
-                f'single microbatch; pass noise="differenced" to the optimizer, or a smaller minibatch_size to the '
-                f"sampler",
+                f"single microbatch, and until there is an estimate the gain is at most 1; pass a smaller "
+                f'minibatch_size to the sampler, or noise="differenced" to the optimizer',
                 UserWarning,
-                stacklevel=7,
+                stacklevel=stacklevel_of_user(),
             )
 
 

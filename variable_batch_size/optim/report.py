@@ -57,6 +57,7 @@ class Reporter:
         self._tracker = tracker if rank_0 else None
         self._updater, self._loop = updater, loop
         self._begin: _Moment | None = None  # after the first update of this run
+        self._earlier = 0.0  # seconds of earlier runs, up to the restored update
         self._last: _Moment | None = None  # after the update of the last row
         self._seconds_left: float | None = None  # of the whole training, at the last row
         if self._tracker is not None:
@@ -78,7 +79,8 @@ class Reporter:
         row_is_due = self._is_due(step)
         if self._begin is None or row_is_due:
             now = _Moment(time.monotonic(), clock.step, clock.samples, self._fraction(step))
-            self._begin = self._begin or now
+            if self._begin is None:
+                self._begin, self._earlier = now, tracker.last_before(clock.step, "vbs/seconds")
         if row_is_due:
             row = self._row(step, now)
             if self._reads_device:
@@ -114,7 +116,7 @@ class Reporter:
             (n / seconds if seconds > 0 else math.nan) for n in (now.samples - last.samples, now.updates - last.updates)
         ]
         epoch = clock.epoch.number + (step.start + step.batch_size) / clock.plan.whole_samples(clock.epoch)
-        known = (epoch, clock.samples, now.seconds - begin.seconds, *rates)
+        known = (epoch, clock.samples, self._earlier + now.seconds - begin.seconds, *rates)
         sizes = (step.batch_size, step.num_microbatches, world.size)
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()

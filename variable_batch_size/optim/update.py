@@ -35,6 +35,7 @@ from variable_batch_size.optim.progress import Progress
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.squared_norm import squared_norm
 from variable_batch_size.optim.step_gradient import StepGradient
+from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.optim.wrapper import stepping
 from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
 
@@ -196,7 +197,7 @@ class Updater:
             return None
         statistics = noise.statistics(squares[0], reduced)
         if statistics.finite is False:
-            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=7)
+            warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
             return None
         if isinstance(statistics.finite, Tensor):
             zeros = {dtype: reduced[0].new_zeros((), dtype=dtype) for dtype in dict.fromkeys(g.dtype for g in reduced)}

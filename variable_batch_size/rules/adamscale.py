@@ -17,6 +17,7 @@ class AdamScaleRule:
     The gain is that of the plain gradients, before Adam divides them, and it is the progress of the update.
 
     Scales: lr by sqrt(gain).
+    Progress: the gain.
     Use when: Adam and AdamW with any k, without tuning.
     Fails when: most steps have a single microbatch, or layers mix samples; Adam's own scaling hides the noise.
     Source: Qiao et al. 2021, arXiv 2008.12260, section 3.2.

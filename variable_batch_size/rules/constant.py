@@ -14,6 +14,7 @@ class ConstantRule:
     """Keep every hyperparameter: factor 1, whatever the batch size.
 
     Scales: nothing.
+    Progress: 1, whatever the batch size.
     Use when: batch sizes differ little; as a baseline.
     Fails when: batches grow: training slows down, because a sample moves the weights less.
 

@@ -17,6 +17,7 @@ class LinearRule:
     momentum correction is needed, because the learning rate multiplies the whole velocity.
 
     Scales: lr by k.
+    Progress: k.
     Use when: SGD, k up to about 8.
     Fails when: k is large, or early in training: it diverges.
     Source: Goyal et al. 2017, arXiv 1706.02677, section 2.1.

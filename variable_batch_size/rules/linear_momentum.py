@@ -16,6 +16,7 @@ class LinearMomentumRule:
     Each gradient keeps the weight of its own batch size, while lr stays.
 
     Scales: gradient and weight decay by k.
+    Progress: k.
     Use when: SGD whose batch size changes often: each gradient keeps its own scale.
     Fails when: k is large, or early in training, like the linear rule.
     Source: Goyal et al. 2017, arXiv 1706.02677, equation 9.

@@ -16,6 +16,7 @@ class RootRule:
     An update has the same variance as at the reference.
 
     Scales: lr by sqrt(k).
+    Progress: k.
     Use when: Adam-like optimizers; as a conservative choice for SGD.
     Fails when: SGD with small k, where it is slower than the linear rule.
     Source: Krizhevsky 2014, arXiv 1404.5997, section 5.

@@ -15,14 +15,11 @@ import numpy.typing as npt
 from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_choice, check_int, type_error, value_error
 from variable_batch_size.trace.csv_file import read_csv, write_csv
 from variable_batch_size.trace.rounding import round_runs
+from variable_batch_size.trace.runs import TraceEndError, end_of_run, merged, run_at
 from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule
 from variable_batch_size.trace.thresholds import ramp_steps
 
 OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
-
-
-class TraceEndError(IndexError, ValueError):
-    """Raised for a step or sample beyond the last one of a trace with `on_end="error"` or "stop"."""
 
 
 @final
@@ -30,8 +27,8 @@ class TraceEndError(IndexError, ValueError):
 class BatchTrace:
     """The global batch size, in samples, of every step of a training: an immutable, hashable value.
 
-    Steps are updates, counted from 0. Create a trace by `from_csv`, `from_sizes`, `constant`, `parse`, `ramp` or `of`.
-    It is stored as runs of steps with equal batch sizes, and queried by binary search.
+    Steps are updates, counted from 0. Create a trace by `from_csv`, `from_sizes`, `from_runs`, `constant`,
+    `parse`, `ramp` or `of`. It is stored as runs of equal batch sizes, and queried by binary search.
 
     Attributes:
         steps: number of steps; None for an infinite trace, which holds its last batch size.
@@ -52,36 +49,24 @@ class BatchTrace:
     def __post_init__(self) -> None:
         """Merge neighboring runs of equal batch size, so that equal traces have equal runs; count and hash them."""
         check_choice(self.on_end, "on_end", get_args(OnEnd))
-        differs = np.diff(self._size, prepend=0) != 0  # (runs before the merge,)
-        first_step, size = self._first_step[differs], self._size[differs]  # (runs,)
-        length = np.diff(first_step, append=self.steps or int(first_step[-1]) + 1)  # (runs,)
-        end = np.cumsum(size * length)  # (runs,), samples up to the end of the run
-        # The first sum that overflows is below 2**64, and therefore negative as an int64.
-        overflow = (length > (2**63 - 1) // size) | (end < 0)  # (runs,)
-        if overflow.any():
-            found = f"a larger sum in the run from step {first_step[overflow.argmax()]}"
-            raise value_error(f"{self._name}: the batch sizes must sum to <= 2**63 - 1", found, "shorten the trace")
+        runs = merged(self._first_step, self._size, self.steps, self._name)
         meaning = f"BatchTrace 1 {self.steps} {self.on_end if self.steps else 'hold'} ".encode()
-        fingerprint = hashlib.sha256(meaning + np.stack([first_step, size]).astype("<i8").tobytes()).hexdigest()
-        offset = np.concatenate([[0], end[:-1]])  # (runs,)
-        runs = {"_first_step": first_step, "_size": size, "_length": length, "_offset": offset}
-        for name, value in {**runs, "fingerprint": fingerprint}.items():
+        content = np.stack([runs.first_step, runs.size]).astype("<i8").tobytes()
+        values = {f"_{name}": array for name, array in runs._asdict().items()}
+        for name, value in {**values, "fingerprint": hashlib.sha256(meaning + content).hexdigest()}.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], *, renumber: bool = False, on_end: OnEnd = "error") -> BatchTrace:
         """Read a CSV file with the columns `step` (0, 1, 2, ...) and `batchsize` or `batch_size` (samples).
 
-        Other columns are ignored.
-
         Args:
-            path: the file, in UTF-8.
+            path: the file, in UTF-8. Other columns are ignored.
             renumber: whether to ignore the values in the column `step` and number the rows instead.
             on_end: what follows the last step.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            IsADirectoryError: if `path` is a folder.
+            OSError: if the file cannot be read.
             ValueError: if the file is not a trace; the message names file, line and value.
         """
         source = os.fspath(path)
@@ -108,9 +93,28 @@ class BatchTrace:
         if array is None or not ((array >= 1) & (array <= MAX_INT)).all():
             named = ((size, f"trace step {step} (sizes[{step}]): batch_size") for step, size in enumerate(sizes))
             array = np.array([check_int(size, name, 1, MAX_INT) for size, name in named])  # (steps,)
-        if len(array) == 0:
+        if not len(array):
             raise value_error("a trace must have at least one step", "no sizes", "pass at least one")
         return cls(np.arange(len(array)), array.astype(np.int64), len(array), on_end)
+
+    @classmethod
+    def from_runs(cls, sizes: Sequence[int], lengths: Sequence[int], *, on_end: OnEnd = "error") -> BatchTrace:
+        """Return the trace that repeats each of `sizes` (samples) for as many steps as `lengths` says, both (runs,).
+
+        >>> BatchTrace.from_runs([128, 256], [2, 1]) == BatchTrace.from_sizes([128, 128, 256])
+        True
+
+        Raises:
+            TypeError, ValueError: as `from_sizes`, or if `lengths` has another length than `sizes`.
+        """
+        if not len(sizes) == len(lengths) > 0:
+            requirement, found = "a trace must have a length for each size", f"{len(sizes)} and {len(lengths)}"
+            raise value_error(f"{requirement}, and at least one", found, "pass as many")
+        first_step, runs = 0, []
+        for run, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
+            runs.append((first_step, check_int(size, f"sizes[{run}]", 1, MAX_INT)))
+            first_step += check_int(length, f"lengths[{run}]", 1, MAX_INT)
+        return cls._of_runs(runs, first_step, on_end)
 
     @classmethod
     def constant(cls, batch_size: int, steps: int | None = None, *, on_end: OnEnd = "error") -> BatchTrace:
@@ -233,8 +237,7 @@ class BatchTrace:
             return cls.parse(source, on_end=end) if is_schedule(source) else cls.from_csv(source, on_end=end)
         if isinstance(source, os.PathLike):
             return cls.from_csv(source, on_end=end)
-        number = as_int(source)
-        if number is not None:
+        if (number := as_int(source)) is not None:
             return cls.constant(number, on_end=end)
         if isinstance(source, (Sequence, np.ndarray)) and not isinstance(source, (bytes, bytearray, memoryview)):
             return cls.from_sizes(source, on_end=end)
@@ -247,8 +250,7 @@ class BatchTrace:
         Raises:
             ValueError: if the trace is infinite.
         """
-        steps = np.arange(self._finite_steps("to_csv"))  # (steps,)
-        write_csv(Path(path), self.batch_sizes(steps))
+        write_csv(Path(path), self.batch_sizes(np.arange(self._finite_steps("to_csv"))))
 
     def batch_size(self, step: int) -> int:
         """Return the global batch size (samples) of `step`.
@@ -259,7 +261,7 @@ class BatchTrace:
             TraceEndError: if `step` is beyond the last one and `on_end` is "error" or "stop".
         """
         _, inside = self._fold(check_int(step, "step"), self.steps, "step")
-        return int(self._size[_run(self._first_step, inside)])
+        return int(self._size[run_at(self._first_step, inside)])
 
     def batch_sizes(self, steps: npt.ArrayLike) -> IntArray:
         """Return `batch_size` of each element of `steps`, an array of ints of any shape, as int64 of this shape."""
@@ -276,13 +278,11 @@ class BatchTrace:
         """Return the number of samples in all steps before `step`, which may be the one after the last.
 
         Raises:
-            TypeError: if `step` is not an integer.
-            ValueError: if `step` is negative.
-            TraceEndError: if `step` is greater than `steps` and `on_end` is "error" or "stop".
+            TypeError, ValueError, TraceEndError: as `batch_size`, but not for the step after the last one.
         """
         step = check_int(step, "step")
         cycles, inside = (0, step) if step == self.steps else self._fold(step, self.steps, "step")
-        run = _run(self._first_step, inside)
+        run = run_at(self._first_step, inside)
         samples = int(self._offset[run]) + (inside - int(self._first_step[run])) * int(self._size[run])
         return cycles * self.total_samples + samples if cycles else samples
 
@@ -290,15 +290,12 @@ class BatchTrace:
         """Return the step of sample number `sample`, counted from 0: offset(step) <= sample < offset(step + 1).
 
         Raises:
-            TypeError: if `sample` is not an integer.
-            ValueError: if `sample` is negative.
-            TraceEndError: if `sample` is beyond the last one and `on_end` is "error" or "stop".
+            TypeError, ValueError, TraceEndError: as `batch_size`.
         """
         steps, total = (self.steps, self.total_samples) if self.steps else (0, None)
         cycles, inside = self._fold(check_int(sample, "sample"), total, "sample")
-        run = _run(self._offset, inside)
-        step_in_run = (inside - int(self._offset[run])) // int(self._size[run])
-        return cycles * steps + int(self._first_step[run]) + step_in_run
+        run = run_at(self._offset, inside)
+        return cycles * steps + int(self._first_step[run]) + (inside - int(self._offset[run])) // int(self._size[run])
 
     def __len__(self) -> int:
         """Return the number of steps.
@@ -311,6 +308,11 @@ class BatchTrace:
     def __bool__(self) -> bool:
         """Return True, without the call to `__len__` that fails for an infinite trace."""
         return True
+
+    @property
+    def runs(self) -> tuple[IntArray, IntArray]:
+        """First step and batch size (samples) of each run of equal sizes, (runs,) both."""
+        return self._first_step.copy(), self._size.copy()
 
     @property
     def total_samples(self) -> int:
@@ -333,6 +335,13 @@ class BatchTrace:
         if len(self._size) == 1 and self.on_end != "error":
             return 0
         return int(self._first_step[-1]) if self.steps is None or self.on_end in ("hold", "stop") else None
+
+    def constant_until(self, step: int) -> int | None:
+        """Return the step after `step` at which the batch size may change or the trace ends; None if neither does."""
+        if self.constant_from is not None and step >= self.constant_from:
+            return None
+        _, inside = self._fold(step, self.steps, "step")
+        return step - inside + end_of_run(self._first_step, self._length, inside)
 
     def round_to(self, multiple: int) -> BatchTrace:
         """Return the trace of multiples of `multiple` that stays closest to the cumulative samples of this one.
@@ -389,8 +398,3 @@ class BatchTrace:
         requirement = f"{unit} must be < {end}, because {self._name} has {self.steps} steps"
         remedy = 'use a longer trace, or on_end="hold" or on_end="cycle"'
         raise TraceEndError(f"{requirement} ({self.total_samples} samples), got {position}; {remedy}")
-
-
-def _run(starts: IntArray, position: int) -> int:
-    """Return the index of the last run that starts at or before `position`, which may exceed int64."""
-    return int(starts.searchsorted(min(position, int(starts[-1])), side="right")) - 1

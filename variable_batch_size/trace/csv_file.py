@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
-import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from variable_batch_size._files import written
 from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_error
 from variable_batch_size.trace.schedule import EXAMPLE
 
@@ -60,14 +59,9 @@ def write_csv(path: Path, sizes: IntArray) -> None:
     """
     import pandas as pd  # imported late, because it takes longer than the import of this package
 
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("x", encoding="utf-8", newline="") as file:
-            table = pd.DataFrame({"step": np.arange(len(sizes)), SIZE_COLUMNS[0]: sizes})
-            table.to_csv(file, index=False, lineterminator="\n")
-        os.replace(temporary, path)  # noqa: PTH105 - same as Path.replace, but the name states that it overwrites
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written(path) as file:
+        table = pd.DataFrame({"step": np.arange(len(sizes)), SIZE_COLUMNS[0]: sizes})
+        table.to_csv(file, index=False, lineterminator="\n")
 
 
 def _read_bytes(path: str) -> bytes:
@@ -132,7 +126,7 @@ def _read_exactly(
                     if not begun:
                         _warn_of_restart(len(sizes) + 1, f"{path}:{line}")
                     begun = len(sizes)
-                _check_step(cells[step_column], len(sizes) - begun)
+                _check_step(cells[step_column], cells[size_column], sizes, begun)
             sizes.append(_checked_size(cells[size_column], header[size_column]))
         except ValueError as error:
             raise ValueError(f"trace row {len(sizes) + 1} ({path}:{line}): {error}") from None
@@ -148,11 +142,19 @@ def _warn_of_restart(row: int, where: str) -> None:
     )
 
 
-def _check_step(cell: str, expected: int) -> None:
-    step = _parsed(cell)
-    if step != expected:
-        requirement = f"step must be {expected}, because steps are numbered 0, 1, 2, ..."
-        raise value_error(requirement, f"{step!r:.60}", "fix the column, or ignore it with renumber=True")
+def _check_step(cell: str, size: str, sizes: list[int], begun: int) -> None:
+    """Check that a step, of a batch size, follows the rows of these `sizes`, numbered from 0 from row `begun` on."""
+    step, expected = _parsed(cell), len(sizes) - begun
+    if step == expected:
+        return
+    requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
+    remedy = "fix the column, or ignore it with renumber=True"
+    if 0 < expected < 3 and isinstance(step, int) and step > expected:  # not a row that is missing far from the first
+        points = [f"{number}:{each:.20}" for number, each in [*enumerate(map(str, sizes[begun:])), (step, size)]]
+        remedy += (
+            f'; if a row is a step where the batch size changes, pass the schedule "{" ".join(points)} ..." instead'
+        )
+    raise value_error(requirement, f"{step!r:.60}", remedy)
 
 
 def _checked_size(cell: str, column: str) -> int:

@@ -1,0 +1,81 @@
+"""Controllers that can be named, and the time of an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size.adaptive import ConstantBatch, ControlInput, Throughput
+from variable_batch_size.adaptive.table import POLICIES, parse_policy
+from variable_batch_size.data.microbatching import cut
+
+SECONDS = st.floats(1e-6, 10)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 4096))
+def test_the_batch_follows_the_devices_or_nothing(samples: int, devices: int) -> None:
+    state = ControlInput(devices)
+    assert parse_policy(f"per-device:{samples}")(state) == samples * devices
+    assert parse_policy(f"constant:{samples}")(state) == samples
+    assert parse_policy(f"constant:{samples}") == ConstantBatch(samples)
+
+
+@pytest.mark.parametrize("text", ["", "64", "per-device", "per-device:", "linear:64", "constant:-1", "constant:1.5"])
+def test_another_policy_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^a policy must be per-device:SAMPLES or constant:SAMPLES, .*; pass per-dev"):
+        parse_policy(text)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_a_policy_needs_a_positive_integer(policy: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be an integer >= 1, got 0; "):
+        policy(0)
+    with pytest.raises(TypeError, match=r"must be an integer >= 1, got 1\.5"):
+        policy(1.5)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(1, 10), st.integers(1, 500), st.integers(1, 9), st.integers(1, 20))
+def test_the_time_is_that_of_the_model(
+    base: float, row: float, net: float, device: float, overlap: float, rows: int, rounds: int, devices: int
+) -> None:
+    accum = base + row * rows
+    communication = 0.0 if devices == 1 else net + device * max(devices - 2, 0)
+    expected = (rounds - 1) * accum + (accum**overlap + communication**overlap) ** (1 / overlap)
+    seconds = Throughput(base, row, net, device, overlap).of_rounds(rounds * rows, rows, rounds, devices)
+    assert seconds == pytest.approx(expected, rel=1e-12)
+    assert seconds >= rounds * accum * (1 - 1e-12)
+
+
+@given(st.integers(1, 3000), st.integers(1, 50), st.integers(1, 100))
+def test_the_rows_are_those_of_the_busiest_rank(batch_size: int, devices: int, minibatch_size: int) -> None:
+    split = cut(batch_size, minibatch_size, fixed_shape=False, min_microbatches=devices)
+    sizes = [split.locate(number)[1] for number in range(split.microbatches)]
+    ranks = [sizes[rank::devices] for rank in range(devices)]
+    busiest = max(ranks, key=lambda rank: (sum(rank), len(rank)))
+    throughput = Throughput(accum_base=1.0, accum_row=0.25)
+    assert throughput.seconds(batch_size, devices, minibatch_size) == len(busiest) + 0.25 * sum(busiest)
+
+
+def test_a_simple_model_is_linear() -> None:
+    simple = Throughput.simple(samples_per_second=500, communication_seconds=0.25)
+    assert simple.seconds(1000, devices=1) == 2
+    assert simple.seconds(1000, devices=4) == 0.75
+    assert simple.seconds(1001, devices=4) == pytest.approx(251 / 500 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0), "^a microbatch must take time, got accum_base=0 and accum_row=0; pass one of them$"),
+        ((-1, 1), "^accum_base must be a finite number >= 0, got -1; pass seconds"),
+        ((1, 1, 0, 0, 11), r"^overlap must be in \[1, 10\], got 11\.0; pass 1 for none$"),
+    ],
+)
+def test_a_wrong_model_is_named(arguments: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Throughput(*arguments)
+    with pytest.raises(ValueError, match=r"^samples_per_second must be > 0, got 0"):
+        Throughput.simple(0)

@@ -1,0 +1,83 @@
+"""Throughput.fit: parameters from measured updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from variable_batch_size.adaptive import Throughput
+
+DEVICES, ROWS, ROUNDS = (1, 2, 3, 4, 8, 16), (8, 16, 64, 256), (1, 2, 4)
+MODELS = st.builds(
+    Throughput,
+    accum_base=st.floats(0.005, 0.1),
+    accum_row=st.floats(1e-4, 1e-2),
+    net_base=st.floats(0.02, 0.3),
+    net_device=st.floats(0.002, 0.02),
+    overlap=st.floats(1, 4),
+)
+
+
+def grid(devices: tuple[int, ...] = DEVICES, rows: tuple[int, ...] = ROWS) -> npt.NDArray[np.float64]:
+    return np.array(np.meshgrid(devices, rows, ROUNDS)).reshape(3, -1).astype(np.float64)  # (3, updates)
+
+
+def measure(model: Throughput, noise: float = 0.0, **where: Any) -> npt.NDArray[np.float64]:
+    devices, rows, rounds = grid(**where)
+    factors = np.random.default_rng(0).lognormal(0, noise, len(rows))
+    return np.stack([devices, rows, rounds, model.of_rounds(rounds * rows, rows, rounds, devices) * factors], axis=1)
+
+
+@settings(max_examples=40)
+@given(MODELS)
+def test_exact_measurements_give_the_parameters(model: Throughput) -> None:
+    found = Throughput.fit(measure(model))
+    assert found.error(measure(model)) < 1e-6
+    for name in ("accum_base", "accum_row", "net_base", "net_device", "overlap"):
+        assert getattr(found, name) == pytest.approx(getattr(model, name), rel=1e-3)
+
+
+@settings(max_examples=40)
+@given(MODELS)
+def test_predictions_from_noisy_measurements(model: Throughput) -> None:
+    measured = measure(model, noise=0.05, devices=(1, 2, 4, 8))
+    found = Throughput.fit(measured)
+    assert 0.03 < found.error(measured) < 0.07
+    assert found.error(measure(model)) < 0.06  # also of 3 and of 16 devices
+
+
+@given(MODELS, st.sampled_from([(1,), (4,)]))
+def test_one_number_of_devices_gives_no_communication(model: Throughput, devices: tuple[int, ...]) -> None:
+    found = Throughput.fit(measure(model, devices=devices))
+    assert (found.net_base, found.net_device, found.overlap) == (0, 0, 1)
+    if devices == (1,):
+        assert found.error(measure(model, devices=devices)) < 1e-9
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 4])
+def test_few_updates(updates: int) -> None:
+    model = Throughput(0.02, 0.001, 0.1, 0.01, 2.0)
+    measured = measure(model, devices=(2, 1, 4), rows=(32,))[[0, 4, 6, 1][:updates]]
+    found = Throughput.fit(measured)
+    assert found.error(measured) < 0.02
+    assert found.accum_base == 0  # all microbatches have equally many rows
+
+
+@pytest.mark.parametrize(
+    ("measured", "error", "message"),
+    [
+        ([], ValueError, r"^the measurements must have the shape \(updates, 4\), got the shape \(0,\); pass devices, "),
+        ([[1, 2, 3]], ValueError, r"got the shape \(1, 3\)"),
+        ([["a", 1, 1, 1]], TypeError, r"^the measurements must have"),
+        ([[1, 8, 1, 1], [1, 8, 1, 0]], ValueError, r"^seconds in row 1 must be finite and > 0, got 0.0; pass devices"),
+        ([[1, np.nan, 1, 1]], ValueError, r"^rows in row 0 must be finite"),
+    ],
+)
+def test_wrong_measurements(measured: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Throughput.fit(measured)

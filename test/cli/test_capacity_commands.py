@@ -1,0 +1,137 @@
+"""`vbs capacity`: what it shows and writes is what the package returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import variable_batch_size as vbs
+from helpers.commands import run
+from helpers.console import error_of, run_json, run_main
+from helpers.pages import ROOT
+from variable_batch_size import cluster
+from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
+from variable_batch_size.simulation import to_batch_trace
+
+LOG = ROOT / "traces" / "spot_example.json"
+
+
+def test_the_facts_are_those_of_the_trace(tmp_path: Path) -> None:
+    capacity = cluster.read(LOG)
+    facts = run_json("capacity", "show", LOG)
+    assert (facts["seconds"], facts["mean"], facts["changes"]) == (capacity.end, capacity.mean, capacity.changes)
+    assert (facts["min"], facts["max"]) == (0, 8)
+    assert facts["seconds_without_nodes"] == capacity.lengths[capacity.nodes == 0].sum()
+    status, out, err = run_main("capacity", "show", LOG, "--png", tmp_path / "log.png")
+    assert (status, err) == (0, "")
+    assert "duration        2 days (172,800 s)" in out
+    assert f"nodes           0 to 8, mean {capacity.mean:.3f}" in out
+    assert "█" in out
+    assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prices_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 60}, "data": [1, 0], "prices": [0.5, 1.5]}))
+    assert run_json("capacity", "show", path)["mean_price"] == 1.0
+    assert "price           1 a node-hour, on average" in run_main("capacity", "show", path, "--no-picture")[1]
+
+
+def test_options_of_the_formats_are_passed_on(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    path.write_text('{"metadata": {"gap_seconds": 60}, "data": [0, 3]}')
+    assert run_json("capacity", "show", path, "--inverted", 4)["mean"] == 2.5
+    assert run_json("capacity", "show", path, "--format", "skypilot")["mean"] == 1.5
+    status, message = error_of("capacity", "show", path, "--max-gap", 5)
+    assert (status, message[:40]) == (1, "max_gap must be left out except for the ")
+    assert error_of("capacity", "show", path, "--format", "aws")[1].startswith('format must be "csv", "skypilot"')
+
+
+@pytest.mark.parametrize(
+    ("policy", "controller"), [("per-device:16", PerDevice(16)), ("constant:128", ConstantBatch(128))]
+)
+def test_a_log_becomes_a_batch_trace(policy: str, controller: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    options = ["--policy", policy, "--samples-per-second", 100, "--communication-seconds", 0.25, "--scale-time", 0.01]
+    cut = ["--start", 3600, "--stop", 90000, "--min-nodes", 1, "--max-nodes", 6, "--devices-per-node", 2]
+    status, out, err = run_main("capacity", "convert", LOG, "--out", path, *options, *cut, "--microbatch", 8)
+    assert (status, err) == (0, "")
+    capacity = cluster.read(LOG).slice(3600, 90000).clip(1, 6).scaled(0.01).devices(2)
+    expected = to_batch_trace(capacity, controller, Throughput.simple(100, 0.25), minibatch_size=8)
+    assert vbs.BatchTrace.from_csv(path) == expected
+    assert out == f"{path}: {len(expected):,} updates, {expected.total_samples:,} samples, batch size at most " + (
+        f"{expected.max_batch_size:,}\n"
+    )
+    run_main("capacity", "convert", LOG, "--out", path, *options, "--max-updates", 7)
+    assert len(vbs.BatchTrace.from_csv(path)) == 7
+
+
+def test_without_a_policy_the_capacity_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "capacity.csv"
+    assert run_main("capacity", "convert", LOG, "--out", path, "--every", 3600)[0] == 0
+    assert cluster.CapacityTrace.from_csv(path) == cluster.read(LOG).resampled(3600)
+
+
+def test_synthetic_traces_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "capacity.csv"
+    machines = ["--nodes", 5, "--mean-up", 600, "--mean-down", 60, "--duration", 9000, "--seed", 3, "--out", path]
+    assert run_main("capacity", "synthetic", *machines)[0] == 0
+    assert cluster.CapacityTrace.from_csv(path) == cluster.synthetic(5, 600, 60, 9000, 3)
+    run_main("capacity", "synthetic", *machines, "--bulk-every", 900, "--bulk-fraction", 0.5)
+    bulk = cluster.synthetic(5, 600, 60, 9000, 3, bulk_every=900, bulk_fraction=0.5)
+    assert cluster.CapacityTrace.from_csv(path) == bulk
+
+
+def test_public_traces_are_listed_and_named() -> None:
+    out = run_main("capacity", "fetch")[1]
+    assert all(trace.name in out and trace.address in out for trace in cluster.PUBLIC.values())
+    assert error_of("capacity", "fetch", "aws/none")[1].startswith("name must be one of skypilot/")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "none.csv"], "capacity trace (none.csv) must be a"),
+        (
+            ["show", ROOT / "README.md"],
+            f"capacity trace ({ROOT}/README.md:1): a file must begin like seconds,nodes (csv)",
+        ),
+        (
+            ["convert", LOG, "-o", "x.csv", "--policy", "linear:3"],
+            "a policy must be per-device:SAMPLES or constant:SAM",
+        ),
+        (["convert", LOG, "-o", "x.csv", "--policy", "constant:3"], "--policy needs the time of an update, got none; "),
+        (
+            ["convert", LOG, "-o", "x.csv", "--max-updates", 5],
+            "the options of a training need its batch size, got none;",
+        ),
+        (["convert", LOG, "-o", "x.csv", "--communication-seconds", 5], "--communication-seconds needs the rate of a"),
+        (["fetch", "--out", "x.csv"], "--out needs the name of a public trace, got none; pass one of"),
+        (["convert", LOG, "-o", "x.csv", "--start", 200000], "start must be < stop, within the 172800.0 seconds of"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[Any], message: str) -> None:
+    status, found = error_of("capacity", *arguments)
+    assert status == 1
+    assert found.startswith(message), found
+
+
+def test_a_warning_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("2021-12-10, 13:08:00, 8\n2021-12-10, 13:07:00, 7\n2021-12-10, 13:09:00, 7\n")
+    done = run("vbs", "capacity", "show", str(path), "--no-picture")
+    assert done.returncode == 0
+    assert done.stderr.startswith("vbs: warning: capacity trace (")
+    assert done.stderr.count("\n") == 1
+
+
+def test_unix_times_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("seconds,nodes\n1792393391,4\n1792393991,2\n1792394591,2\n")
+    done = run("vbs", "capacity", "show", str(path), "--no-picture")
+    assert done.returncode == 0
+    expected = "there are no nodes before second 1,792,393,391, which looks like a Unix time; let the times of"
+    assert done.stderr == f"vbs: warning: {expected} {path} begin at 0\n"

@@ -1,0 +1,25 @@
+"""The commands of docs/capacity.md run one after another, from a log to a training of MNIST."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from helpers.commands import run
+from helpers.pages import DOCS, ROOT, TOUR, commands
+
+SHORT = ["--samples", "3000", "--epochs", "2", "--target", "0"]  # of the training
+
+
+def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:
+    for folder in ("traces", "test"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    outputs = []
+    for command in commands(DOCS / "capacity.md"):
+        words = shlex.split(command)
+        done = run(*words, *SHORT * (TOUR in words), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "vbs:" not in done.stderr
+        outputs.append(done.stdout)
+    assert "epochs       5, then 30.7% of epoch 5" in "".join(outputs)
+    assert "epoch 1: accuracy" in "".join(outputs)

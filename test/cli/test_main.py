@@ -1,0 +1,114 @@
+"""The command itself: what it imports, how it ends, and what it writes where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import variable_batch_size as vbs
+from helpers.commands import run
+from helpers.console import error_of, run_main
+from variable_batch_size.cli import main as module
+
+HEAVY = ["torch", "pandas", "matplotlib", "scipy", "plotext"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["trace", "show", "0:8 9:16", "--no-picture"],
+        ["plan", "0:8", "--dataset-size", "50", "--microbatch", "4", "--epochs", "2"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_imports_no_more_than_it_needs(command: list[str]) -> None:
+    script = f"""
+import sys
+from variable_batch_size.cli.main import main
+try:
+    main({command})
+finally:
+    heavy = [name for name in {HEAVY} if name in sys.modules]
+    assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_runs_as_a_program_and_as_a_module() -> None:
+    for program in (["vbs"], [sys.executable, "-m", "variable_batch_size"]):
+        done = run(*program, "--version")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{vbs.__version__}\n", "")
+
+
+def test_the_reader_of_a_pipe_may_stop() -> None:
+    done = run("bash", "-c", "vbs plan 0:8 --dataset-size 50 --microbatch 4 --epochs 2 --world 1-4096 | head -n 1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "epochs       2\n", "") or done.stdout.startswith(
+        "epochs"
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("args", "status"), [([], 2), (["--help"], 0), (["trace"], 2), (["plan", "-h"], 0)])
+def test_help_is_printed(args: list[str], status: int) -> None:
+    found, out, err = run_main(*args)
+    assert (found, err) == (status, "")
+    assert "Usage: vbs" in out
+
+
+def test_unknown_commands_are_one_line() -> None:
+    assert error_of("pln")[0] == 2
+    assert error_of("trace", "mke") == (2, "No such command 'mke'. Did you mean 'make'?; see vbs trace --help")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(library: str, extra: str) -> None:
+        raise ModuleNotFoundError(f"this needs {library}, ...[{extra}]")
+
+    monkeypatch.setattr(module, "import_extra", missing)
+    assert error_of("--help") == (1, "this needs typer, ...[cli]")
+
+
+def test_warnings_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("step,batchsize\n0,4\n1,4\n0,4\n1,4\n")
+    done = run("vbs", "trace", "show", str(path), "--no-picture")
+    assert done.returncode == 0
+    assert done.stderr.startswith("vbs: warning: The column step begins again at 0 in row 3")
+    assert done.stderr.count("\n") == 1
+
+
+def test_completion_scripts_are_printed() -> None:
+    done = run("bash", "-c", "_VBS_COMPLETE=complete_bash COMP_WORDS='vbs tr' COMP_CWORD=1 vbs")
+    assert (done.returncode, done.stdout.split()) == (0, ["trace"])
+
+
+@pytest.mark.parametrize("error", [MemoryError("8 TiB"), OverflowError("inf"), AttributeError("x"), UserWarning("odd")])
+def test_no_error_has_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "import_extra", fail)
+    status, message = error_of("--help")
+    assert status == 1
+    assert str(error) in message
+    monkeypatch.setenv("VBS_TRACEBACK", "1")
+    if not isinstance(error, MemoryError):
+        with pytest.raises(type(error)):
+            module.main(["--help"])
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-"])
+def test_closed_streams_are_no_error(redirection: str) -> None:
+    done = run("bash", "-c", f"vbs trace show 0:8 {redirection}")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_picture_in_another_encoding_is_no_error() -> None:
+    done = run("vbs", "trace", "show", "0:8", PYTHONIOENCODING="cp1252")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,156 @@
+"""Synthetic capacity traces: exact properties, and the statistics of the formulas and of a slow twin.
+
+A statistic has to be within 6 standard errors of what is expected; seeds are fixed.
+"""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from helpers.slow_capacity import Process
+from helpers.traces import for_all
+from variable_batch_size.cluster import CapacityTrace, synthetic
+
+HOUR = 3600.0
+PROCESSES = {
+    "independent": Process(nodes=8, mean_up=2 * HOUR, mean_down=HOUR),
+    "one node": Process(nodes=1, mean_up=HOUR, mean_down=HOUR, bulk_every=HOUR, bulk_fraction=0.5),
+    "bulk": Process(nodes=5, mean_up=4 * HOUR, mean_down=HOUR, bulk_every=3 * HOUR, bulk_fraction=0.6),
+    "only bulk": Process(nodes=6, mean_up=1e12, mean_down=HOUR, bulk_every=2 * HOUR),
+    "frequent bulk": Process(nodes=4, mean_up=HOUR, mean_down=HOUR / 4, bulk_every=HOUR / 8, bulk_fraction=0.1),
+}
+every_process = pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
+
+lengths = st.floats(1e-3, 1e6)
+processes = st.builds(
+    Process,
+    nodes=st.integers(1, 20),
+    mean_up=lengths,
+    mean_down=lengths,
+    bulk_every=st.none() | lengths,
+    bulk_fraction=st.floats(0, 1),
+)
+
+
+def near(values, expected):
+    """Assert that the mean of independent values is as expected, up to 6 standard errors.
+
+    The error counts as 1 / (their number) at least: that of an event which happened once.
+    """
+    values = np.asarray(values, np.float64)
+    error = max(values.std(ddof=1) / np.sqrt(len(values)), 1 / len(values))
+    assert abs(values.mean() - expected) < 6 * error
+
+
+@for_all(processes, st.floats(1e-2, 1e3), st.integers(0, 2**70))
+def test_a_trace_has_at_most_all_nodes_until_its_end_and_is_a_function_of_the_seed(process, cycles, seed):
+    shortest = min(process.mean_up + process.mean_down, process.bulk_every or np.inf)
+    arguments = {**process.arguments(), "duration": cycles * shortest, "seed": seed}
+    trace = synthetic(**arguments)
+    assert trace.nodes.min() >= 0
+    assert trace.nodes.max() <= process.nodes
+    assert trace.end == arguments["duration"]
+    assert trace.prices is None
+    assert trace == synthetic(**arguments)
+
+
+def test_another_seed_makes_another_trace():
+    assert len({synthetic(4, HOUR, HOUR, 24 * HOUR, seed) for seed in range(100)}) == 100
+
+
+def test_bulk_preemptions_take_no_node_to_all_nodes():
+    with_none = synthetic(50, HOUR, HOUR, 1000 * HOUR, 0, bulk_every=HOUR, bulk_fraction=0)
+    assert with_none.nodes[with_none.seconds > 10 * HOUR].min() > 5
+    with_all = synthetic(50, 1e12, HOUR / 10, 1000 * HOUR, 0, bulk_every=10 * HOUR)
+    drops = with_all.nodes[1:][np.diff(with_all.nodes) < 0]
+    assert len(drops) > 50
+    assert (drops == 0).all()
+
+
+@every_process
+def test_mean_and_autocovariance_over_time_are_those_of_the_formulas(process):
+    blocks, steps, step = 100, 2000, 0.25 / process.decay  # steps of a quarter of a decay time: 500 of them a block
+    trace = synthetic(**process.arguments(), duration=blocks * steps * step, seed=0)
+    nodes = trace.at(np.arange(blocks * steps) * step).reshape(blocks, steps)
+    near(nodes.mean(axis=1), process.mean)
+    spans = trace.lengths @ trace.nodes / trace.end  # exact over time, with the variance of a mean of correlated values
+    assert abs(spans - process.mean) < 6 * np.sqrt(2 * process.variance / (process.decay * trace.end))
+    excess = nodes - process.mean
+    for lag in (0, 1, 2, 4, 8, 16):
+        products = excess[:, : steps - lag] * excess[:, lag:]
+        near(products.mean(axis=1), process.covariance(lag * step))
+
+
+@every_process
+def test_a_trace_begins_in_the_stationary_state(process):
+    lag = 0.5 / process.decay
+    pairs = np.array([synthetic(**process.arguments(), duration=lag, seed=seed).at([0, lag]) for seed in range(3000)])
+    first, last = (pairs - process.mean).T
+    for values, expected in [(first, 0), (last, 0), (first**2, process.variance), (last**2, process.variance)]:
+        near(values, expected)
+    near(first * last, process.covariance(lag))
+
+
+@every_process
+def test_the_slow_twin_has_the_same_distribution(process):
+    runs, duration = 600, 2 / process.decay
+    fast = [synthetic(**process.arguments(), duration=duration, seed=seed) for seed in range(runs)]
+    slow = [CapacityTrace(*zip(*process.simulate(duration, seed), strict=True), end=duration) for seed in range(runs)]
+
+    def same(statistic):
+        ours, theirs = ([float(statistic(trace)) for trace in traces] for traces in (fast, slow))
+        near(np.subtract(ours, theirs), 0)
+
+    same(lambda trace: trace.mean)
+    same(lambda trace: trace.changes)
+    same(lambda trace: np.diff(trace.nodes).min(initial=0))  # the greatest loss at once
+    same(lambda trace: trace.nodes.max())
+    for nodes in range(process.nodes + 1):
+        for second in (0, duration / 3, duration):
+            same(lambda trace, nodes=nodes, second=second: trace.at(second) == nodes)
+
+
+def test_a_time_down_that_is_shorter_than_rounding_makes_no_second_node():
+    assert set(synthetic(1, 1.0, 1e-12, 1e5, seed=0).nodes.tolist()) <= {0, 1}
+
+
+def test_a_thousand_nodes_over_a_month_with_hourly_changes():
+    trace = synthetic(1000, HOUR, HOUR, 30 * 24 * HOUR, seed=0)
+    assert trace.changes == pytest.approx(720_000, rel=0.01)
+
+
+def test_a_chosen_fraction_may_be_as_small_as_floats_are():
+    for fraction in (5e-324, 1e-17, 1e-9):
+        trace = synthetic(9, 1e12, 1e-3, 1e4, 0, bulk_every=1.0, bulk_fraction=fraction)
+        assert trace.nodes.tolist() == [9]
+
+
+WRONG = {
+    "nodes=0": "nodes must be an integer >= 1, got 0; pass an int in this range",
+    "mean_up=0": "mean_up must be > 0, got 0; pass a positive number of seconds",
+    "mean_down=0": "mean_down must be > 0, got 0; pass a positive number of seconds",
+    "mean_down=-1": "mean_down must be a finite number >= 0, got -1; pass a positive number of seconds",
+    "duration=0.0": "duration must be > 0, got 0.0; pass a positive number of seconds",
+    "seed=-1": "seed must be an integer >= 0, got -1; pass an int in this range",
+    "bulk_every=0": "bulk_every must be > 0, got 0; pass a positive number of seconds",
+    "bulk_every=9, bulk_fraction=1.5": "bulk_fraction must be in [0, 1], got 1.5; pass a probability",
+    "bulk_fraction=0.5": "bulk_fraction needs bulk_every, got bulk_fraction=0.5; pass both, or neither",
+    "mean_up=1e-9, mean_down=1e-9": "nodes, mean_up, mean_down, bulk_every and duration must make at most 100,000,000 "
+    "changes, got 4e+12, expected; choose longer means or a shorter duration",
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_value_is_an_error_in_one_sentence(change):
+    arguments = {"nodes": 4, "mean_up": HOUR, "mean_down": HOUR, "duration": 1000, "seed": 0, **eval(f"dict({change})")}
+    with pytest.raises(ValueError, match=f"^{re.escape(WRONG[change])}$"):
+        synthetic(**arguments)
+
+
+@pytest.mark.parametrize("name", ["nodes", "mean_up", "mean_down", "duration", "seed", "bulk_every", "bulk_fraction"])
+def test_a_wrong_type_is_a_type_error(name):
+    arguments = {"nodes": 4, "mean_up": HOUR, "mean_down": HOUR, "duration": 1000, "seed": 0, "bulk_every": HOUR}
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        synthetic(**{**arguments, name: "4"})

@@ -1,0 +1,89 @@
+"""The gradient noise by progress."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size.adaptive import ConstantBatch, Throughput
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.rules import adascale_gain
+from variable_batch_size.simulation import NoiseCurve, simulate
+from variable_batch_size.tracker import Tracker
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6, unique=True).map(sorted), st.integers(0, 25))
+def test_a_row_holds_up_to_the_next_one(knots: list[int], progress: int) -> None:
+    curve = NoiseCurve(knots, [float(knot + 1) for knot in knots], [1.0] * len(knots))
+    assert curve.at(progress).sigma2 == max([knot for knot in knots if knot <= progress], default=knots[0]) + 1
+    change = curve.next_change(progress)
+    assert change == min((knot for knot in knots[1:] if knot > progress), default=math.inf)
+
+
+def test_the_gain() -> None:
+    assert NoiseCurve.constant(100.0, 1.0).gain(0, 100, 50) == pytest.approx(1.5)
+    huge = NoiseCurve.constant(1e-320, 0.0)
+    assert huge.gain(0, 100, 50) == 2
+
+
+def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
+    rows = [(1.0, math.nan, math.nan), (2.5, 8.0, 2.0), (3.0, 8.0, 2.0), (4.0, 9.0, -1.0), (5.0, -1.0, 0.0)]
+    with Tracker(tmp_path, progress=False) as tracker:
+        tracker.log(0, {"lr": 0.1})
+        for update, (progress, sigma2, mu2) in enumerate(rows, 1):
+            tracker.log(10 * update, {"vbs/progress": progress, "vbs/sigma2": sigma2, "vbs/mu2": mu2})
+    curve = NoiseCurve.from_csv(tmp_path / "scalars.csv")
+    assert curve == NoiseCurve([2.5, 4.0], [8.0, 9.0], [2.0, 0.0])
+    assert hash(curve) == hash(NoiseCurve([2.5, 4.0], [8.0, 9.0], [2.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "update,loss\n1,2\n",
+            r"must have the columns vbs/progress, vbs/sigma2, vbs/mu2, got none called vbs/mu2; log",
+        ),
+        ("vbs/progress,vbs/sigma2,vbs/mu2\n1,nan,nan\n", r"must have a row with an estimate of the noise, got none"),
+        ("vbs/progress,vbs/sigma2,vbs/mu2\n1,x,1\n", r"vbs/sigma2 in line 2 must be a number, got 'x'"),
+    ],
+)
+def test_a_file_without_noise(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "scalars.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        NoiseCurve.from_csv(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([], [], []), ValueError, "equally many rows"),
+        (([0], [1.0, 2.0], [1.0]), ValueError, "equally many rows"),
+        (([0, 0], [1.0, 2.0], [1.0, 1.0]), ValueError, r"^progress\[1\] must be > 0.0, the one before, got 0.0; sort"),
+        (([0], [0.0], [0.0]), ValueError, r"^sigma2\[0\] or mu2\[0\] must be > 0"),
+        (([0], [-1.0], [0.0]), ValueError, r"^sigma2\[0\] must be a finite number >= 0, got -1.0"),
+        (([0], ["a"], [0.0]), TypeError, r"^sigma2\[0\] must be"),
+    ],
+)
+def test_wrong_rows(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NoiseCurve(*arguments)
+
+
+def test_progress_follows_the_noise() -> None:
+    run = simulate(
+        CapacityTrace([0], [1], 30),
+        ConstantBatch(4),
+        throughput=Throughput.simple(4),
+        rule="adascale",
+        ref_batchsize=1,
+        noise=NoiseCurve([0, 10], [1.0, 0.0], [0.0, 1.0]),  # a gain of 4, then of 1
+    )
+    assert (run.summary["progress"], run.summary["efficiency"]) == (12 + 27, 39 / 120)
+    assert adascale_gain(1.0, 0.0, 4, 1) == 4

@@ -1,0 +1,41 @@
+"""Writing files that are complete at any instant."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+@contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    """Open a text file whose contents replace those of `path` at the end of the block; a failure leaves the old ones.
+
+    A link is followed. What exists and is not a regular file, such as a pipe or /dev/stdout, is written to directly.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    try:
+        given = Path(path)
+        if given.is_relative_to("/dev") or (given.exists() and not given.is_file()):
+            with given.open("w", encoding="utf-8", newline="") as file:
+                yield file
+            return
+        target = given.resolve()
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            with temporary.open("x", encoding="utf-8", newline="") as file:
+                yield file
+            os.replace(temporary, target)  # noqa: PTH105 - same as Path.replace, but the name states that it overwrites
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        if error.filename is None:  # not of the file, but of what was written into it
+            raise
+        raise type(error)(
+            f"{os.fspath(path)!r} must be a file that can be written, got {error.strerror}; choose another path"
+        ) from None

@@ -1,0 +1,38 @@
+"""A batch size that is proportional to the number of devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from variable_batch_size._validation import MAX_INT, check_int
+from variable_batch_size.adaptive.base import ControlInput
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PerDevice:
+    """Controller whose batch size follows the devices: B = samples * devices.
+
+    Every device computes equally many samples of each update, as in the elastic trainings of André, Strati and Klimovic
+    (DistributedML 2022).
+
+    >>> PerDevice(64)(ControlInput(devices=3))
+    192
+
+    Args:
+        samples: samples of each update that a device computes, in [1, 2**53].
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is not in this range.
+    """
+
+    samples: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", check_int(self.samples, "samples", 1, MAX_INT))
+
+    def __call__(self, input: ControlInput, /) -> int:
+        """Return the samples of all devices."""
+        return self.samples * input.devices

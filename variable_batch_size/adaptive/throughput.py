@@ -1,0 +1,149 @@
+"""How long an update takes on a number of devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from variable_batch_size._validation import check_int, check_number, check_positive, value_error
+from variable_batch_size.adaptive.fitting import FloatArray, fitted, measured_updates
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """The time of an update, by the model of Pollux (Qiao et al., OSDI 2021, section 3.2).
+
+    The busiest device computes s + 1 microbatches of m rows (the sizes of a batch may differ by one row, and the rows
+    of each count), and R devices sum their gradients:
+
+        T_accum = accum_base + accum_row * m
+        T_net   = 0 if R = 1, else net_base + net_device * (R - 2)
+        T       = s * T_accum + (T_accum^overlap + T_net^overlap)^(1 / overlap)
+
+    Args:
+        accum_base: seconds of forward and backward of a microbatch, whatever its size, >= 0.
+        accum_row: seconds per row of a microbatch, >= 0.
+        net_base: seconds of communication between two devices, >= 0.
+        net_device: further seconds per further device, >= 0.
+        overlap: how much communication overlaps with the last backward: 1 not at all, 10 almost completely.
+
+    Raises:
+        TypeError: if a value is not a number.
+        ValueError: if a value is not in its range.
+    """
+
+    accum_base: float
+    accum_row: float
+    net_base: float = 0.0
+    net_device: float = 0.0
+    overlap: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            number = check_number(getattr(self, field.name), field.name, "pass seconds, or an overlap in [1, 10]")
+            object.__setattr__(self, field.name, number)
+        if not 1 <= self.overlap <= 10:
+            raise value_error("overlap must be in [1, 10]", self.overlap, "pass 1 for none")
+        if self.accum_base == self.accum_row == 0:
+            raise value_error("a microbatch must take time", "accum_base=0 and accum_row=0", "pass one of them")
+
+    @classmethod
+    def simple(cls, samples_per_second: float, communication_seconds: float = 0.0) -> Throughput:
+        """Return the model of devices that compute equally fast whatever the microbatch, and do not overlap.
+
+        >>> Throughput.simple(samples_per_second=500, communication_seconds=0.1).seconds(1000, devices=4)
+        0.6
+
+        Args:
+            samples_per_second: samples that one device computes in a second, in [1e-9, 1e15].
+            communication_seconds: seconds of the communication of an update on two or more devices, >= 0.
+
+        Raises:
+            TypeError: if an argument is not a number.
+            ValueError: if an argument is not in its range.
+        """
+        rate = check_positive(samples_per_second, "samples_per_second", "pass a positive number")
+        if not 1e-9 <= rate <= 1e15:
+            raise value_error("samples_per_second must be in [1e-9, 1e15]", rate, "check the unit")
+        seconds = check_number(communication_seconds, "communication_seconds", "pass seconds")
+        return cls(accum_base=0.0, accum_row=1 / rate, net_base=seconds)
+
+    def seconds(self, batch_size: int, devices: int, minibatch_size: int | None = None) -> float:
+        """Return the seconds of an update, which the device with the most rows determines.
+
+        Args:
+            batch_size: samples of the update, >= 1.
+            devices: number of devices, >= 1.
+            minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+        """
+        size, number = check_int(batch_size, "batch_size", 1), check_int(devices, "devices", 1)
+        most = size if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
+        microbatches = max(-(-size // most), min(size, number))
+        smallest, larger = divmod(size, microbatches)
+        rounds = -(-microbatches // number)
+        busiest = rounds * smallest + -(-larger // number)  # the smaller microbatches are dealt first
+        return float(self.of_rounds(busiest, smallest + (larger > 0), rounds, number))
+
+    def of_rounds(
+        self, busiest: npt.ArrayLike, rows: npt.ArrayLike, rounds: npt.ArrayLike, devices: npt.ArrayLike
+    ) -> FloatArray:
+        """Return the seconds of updates.
+
+        Args:
+            busiest: rows of all microbatches of the busiest device, of any shape.
+            rows: rows of its last microbatch, after which the devices communicate, of the same shape.
+            rounds: number of its microbatches, of the same shape.
+            devices: number of devices, of the same shape, or one for all.
+        """
+        parameters = np.array([self.accum_base, self.accum_row, self.net_base, self.net_device, self.overlap])
+        arrays = (np.asarray(values, np.float64) for values in (busiest, rows, rounds, devices))
+        return _seconds(parameters, *arrays)
+
+    @classmethod
+    def fit(cls, measured: npt.ArrayLike) -> Throughput:
+        """Return the model that is closest to measured updates, by the squares of the relative errors of their seconds.
+
+        What the measurements cannot tell apart has the simplest value. Updates on one number of devices give a model
+        without communication, for this number only; `net_device` is 0 without two numbers of devices above 1, and
+        `accum_base` is 0 if all microbatches have equally many rows.
+
+        >>> model = Throughput(accum_base=0.01, accum_row=0.001, net_base=0.05)
+        >>> rows = [(devices, 32, 2, model.of_rounds(64, 32, 2, devices)) for devices in (1, 2, 4)]
+        >>> round(Throughput.fit(rows).net_base, 6), round(Throughput.fit(rows).error(rows), 6)
+        (0.05, 0.0)
+
+        Args:
+            measured: number of devices, rows of a microbatch, microbatches of the slowest device, and seconds of each
+                update, (updates, 4).
+
+        Raises:
+            ModuleNotFoundError: if scipy is not installed.
+            TypeError: if a value is not a number.
+            ValueError: if the shape is another one, or a value is not finite and > 0.
+        """
+        updates = measured_updates(measured)
+        each = updates.rounds * updates.rows, updates.rows, updates.rounds, updates.devices
+        return cls(*fitted(lambda parameters: _seconds(parameters, *each), updates).tolist())
+
+    def error(self, measured: npt.ArrayLike) -> float:
+        """Return the root mean square of the relative errors of the seconds, for updates as in `fit`."""
+        devices, rows, rounds, seconds = measured_updates(measured)
+        return float(np.sqrt(np.mean((self.of_rounds(rounds * rows, rows, rounds, devices) / seconds - 1) ** 2)))
+
+
+def _seconds(
+    parameters: FloatArray, busiest: FloatArray, rows: FloatArray, rounds: FloatArray, devices: FloatArray
+) -> FloatArray:
+    """Return `Throughput.of_rounds` for the parameters in their order, (5,)."""
+    accum_base, accum_row, net_base, net_device, overlap = parameters
+    before = accum_base * (rounds - 1) + accum_row * (busiest - rows)
+    accum = accum_base + accum_row * rows
+    net = np.where(devices > 1, net_base + net_device * np.maximum(devices - 2, 0), 0.0)
+    longest = np.maximum(np.maximum(accum, net), np.finfo(np.float64).tiny)  # out of the root: no power overflows
+    last = longest * ((accum / longest) ** overlap + (net / longest) ** overlap) ** (1 / overlap)
+    seconds: FloatArray = before + last
+    return seconds

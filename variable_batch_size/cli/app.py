@@ -1,0 +1,35 @@
+"""The commands by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from variable_batch_size.cli import capacity, plan, simulate, trace
+
+app = typer.Typer(
+    name="vbs",
+    help="Plan trainings whose global batch size changes: capacity traces of clusters, batch traces, dry runs.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Plan trainings whose global batch size changes: capacity traces of clusters, batch traces, dry runs."""
+    if show:
+        typer.echo(importlib.import_module("variable_batch_size").__version__)
+        raise typer.Exit
+
+
+app.add_typer(capacity.app, name="capacity")
+app.add_typer(trace.app, name="trace")
+app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)

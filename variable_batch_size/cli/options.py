@@ -1,0 +1,61 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from variable_batch_size.adaptive import Throughput
+from variable_batch_size.trace.schedule import Unit
+
+
+def prepared(path: Path | None) -> Path | None:
+    """Return the path of a file to write, after creating its folder; "-" is standard output."""
+    if path is None or str(path) == "-":
+        return path and Path("/dev/stdout")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        "-o",
+        help="The file to write; - is standard output.",
+        show_default=False,
+        metavar="FILE",
+        callback=prepared,
+    ),
+]
+Png = Annotated[
+    Path | None, typer.Option("--png", help="Write a picture to this file.", metavar="FILE.png", callback=prepared)
+]
+TraceSource = Annotated[
+    str,
+    typer.Argument(
+        help='A CSV file with the columns step and batchsize, a schedule such as "0:128 2000:256", or a number.',
+        show_default=False,
+        metavar="TRACE",
+    ),
+]
+UnitOption = Annotated[Unit, typer.Option(help="What a threshold of the schedule counts.")]
+SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, with --unit tokens.", min=1)]
+SamplesPerSecond = Annotated[float | None, typer.Option(help="Samples that one device computes in a second.")]
+CommunicationSeconds = Annotated[float, typer.Option(help="Seconds of the all-reduce of an update.", min=0)]
+
+
+def throughput(samples_per_second: float | None, communication_seconds: float) -> Throughput | None:
+    """Return the time model of the options; None without --samples-per-second."""
+    if samples_per_second is None:
+        if communication_seconds:
+            raise ValueError("--communication-seconds needs the rate of a device, got none; pass --samples-per-second")
+        return None
+    return Throughput.simple(samples_per_second, communication_seconds)
+
+
+def say(path: Path, text: str) -> None:
+    """Print what was written to a file; to standard error if the file is standard output."""
+    typer.echo(f"{path}: {text}", err=path == Path("/dev/stdout"))

@@ -1,0 +1,153 @@
+"""What commands print: tables, JSON, and pictures in the terminal and as PNG."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size.cluster.capacity_trace import FloatArray
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and a picture.")]
+Picture = Annotated[bool, typer.Option("--picture/--no-picture", help="Draw in the terminal.")]
+
+WIDTH, HEIGHT = 100, 16  # of a picture in the terminal, at most
+MAX_ROWS = 2000  # of a picture as PNG, about two a pixel
+
+
+def console() -> Console:
+    """Return the console of standard output; a table is not cut off, even if the terminal has to wrap its lines."""
+    return Console(width=max(Console().width, WIDTH))
+
+
+def print_json(values: object) -> None:
+    """Print values as JSON."""
+    typer.echo(json.dumps(values, indent=2, allow_nan=False))
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print names and values as two columns."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    console().print(table)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table whose first column is aligned to the left and whose others are to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def number(value: float) -> str:
+    """Format a number with four significant digits or, if it is whole, all of them; thousands are separated.
+
+    >>> number(1234567), number(0.123456), number(12345.678)
+    ('1,234,567', '0.1235', '12,346')
+    """
+    if float(value).is_integer():
+        return f"{int(value):,}"
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the unit that reads best.
+
+    >>> duration(45), duration(5400), duration(1209600)
+    ('45 s', '1.5 h', '14 days')
+    """
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.4g} {unit}"
+    return f"{seconds:.4g} s"
+
+
+def ticks(end: float) -> list[float]:
+    """Return three to six round numbers from 0 to `end`.
+
+    >>> ticks(16), ticks(0.7)
+    ([0, 5, 10, 15], [0, 0.2, 0.4, 0.6])
+    """
+    power = 10.0 ** math.floor(math.log10(end))
+    step = next(factor * power for factor in (0.2, 0.5, 1, 2) if end / (factor * power) < 6)
+    numbers = [round(index * step, 9) for index in range(int(end / step + 1e-9) + 1)]
+    return [int(number) if number.is_integer() else number for number in numbers]
+
+
+def binned(edges: FloatArray, values: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
+    """Return the means of a step function in columns of equal width.
+
+    Args:
+        edges: where each value begins, and the last one ends, (values + 1,).
+        values: (values,).
+        columns: number of columns.
+
+    Returns:
+        Where each column begins, and the last one ends, (columns + 1,); the means, (columns,).
+    """
+    integral = np.concatenate([[0.0], np.cumsum(values * np.diff(edges))])  # (values + 1,)
+    borders = np.linspace(edges[0], edges[-1], columns + 1)  # (columns + 1,)
+    return borders, np.diff(np.interp(borders, edges, integral)) / np.diff(borders)
+
+
+def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
+    """Draw a step function in the terminal: in each column its mean.
+
+    Args:
+        edges: where each value begins, and the last one ends, (values + 1,).
+        values: (values,).
+        xlabel: what `edges` are.
+        ylabel: what `values` are.
+    """
+    plotext = import_extra("plotext", "cli")
+    screen = Console()
+    width = min(screen.width, WIDTH)
+    borders, means = binned(edges, values, 2 * max(10, width - 12))
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(width, HEIGHT)
+    plotext.plot(((borders[:-1] + borders[1:]) / 2).tolist(), means.tolist(), marker="hd", fillx=True, color="cyan")
+    plotext.xlim(float(edges[0]), float(edges[-1]))
+    plotext.ylim(0, max(1.0, float(values.max())))
+    plotext.xticks(ticks(float(edges[-1])))
+    plotext.yticks(ticks(max(1.0, float(values.max()))))
+    plotext.xlabel(xlabel)
+    plotext.title(ylabel)
+    text = plotext.build()
+    typer.echo(text if screen.is_terminal else plotext.uncolorize(text))
+
+
+def check_png(path: Path) -> None:
+    """Raise a ValueError if the name of a picture has another suffix."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--png must be a file that ends in .png, got {str(path)!r}; rename it")
+
+
+def save_png(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
+    """Draw a step function into a file; the arguments are those of `draw`."""
+    check_png(path)
+    if len(values) > MAX_ROWS:
+        edges, values = binned(edges, values, MAX_ROWS)
+    figure_class = import_extra("matplotlib.figure", "plot").Figure  # without pyplot, which looks for a screen
+    figure = figure_class(figsize=(9, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs(values, edges, fill=True, color="C0", alpha=0.3)
+    axes.stairs(values, edges, color="C0", baseline=None)
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(float(edges[0]), float(edges[-1])))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150, format="png")

@@ -1,0 +1,151 @@
+"""`vbs plan`: what a training will compute on any number of ranks, without running it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from variable_batch_size._validation import value_error
+from variable_batch_size.adaptive import Throughput
+from variable_batch_size.cli import output
+from variable_batch_size.cli.options import CommunicationSeconds, SamplesPerSecond, TraceSource, throughput
+from variable_batch_size.data.dry_run import DryRun, Load, dry_run
+from variable_batch_size.data.plan import Plan
+from variable_batch_size.trace import BatchTrace, OnEnd
+
+MAX_WORLD = 4096
+MAX_ROWS = 2**20
+
+
+def plan(
+    trace: TraceSource,
+    dataset_size: Annotated[int, typer.Option(help="Samples of an epoch.", min=1, show_default=False)],
+    microbatch: Annotated[
+        int, typer.Option(help="Rows that a rank computes at once.", min=1, max=MAX_ROWS, show_default=False)
+    ],
+    world: Annotated[str, typer.Option(help=f'Numbers of ranks up to {MAX_WORLD}: "8", "1,2,8" or "1-4096".')] = "1",
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs; by default, all of the trace.", min=1)] = None,
+    max_updates: Annotated[int | None, typer.Option(help="Updates after which the training ends.", min=1)] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Samples after which it ends.", min=1)] = None,
+    on_end: Annotated[OnEnd, typer.Option(help="What follows the last step of the trace.")] = "stop",
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Drop the rest of an epoch that is shorter than a step.")
+    ] = False,
+    fixed_shape: Annotated[
+        bool, typer.Option("--fixed-shape", help="All microbatches have one shape: PyTorch/XLA.")
+    ] = False,
+    noise: Annotated[
+        bool,
+        typer.Option(
+            "--noise", help="The gradient noise is measured (AdaScale), or the model has batch normalization."
+        ),
+    ] = False,
+    samples_per_second: SamplesPerSecond = None,
+    communication_seconds: CommunicationSeconds = 0.0,
+    json: output.Json = False,
+) -> None:
+    """Print what a training will do: its epochs and updates, and what each world computes.
+
+    Of an update, "rounds" are the microbatches of the busiest rank, "idle ranks" have none of their own (mean), "busy"
+    is the share of the ranks' microbatches that is not waiting, and "repeated rows" are computed beyond the samples.
+
+    Examples:
+
+    - `vbs plan traces/test_trace.csv --dataset-size 50000 --world 8 --microbatch 32`
+    - `vbs plan "0:256 1000:1024" --dataset-size 50000 --world 1-64 --microbatch 32 --epochs 10`
+    """
+    batches = BatchTrace.of(trace)
+    batches = batches if batches.steps is None else batches.with_on_end(on_end)
+    if batches.steps is None and epochs is None and max_updates is None and max_samples is None:
+        raise ValueError(
+            "a trace that never ends needs an end, got none; pass --epochs, --max-updates or --max-samples"
+        )
+    training = Plan(batches, dataset_size, microbatch, drop_last, fixed_shape, None, max_updates, max_samples)
+    run = dry_run(training, epochs)
+    model = throughput(samples_per_second, communication_seconds)
+    loads = [run.load(size, spread=not noise) for size in parse_worlds(world)]
+    if json:
+        output.print_json({**_training(run), "worlds": [_facts(run, load, model) for load in loads]})
+    else:
+        _print(run, loads, model)
+
+
+def parse_worlds(text: str) -> list[int]:
+    """Return the numbers of ranks of a list of numbers and ranges, in ascending order.
+
+    >>> parse_worlds("8,1-3")
+    [1, 2, 3, 8]
+    """
+    worlds: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9}))?\s*", part, re.ASCII)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last <= MAX_WORLD:
+            requirement = f"--world must be numbers of ranks from 1 to {MAX_WORLD}"
+            raise value_error(requirement, f"{text!r:.60}", 'pass "8", "1,2,8" or "1-4096"')
+        worlds.update(range(first, last + 1))
+    return sorted(worlds)
+
+
+def _training(run: DryRun) -> dict[str, Any]:
+    return {
+        "epochs": sum(alike for _, alike in run.epochs) - run.ends_early,
+        "updates": int(run.updates.sum()),
+        "samples": run.samples,
+        "batch_sizes": {"min": int(run.sizes.min()), "max": int(run.sizes.max()), "different": len(run.sizes)},
+        "ends_within_epoch": run.last.number if run.ends_early else None,
+        "samples_of_last_epoch": run.last.samples,
+        "updates_per_epoch": [
+            {"updates": epoch.end_step - epoch.first_step, "epochs": alike} for epoch, alike in run.epochs
+        ],
+    }
+
+
+def _facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, Any]:
+    """Return what a world computes in the whole training."""
+    world, updates = load.world_size, run.updates
+    slots = world * int(updates @ load.rounds)
+    facts = {
+        "ranks": world,
+        "microbatches": int(updates @ load.microbatches),
+        "rounds": {"min": int(load.rounds.min()), "max": int(load.rounds.max()), "total": int(updates @ load.rounds)},
+        "idle_ranks": {"max": int(load.idle.max()), "mean": float(updates @ load.idle / updates.sum())},
+        "busy": int(updates @ load.microbatches) / slots,
+        "repeated_rows": int(updates @ load.repeated),
+        "shapes": list(load.shapes),
+    }
+    if model is not None:
+        facts["seconds"] = float(updates @ model.of_rounds(load.busiest, load.rows, load.rounds, world))
+    return facts
+
+
+def _print(run: DryRun, loads: list[Load], model: Throughput | None) -> None:
+    facts = _training(run)
+    per_epoch = [epochs["updates"] for epochs in facts["updates_per_epoch"]]
+    share = run.last.samples / run.plan.dataset_size
+    output.print_facts(
+        {
+            "epochs": f"{facts['epochs']:,}" + f", then {share:.1%} of epoch {run.last.number}" * run.ends_early,
+            "updates": f"{facts['updates']:,}, per epoch {min(per_epoch):,} to {max(per_epoch):,}",
+            "samples": f"{run.samples:,}",
+            "batch size": f"{run.sizes.min():,} to {run.sizes.max():,}, {len(run.sizes):,} different ones",
+        }
+    )
+    typer.echo()
+    columns = ["ranks", "micro\nbatches", "rounds", "idle\nranks", "busy", "repeated\nrows", "shapes\n(rows)"]
+    rows = []
+    for found in (_facts(run, load, model) for load in loads):
+        rounds, shapes = found["rounds"], found["shapes"]
+        row = [
+            f"{found['ranks']:,}",
+            f"{found['microbatches']:,}",
+            f"{rounds['min']:,}" + f" to {rounds['max']:,}" * (rounds["max"] > rounds["min"]),
+            f"{found['idle_ranks']['mean']:,.1f}",
+            f"{found['busy']:.1%}",
+            f"{found['repeated_rows']:,}",
+            str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} ({shapes[0]} to {shapes[-1]})",
+        ]
+        rows.append([*row, output.duration(found["seconds"])] if "seconds" in found else row)
+    output.print_table(columns + ["time"] * (model is not None), rows)

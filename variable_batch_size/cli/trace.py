@@ -1,0 +1,90 @@
+"""`vbs trace`: batch traces, the batch size of every update."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from variable_batch_size.cli import output
+from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, say
+from variable_batch_size.simulation.conversion import MAX_STEPS
+from variable_batch_size.trace import BatchTrace
+from variable_batch_size.trace.schedule import is_schedule
+
+app = typer.Typer(help="Batch traces: the global batch size of every update.", no_args_is_help=True)
+
+
+@app.command()
+def make(
+    schedule: Annotated[
+        str,
+        typer.Argument(help='Thresholds and sizes: "0:128 2000:256 10K:1024".', show_default=False, metavar="SCHEDULE"),
+    ],
+    out: Out,
+    steps: Annotated[int, typer.Option(help="Number of updates.", min=1, max=MAX_STEPS, show_default=False)],
+    unit: UnitOption = "steps",
+    sequence_length: SequenceLength = None,
+    round_to: Annotated[int | None, typer.Option(help="Round the sizes to multiples of this number.", min=1)] = None,
+) -> None:
+    """Write the batch trace of a schedule as a CSV file, a row per update.
+
+    Examples:
+
+    - `vbs trace make "0:128 2000:256 10K:1024" --steps 20000 --out trace.csv`
+    - `vbs trace make "0:768 250B:1536" --unit tokens --sequence-length 4096 --steps 100000 --out trace.csv`
+    """
+    trace = BatchTrace.parse(schedule, steps, unit=unit, sequence_length=sequence_length)
+    trace = trace if round_to is None else trace.round_to(round_to)
+    trace.to_csv(out)
+    say(out, describe(trace))
+
+
+@app.command()
+def show(
+    trace: TraceSource,
+    unit: UnitOption = "steps",
+    sequence_length: SequenceLength = None,
+    json: output.Json = False,
+    png: Png = None,
+    picture: output.Picture = True,
+) -> None:
+    """Show the steps, samples and sizes of a batch trace, with a picture.
+
+    Examples:
+
+    - `vbs trace show traces/test_trace.csv`
+    - `vbs trace show "0:128 2000:256 10K:1024"`
+    """
+    if is_schedule(trace):
+        batches = BatchTrace.parse(trace, unit=unit, sequence_length=sequence_length)
+    else:
+        batches = BatchTrace.of(trace)
+    first_step, sizes = batches.runs  # (runs,) both
+    shown = batches.steps or int(first_step[-1]) * 5 // 4 + 1  # of an infinite trace, the last size is shown, too
+    edges = np.append(first_step, shown).astype(np.float64)
+    infinite = batches.steps is None
+    if json:
+        total = None if infinite else batches.total_samples
+        facts = {"steps": batches.steps, "samples": total, "min": int(sizes.min()), "max": batches.max_batch_size}
+        output.print_json({**facts, "changes": len(sizes) - 1, "fingerprint": batches.fingerprint})
+    else:
+        mean = float(sizes @ np.diff(edges)) / shown
+        facts_of_rows = {
+            "steps": "infinite" if infinite else output.number(shown),
+            "samples": "infinite" if infinite else output.number(batches.total_samples),
+            "batch size": f"{sizes.min():,} to {sizes.max():,}"
+            + (f", at last {sizes[-1]:,}" if infinite else f", mean {output.number(mean)}"),
+            "changes": output.number(len(sizes) - 1),
+        }
+        output.print_facts(facts_of_rows)
+    if picture and not json:
+        output.draw(edges, sizes.astype(np.float64), "update", "global batch size")
+    if png is not None:
+        output.save_png(png, edges, sizes.astype(np.float64), "update", "global batch size")
+
+
+def describe(trace: BatchTrace) -> str:
+    """Describe a finite trace in a line."""
+    return f"{len(trace):,} updates, {trace.total_samples:,} samples, batch size at most {trace.max_batch_size:,}"

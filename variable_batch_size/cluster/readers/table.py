@@ -1,0 +1,32 @@
+"""The table of readers: name -> reader, one line a format.
+
+`cluster.read`, its messages and the contract suite read it, so a new format is a file in this folder and a line (with
+its import) here. No two readers recognize the same file, so the order is that of the messages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from variable_batch_size.cluster.readers.bamboo_counts import BambooCountsReader
+from variable_batch_size.cluster.readers.bamboo_events import BambooEventsReader
+from variable_batch_size.cluster.readers.base import Reader
+from variable_batch_size.cluster.readers.eth import EthReader
+from variable_batch_size.cluster.readers.gcloud import GcloudReader
+from variable_batch_size.cluster.readers.own import OwnReader
+from variable_batch_size.cluster.readers.parcae import ParcaeReader
+from variable_batch_size.cluster.readers.skypilot import SkyPilotReader
+
+READERS: Final[Mapping[str, Reader]] = MappingProxyType(
+    {
+        "csv": OwnReader(),
+        "skypilot": SkyPilotReader(),
+        "bamboo-events": BambooEventsReader(),
+        "bamboo-counts": BambooCountsReader(),
+        "gcloud": GcloudReader(),
+        "parcae": ParcaeReader(),
+        "eth": EthReader(),
+    }
+)

@@ -1,0 +1,154 @@
+"""What a training will compute, counted without running it: epochs, updates, and the microbatches of any world.
+
+Everything is a function of how often each batch size occurs and of runs of epochs that are alike, so the work grows
+with the number of runs in the trace, and not with the number of updates or ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from variable_batch_size._validation import IntArray, check_int, value_error
+from variable_batch_size.data.microbatching import partial_sizes
+from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.trace.batch_trace import BatchTrace
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a world computes in an update of each size.
+
+    Attributes:
+        world_size: number of ranks.
+        microbatches: microbatches over all ranks, without replays, (sizes,), as all below.
+        rounds: microbatches of the busiest rank.
+        busiest: rows of all microbatches of the busiest rank.
+        rows: rows of the largest microbatch.
+        smallest: rows of the smallest one.
+        idle: ranks that have no microbatch of their own, and replay one.
+        repeated: rows over all ranks that are computed beyond the samples.
+    """
+
+    world_size: int
+    microbatches: IntArray
+    rounds: IntArray
+    busiest: IntArray
+    rows: IntArray
+    smallest: IntArray
+    idle: IntArray
+    repeated: IntArray
+
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """The numbers of rows of all microbatches, in ascending order: PyTorch/XLA compiles a graph for each."""
+        return tuple(np.unique(np.concatenate([self.smallest, self.rows])).tolist())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The updates of a training.
+
+    Attributes:
+        plan: the training.
+        epochs: the first of each run of epochs with equal numbers of steps and samples, and how many there are.
+        last: the last epoch, which may be incomplete.
+        sizes: the different batch sizes in ascending order, in samples, (sizes,).
+        updates: number of updates of each size, (sizes,).
+    """
+
+    plan: Plan
+    epochs: tuple[tuple[Epoch, int], ...]
+    last: Epoch
+    sizes: IntArray
+    updates: IntArray
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the training ends before the end of an epoch."""
+        return not self.last.complete
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of all updates."""
+        return self.last.samples_before + self.last.samples
+
+    def load(self, world_size: int, *, spread: bool = True) -> Load:
+        """Return what a world computes in an update of each size.
+
+        Args:
+            world_size: number of ranks, >= 1.
+            spread: whether a batch that is small is split further, so that each rank has a share; the sampler does it
+                without a fixed shape, unless the noise is measured or the model has batch normalization.
+
+        Raises:
+            TypeError: if `world_size` is not an integer.
+            ValueError: if it is not >= 1.
+        """
+        world, most = check_int(world_size, "world_size", 1), self.plan.minibatch_size
+        counts = -(-self.sizes // most)  # (sizes,), as all below
+        if self.plan.fixed_shape:
+            splits = [len(partial_sizes(int(rest), most)) for rest in self.sizes % most]
+            counts = self.sizes // most + np.array(splits, np.int64)
+            rounds, idle = -(-counts // world), np.maximum(world - counts, 0)
+            rows, repeated = np.full_like(counts, most), (counts + idle) * most - self.sizes
+            return Load(world, counts, rounds, rounds * most, rows, rows, idle, repeated)
+        if spread:
+            counts = np.maximum(counts, np.minimum(self.sizes, world))
+        smallest, larger = np.divmod(self.sizes, counts)
+        rows, idle = smallest + (larger > 0), np.maximum(world - counts, 0)
+        # Rank r replays microbatch r mod counts. The smaller ones are the first, and the busiest rank has the last one.
+        turns, rest = np.divmod(idle, counts)
+        repeated = turns * self.sizes + rest * smallest + np.maximum(rest - (counts - larger), 0)
+        rounds = -(-counts // world)
+        busiest = rounds * smallest + -(-larger // world)
+        return Load(world, counts, rounds, busiest, rows, smallest, idle, repeated)
+
+
+def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
+    """Return the updates of a training.
+
+    Args:
+        plan: the training, from its beginning.
+        epochs: number of epochs, >= 1; by default it ends by itself.
+
+    Raises:
+        TypeError: if `epochs` is not an integer.
+        ValueError: if `epochs` is not >= 1; is None, and the training does not end by itself; or the trace ends inside
+            an epoch and has `on_end="error"`.
+    """
+    limit = None if epochs is None else check_int(epochs, "epochs", 1)
+    if limit is None and not plan.ends:
+        requirement = "epochs must be an integer >= 1, because the trace does not end the training"
+        raise value_error(requirement, epochs, "pass a number of epochs, of updates or of samples")
+    plan.check_trace(limit)
+    runs = tuple(plan.epoch_runs(limit))
+    last = plan.epoch(runs[-1][0].number + runs[-1][1] - 1)
+    counts = _count(plan.trace, last.end_step)
+    for epoch, alike in runs:  # the last update of each may be shortened
+        step = epoch.end_step - 1
+        for size, change in ((plan.trace.batch_size(step), -alike), (plan.step(epoch, step).batch_size, alike)):
+            counts[size] += change
+    sizes = sorted(size for size, count in counts.items() if count)
+    return DryRun(plan, runs, last, np.array(sizes), np.array([counts[size] for size in sizes]))
+
+
+def _count(trace: BatchTrace, end_step: int) -> Counter[int]:
+    """Return how many of the steps before `end_step` have each batch size."""
+    first_step, size = trace.runs  # (runs,) both
+    cycles, rest = divmod(end_step, trace.steps) if trace.on_end == "cycle" and trace.steps else (0, end_step)
+    counts: Counter[int] = Counter()
+    for times, end in ((cycles, trace.steps or 0), (1, rest)):
+        if times and end:
+            used = first_step < end  # (runs,)
+            lengths = np.diff(first_step[used], append=end)
+            different, which = np.unique(size[used], return_inverse=True)  # (sizes,), (used runs,)
+            totals = np.zeros(len(different), np.int64)
+            np.add.at(totals, which, lengths)
+            counts.update({int(size): times * int(total) for size, total in zip(different, totals, strict=True)})
+    return counts

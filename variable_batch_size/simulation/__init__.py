@@ -1,0 +1,9 @@
+"""Trainings under a capacity trace, without running them: their time, cost and progress. No torch."""
+
+from variable_batch_size.simulation.conversion import to_batch_trace
+from variable_batch_size.simulation.noise_curve import NoiseCurve
+from variable_batch_size.simulation.overheads import Overheads
+from variable_batch_size.simulation.run import Run
+from variable_batch_size.simulation.simulate import simulate
+
+__all__ = ["NoiseCurve", "Overheads", "Run", "simulate", "to_batch_trace"]

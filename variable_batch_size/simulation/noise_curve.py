@@ -1,0 +1,135 @@
+"""The gradient noise of a training by its progress."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from variable_batch_size._validation import check_number, value_error
+from variable_batch_size.rules.adascale import adascale_gain
+from variable_batch_size.rules.base import Noise
+
+COLUMNS = ("vbs/progress", "vbs/sigma2", "vbs/mu2")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoiseCurve:
+    """sigma^2 and mu^2 of the gradients by the progress of the training, piecewise constant.
+
+    That the noise depends on the progress alone, whatever the batch sizes were, is a model (Qiao et al. 2021, arXiv
+    2008.12260, section 3): take the curve from a training like the one that is simulated.
+
+    >>> NoiseCurve(progress=[0, 100], sigma2=[50.0, 80.0], mu2=[1.0, 0.5]).at(100).noise_scale
+    160.0
+
+    Args:
+        progress: from where on each row holds, in updates at `ref_batchsize`, strictly ascending, (rows,). The first
+            row also holds before.
+        sigma2: variance of the gradient of one sample, >= 0, (rows,).
+        mu2: squared norm of the true gradient, >= 0, and > 0 where `sigma2` is 0, (rows,).
+
+    Raises:
+        TypeError: if a value is not a number.
+        ValueError: if a value is not in its range, or the lengths differ.
+    """
+
+    progress: Sequence[float]
+    sigma2: Sequence[float]
+    mu2: Sequence[float]
+
+    def __post_init__(self) -> None:
+        for name in ("progress", "sigma2", "mu2"):
+            values = enumerate(getattr(self, name))
+            checked = (check_number(value, f"{name}[{row}]", "correct it") for row, value in values)
+            object.__setattr__(self, name, tuple(checked))
+        rows = {len(self.progress), len(self.sigma2), len(self.mu2)}
+        if len(rows) > 1 or 0 in rows:
+            raise value_error("progress, sigma2 and mu2 must have equally many rows, at least one", rows, "pass a row")
+        for row, (sigma2, mu2) in enumerate(zip(self.sigma2, self.mu2, strict=True)):
+            if row and self.progress[row] <= self.progress[row - 1]:
+                requirement = f"progress[{row}] must be > {self.progress[row - 1]}, the one before"
+                raise value_error(requirement, self.progress[row], "sort the rows")
+            if sigma2 == mu2 == 0:
+                raise value_error(f"sigma2[{row}] or mu2[{row}] must be > 0", "0 and 0", "leave the row out")
+
+    @classmethod
+    def constant(cls, sigma2: float, mu2: float) -> NoiseCurve:
+        """Return the curve that is the same at each progress; the noise scale is sigma2 / mu2, in samples."""
+        return cls((0.0,), (sigma2,), (mu2,))
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str]) -> NoiseCurve:
+        """Return the curve that a training has measured, from the `scalars.csv` of its `Tracker`.
+
+        Rows without an estimate are left out, and negative estimates count as 0. Of rows that follow one another with
+        equal estimates, and of rows at one progress, one is kept: the first and the last one.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it has not the columns vbs/progress, vbs/sigma2 and vbs/mu2, or no row with an estimate.
+        """
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if missing := set(COLUMNS) - set(reader.fieldnames or ()):
+                requirement = f"{path} must have the columns {', '.join(COLUMNS)}"
+                remedy = "log a training with noise=True, or with a rule that reads the noise"
+                raise value_error(requirement, f"none called {sorted(missing)[0]}", remedy)
+            rows = list(_estimates(_numbers(path, reader.line_num, row) for row in reader))
+        if not rows:
+            raise value_error(f"{path} must have a row with an estimate of the noise", "none", "train for longer")
+        return cls(*zip(*rows, strict=True))
+
+    def at(self, progress: float, updates: int = 0, gain: float = 1.0) -> Noise:
+        """Return the noise at a progress.
+
+        Args:
+            progress: in updates at `ref_batchsize`.
+            updates: number of updates so far, each of which gave an estimate.
+            gain: AdaScale's gain of the update, see `gain`.
+        """
+        row = max(0, bisect_right(self.progress, progress) - 1)
+        return Noise(self.sigma2[row], self.mu2[row], gain, updates)
+
+    def gain(self, progress: float, batch_size: int, ref_batchsize: int) -> float:
+        """Return AdaScale's gain of an update, see `adascale_gain`."""
+        noise = self.at(progress)
+        both = noise.sigma2 + noise.mu2  # the gain depends on their ratio alone; no division overflows
+        return float(adascale_gain(noise.sigma2 / both, noise.mu2 / both, batch_size, ref_batchsize))
+
+    def next_change(self, progress: float) -> float:
+        """Return the first progress after this one from which another row holds; infinity if there is none."""
+        row = max(1, bisect_right(self.progress, progress))  # the first row also holds before
+        return self.progress[row] if row < len(self.progress) else math.inf
+
+
+def _estimates(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, float, float]]:
+    """Return (progress, sigma2, mu2) of each change of the noise."""
+    found: dict[float, tuple[float, float]] = {}
+    for progress, sigma2, mu2 in rows:
+        values = max(sigma2, 0.0), max(mu2, 0.0)
+        if all(map(math.isfinite, (progress, sigma2, mu2))) and any(values):
+            found[progress] = values
+    last = None
+    for progress in sorted(found):
+        if found[progress] != last:
+            last = found[progress]
+            yield progress, *last
+
+
+def _numbers(path: str | os.PathLike[str], line: int, row: dict[str, str]) -> list[float]:
+    """Return the progress, sigma2 and mu2 of a row; nan for an empty cell."""
+    for name in COLUMNS:
+        try:
+            float(row[name] or math.nan)
+        except ValueError:
+            raise value_error(
+                f"{path}: {name} in line {line} must be a number", f"{row[name]!r:.60}", "correct it"
+            ) from None
+    return [float(row[name] or math.nan) for name in COLUMNS]

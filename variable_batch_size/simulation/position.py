@@ -1,0 +1,31 @@
+"""How far a training is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+from variable_batch_size.simulation.batch_sizes import Answers
+from variable_batch_size.simulation.course import Course
+
+
+@final
+class Position(NamedTuple):
+    """How far a training is, as a checkpoint has it."""
+
+    updates: int
+    samples: int
+    progress: float
+    used: int  # samples of the epoch under way
+    last: int | None  # samples of the last update
+    answers: Answers
+
+    def after(self, course: Course, updates: int, answers: Answers) -> Position:
+        """Return the position after the first `updates` updates of a course."""
+        return Position(
+            self.updates + updates,
+            self.samples + course.samples(updates),
+            self.progress + course.progress(updates),
+            course.used(updates),
+            course.last(updates),
+            answers,
+        )

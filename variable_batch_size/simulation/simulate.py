@@ -1,0 +1,197 @@
+"""`simulate`: time, cost and progress of a training under a capacity trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+from variable_batch_size._validation import (
+    MAX_INT,
+    check_choice,
+    check_int,
+    check_number,
+    check_positive,
+    type_error,
+    value_error,
+)
+from variable_batch_size.adaptive.base import Controller
+from variable_batch_size.adaptive.throughput import Throughput
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.rules.base import Rule, check_reference, needs_noise
+from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.simulation.batch_sizes import BatchSizes, OfController, OfTrace
+from variable_batch_size.simulation.cost import Prices, cost_until, priced
+from variable_batch_size.simulation.engine import Engine
+from variable_batch_size.simulation.interval import merged
+from variable_batch_size.simulation.model import Model
+from variable_batch_size.simulation.nodes import announced, present
+from variable_batch_size.simulation.noise_curve import NoiseCurve
+from variable_batch_size.simulation.overheads import Overheads
+from variable_batch_size.simulation.rounding import ROUNDING
+from variable_batch_size.simulation.run import Run
+from variable_batch_size.trace.batch_trace import BatchTrace
+
+Unit: TypeAlias = Literal["progress", "samples", "updates", "seconds"]
+
+
+def simulate(
+    capacity: CapacityTrace,
+    controller: Controller | object,
+    *,
+    throughput: Throughput,
+    ref_batchsize: int | None = None,
+    rule: Rule | str = "linear",
+    noise: NoiseCurve | None = None,
+    start: int | None = None,
+    bounds: tuple[int, int] | None = None,
+    every: int | None = None,
+    delay: int = 0,
+    minibatch_size: int | None = None,
+    dataset_size: int | None = None,
+    devices_per_node: int = 1,
+    overheads: Overheads | None = None,
+    prices: Prices | None = None,
+    on_demand: float | None = None,
+    until: float | None = None,
+    by: Unit = "progress",
+) -> Run:
+    """Simulate a training under a capacity trace: its time, its cost and its progress.
+
+    An update of B samples on R devices takes `throughput.seconds(B, R, minibatch_size)`; B and R are those at its
+    beginning. `Overheads` says what happens when the nodes change. Without `overheads` nothing interrupts the training:
+    an update under way ends even if its nodes leave, and a change counts from the next update on. The simulation goes
+    from event to event and is exact: an update that does not end within the capacity trace is not made, and its time is
+    idle.
+
+    The progress of an update is that of the rule for its batch size and the noise at the progress before it. It is a
+    model: of the loss nothing is simulated, and the noise is that of another training. Of a rule whose progress depends
+    on anything else, each run of equal updates has the progress of its first one.
+
+    >>> from variable_batch_size.adaptive import PerDevice
+    >>> capacity = CapacityTrace(seconds=[0, 60, 90], nodes=[4, 2, 4], end=180)
+    >>> model = Throughput.simple(samples_per_second=64)
+    >>> run = simulate(capacity, PerDevice(64), throughput=model, ref_batchsize=256, overheads=Overheads(restart=20))
+    >>> run.summary["updates"], run.summary["redone"], run.summary["preemptions"]
+    (80, 40.0, 1)
+
+    Args:
+        capacity: seconds -> number of nodes.
+        controller: chooses the batch size of the next updates. It is asked before the first update after each start of
+            the training and, with `every`, before each update whose number is a multiple of it. A batch trace, or what
+            `BatchTrace.of` accepts, is the batch size of each kept update, and ends the training with `on_end="stop"`.
+        throughput: the seconds of an update.
+        ref_batchsize: batch size, in samples, at which progress is counted: it is 1 an update there.
+        rule: the learning-rate rule, or its name, which gives the progress of an update.
+        noise: the gradient noise by progress; needed by a rule that reads it, and passed to the controller.
+        start: batch size before the first answer of the controller; by default, the first answer counts at once.
+        bounds: least and largest batch size; answers of the controller are limited to them.
+        every: number of updates between two questions to the controller; by default it is asked only at a start.
+        delay: number of updates from a question to the first update with its answer, >= 0.
+        minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+        dataset_size: samples of an epoch, whose last update is shortened; by default there are no epochs.
+        devices_per_node: number of devices of each node, >= 1.
+        overheads: what interruptions and checkpoints cost; None: nothing interrupts the training.
+        prices: price of a node-hour: a number, or (seconds, price from each on); by default, that of the trace.
+        on_demand: price of a node-hour on demand, to compare with.
+        until: end of the training, in the unit of `by`: it ends with the first update that reaches it; by default, and
+            at the latest, with the capacity trace.
+        by: "progress", "samples", "updates" or "seconds".
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if an argument is not in its range, a batch is larger than the dataset, or the rule needs
+            `ref_batchsize` or `noise` and there is none.
+        TraceEndError: if a batch trace with `on_end="error"` ends before the training.
+    """
+    for value, name, kind in (
+        (capacity, "capacity", CapacityTrace),
+        (throughput, "throughput", Throughput),
+        (noise, "noise", NoiseCurve),
+        (overheads, "overheads", Overheads),
+    ):
+        if not isinstance(value, kind) and not (value is None and name in ("noise", "overheads")):
+            requirement = f"{name} must be a{'n' * (kind is Overheads)} {kind.__name__}"
+            raise type_error(requirement, value, "pass one")
+    check_choice(by, "by", get_args(Unit))
+    goal = math.inf if until is None else check_positive(until, "until", "pass a positive number")
+    costs = overheads or Overheads()
+    model = Model(
+        throughput,
+        check_int(devices_per_node, "devices_per_node", 1, MAX_INT // max(1, int(capacity.nodes.max()))),
+        None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1, MAX_INT),
+        None if dataset_size is None else check_int(dataset_size, "dataset_size", 1, MAX_INT),
+        *_checked_rule(rule, ref_batchsize, noise),
+        noise,
+    )
+    engine = Engine(
+        end=min(capacity.end, goal) if by == "seconds" else capacity.end,
+        goal=("updates", math.inf) if by == "seconds" else (by, goal * (1 - ROUNDING) if by == "progress" else goal),
+        present=present(capacity),
+        staying=announced(capacity, costs.notice),
+        kills=overheads is not None,
+        sizes=_sizes(controller, start, bounds, every, delay, model.dataset_size),
+        model=model,
+        overheads=costs,
+    )
+    rented = priced(capacity, prices)
+    price = None if on_demand is None else check_number(on_demand, "on_demand", "pass the price of a node-hour")
+    engine.run()
+    summary = _summary(engine, rented, price)
+    return Run(summary, rented, tuple(merged(engine.intervals)), tuple(engine.runs), model.devices_per_node)
+
+
+def _checked_rule(rule: Rule | str, ref_batchsize: int | None, noise: NoiseCurve | None) -> tuple[Rule, int | None]:
+    (checked,) = rules_for_groups(rule, 1)
+    if needs_noise(checked) and noise is None:
+        raise value_error(f"{checked} needs the gradient noise", "noise=None", "pass noise=NoiseCurve.from_csv(...)")
+    return checked, check_reference(checked, ref_batchsize)
+
+
+def _sizes(
+    controller: Any,
+    start: int | None,
+    bounds: tuple[int, int] | None,
+    every: int | None,
+    delay: int,
+    dataset_size: int | None,
+) -> BatchSizes:
+    """Return the batch sizes of a controller, or of a batch trace."""
+    delay = check_int(delay, "delay", 0, MAX_INT)
+    if callable(controller) and not isinstance(controller, type):
+        if bounds is not None and not (isinstance(bounds, Sequence) and len(bounds) == 2):
+            raise type_error("bounds must be two integers", bounds, "pass (least, largest)")
+        low, high = bounds or (1, MAX_INT)
+        low = check_int(low, "the lower one of bounds", 1, MAX_INT)
+        high = check_int(high, "the upper one of bounds", low, MAX_INT)
+        interval = None if every is None else check_int(every, "every", 1, MAX_INT)
+        first = () if start is None else ((0, check_int(start, "start", low, high)),)
+        return OfController(controller, low, high, interval, delay, first)
+    for value, name in ((start, "start"), (bounds, "bounds"), (every, "every"), (delay or None, "delay")):
+        if value is not None:
+            raise value_error(f"{name} must be left out with a batch trace", value, "pass it with a controller")
+    trace = BatchTrace.of(controller)
+    if dataset_size is not None and trace.max_batch_size > dataset_size:
+        requirement = f"every batch size of the trace must be at most the dataset's size of {dataset_size} samples"
+        raise value_error(requirement, trace.max_batch_size, "use a larger dataset or limit the trace")
+    return OfTrace(trace)
+
+
+def _summary(engine: Engine, rented: CapacityTrace, on_demand: float | None) -> Mapping[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in ("productive", "redone", "restarting", "saving", "idle")}
+    for row in engine.intervals:
+        seconds[row.state].append(row.end - row.begin)
+    done, reference = engine.position, engine.model.ref_batchsize
+    values: dict[str, float] = {"elapsed": engine.now}
+    values |= {name: math.fsum(parts) for name, parts in seconds.items()}
+    values |= {"updates": done.updates, "samples": done.samples, "progress": done.progress}
+    values |= {"goodput": done.progress / engine.now}
+    if reference is not None and done.samples:
+        values["efficiency"] = done.progress * reference / done.samples
+    values |= {"preemptions": engine.preemptions, "restarts": engine.restarts}
+    if (cost := cost_until(rented, engine.now)) is not None:
+        values["cost"] = cost
+    if on_demand is not None:
+        used = math.fsum(row.nodes * (row.end - row.begin) for row in engine.intervals if row.state == "productive")
+        values["on_demand_cost"] = used * on_demand / 3600
+    return values
