@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,12 +39,14 @@ class GroupChannel:
     Args:
         group: process group.
         number: number of the group among those of the same ranks.
+        ranks: the default group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
-        self.number = number
+    def __init__(self, group: dist.ProcessGroup, number: int, ranks: dist.ProcessGroup) -> None:
+        self.number, self.ranks = number, ref(ranks)
         self.works: list[Any] = []  # sums to wait for
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
+        _channels.add(self)
 
     def start_sum(self, flat: Tensor) -> Started:
         """Begin to replace a tensor by its sum over all ranks."""
@@ -58,6 +61,10 @@ class GroupChannel:
             return all(work.is_completed() and work.wait() for work in self.works)
         except RuntimeError:  # it has failed
             return False
+
+    def close(self) -> None:
+        """Let go of the process group."""
+        self.works, self._group = [], None
 
     def wait(self, work: Any) -> None:
         """Wait for a sum."""
@@ -77,24 +84,36 @@ class _Started:
 
 
 _unfinished: set[GroupChannel] = set()
-_open: WeakKeyDictionary[dist.ProcessGroup, WeakSet[GroupChannel]] = WeakKeyDictionary()  # by the group of the ranks
-_groups: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()  # likewise, by number
+_channels: WeakSet[GroupChannel] = WeakSet()  # open ones
+_groups: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()  # by ranks, by number
 
 
 @atexit.register
-def _wait_at_exit() -> None:
-    """Wait for sums that a loop has left, for a moment: gloo aborts a process that ends within one."""
+def _end_threads_at_exit() -> None:
+    """Wait for sums that a loop has left, for a moment, and end the threads of gloo's groups.
+
+    Gloo aborts a process that ends within a sum, or while one of its threads, after a sum, still releases a tensor. A
+    group ends its threads when nothing refers to it; what an exception has left often does, in a cycle.
+    """
+    if not _channels and not dist.is_initialized():
+        return
     ends = time.monotonic() + _SECONDS_AT_EXIT
     with suppress(RuntimeError):  # a rank has ended, or is too late
         for channel in _unfinished:
             for work in channel.works:
                 work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
+    for channel in _channels:
+        channel.close()
+    _groups.clear()
+    if dist.is_initialized() and all(entry.endswith(":gloo") for entry in dist.get_backend_config().split(",")):
+        dist.destroy_process_group()  # not if it is NCCL, which talks to other ranks then
+    gc.collect()
 
 
 def used_numbers(group: dist.ProcessGroup) -> list[bool]:
     """Return, for each number, whether it is in use on this rank; of the same length on all ranks."""
     _unfinished.difference_update([channel for channel in _unfinished if channel.is_complete()])
-    used = {channel.number for channel in _open.get(group, ())}
+    used = {channel.number for channel in _channels if channel.ranks() is group}
     return [number in used for number in range(len(_groups.get(group, ())))]
 
 
@@ -103,9 +122,7 @@ def open_channel(group: dist.ProcessGroup, number: int) -> GroupChannel:
     groups = _groups.setdefault(group, [])
     while len(groups) <= number:
         groups.append(_like(group))
-    channel = GroupChannel(groups[number], number)
-    _open.setdefault(group, WeakSet()).add(channel)
-    return channel
+    return GroupChannel(groups[number], number, group)
 
 
 def _like(group: dist.ProcessGroup) -> dist.ProcessGroup:

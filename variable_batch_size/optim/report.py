@@ -116,7 +116,7 @@ class Reporter:
             (n / seconds if seconds > 0 else math.nan) for n in (now.samples - last.samples, now.updates - last.updates)
         ]
         epoch = clock.epoch.number + (step.start + step.batch_size) / clock.plan.whole_samples(clock.epoch)
-        known = (epoch, clock.samples, self._earlier + now.seconds - begin.seconds, *rates)
+        known = (epoch, clock.samples, self._earlier + (now.seconds - begin.seconds), *rates)
         sizes = (step.batch_size, step.num_microbatches, world.size)
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()

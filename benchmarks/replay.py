@@ -1,0 +1,166 @@
+"""Does a real elastic training take the time, and lose the updates, that its simulation says?
+
+A training of MNIST under torchrun and gloo follows a capacity trace with 1 to 4 processes: those that leave are killed
+with SIGKILL or, with --notice, the training gets SIGTERM before. Its simulation knows what a separate run before it has
+measured, in which the processes become one more and one fewer in turn: the seconds of updates and of restarts. With
+--replay, one process then trains under the simulated batch trace, and must make the same updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers.elastic_cluster import Cause, Start, assert_replayed, replay
+from records import Measured
+from results import SIMULATED, record
+from variable_batch_size import cluster
+from variable_batch_size.adaptive import ConstantBatch, Throughput
+from variable_batch_size.simulation import Overheads, Run, simulate
+
+BATCH_SIZE, MICROBATCH, WIDTH = 4096, 512, 2048
+DATASET_SIZE = 60_000
+NODES = 4
+SAVE_EVERY = 10.0  # seconds
+GROW_EVERY = 10.0  # seconds
+FLAGS = [f"--microbatch={MICROBATCH}", f"--width={WIDTH}", f"--save-every={SAVE_EVERY}"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a simulation has to know of a training.
+
+    Attributes:
+        throughput: the seconds of an update.
+        restarts: the seconds of a restart by its cause and the number of nodes.
+    """
+
+    throughput: Throughput
+    restarts: Mapping[tuple[Cause, int], float]
+
+    @classmethod
+    def fit(cls, starts: Sequence[Start]) -> Model:
+        """Return the model of the starts of a training."""
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for start in starts:
+            seconds[start.nodes] += start.seconds
+        updates = {nodes: statistics.median(values) for nodes, values in seconds.items() if values}
+        microbatches = BATCH_SIZE // MICROBATCH
+        rows = [(nodes, MICROBATCH, -(-microbatches // nodes), value) for nodes, value in updates.items()]
+        restarts: dict[tuple[Cause, int], list[float]] = defaultdict(list)
+        for start in starts:
+            if len(start.ends) > 1:  # without the first update, of which the slower beginning counts as restart
+                restarts[start.cause, start.nodes].append(start.ends[1] - updates[start.nodes] - start.begun)
+        throughput = Throughput.fit(rows)
+        print(f"updates: {rows}, error of the fit {throughput.error(rows):.1%}")
+        print("restarts: " + ", ".join(f"{cause} {nodes}: {values}" for (cause, nodes), values in restarts.items()))
+        return cls(throughput, {key: statistics.mean(values) for key, values in restarts.items()})
+
+    def restart(self, nodes: int, cause: Cause) -> float:
+        """Return the seconds of a restart; those with the nearest number of nodes if there was none with this one."""
+        known = [key for key in self.restarts if key[0] == cause] or list(self.restarts)
+        return self.restarts[min(known, key=lambda key: abs(key[1] - nodes))]
+
+    def simulate(self, capacity: cluster.CapacityTrace, notice: float, until: int | None = None) -> Run:
+        """Simulate the training, up to a number of updates.
+
+        A save takes no time of its own: a thread writes it, and before a stop its time is that of the restart.
+        """
+        return simulate(
+            capacity,
+            ConstantBatch(BATCH_SIZE),
+            throughput=self.throughput,
+            ref_batchsize=BATCH_SIZE,
+            minibatch_size=MICROBATCH,
+            dataset_size=DATASET_SIZE,
+            overheads=Overheads(self.restart, SAVE_EVERY, blocking=False, notice=notice, grow_every=GROW_EVERY),
+            until=until,
+            by="updates",
+        )
+
+
+def stairs(seconds: float) -> cluster.CapacityTrace:
+    """Return the capacity of the measurements: 1 to 4 nodes and back, each for so many seconds."""
+    nodes = [*range(1, NODES), *range(NODES, 0, -1)]
+    return cluster.CapacityTrace([number * seconds for number in range(len(nodes))], nodes, end=len(nodes) * seconds)
+
+
+def train(capacity: cluster.CapacityTrace, folder: Path, notice: float) -> list[Start]:
+    folder.mkdir()
+    return replay(capacity, folder, [*FLAGS, f"--trace=0:{BATCH_SIZE}"], notice=notice, grow_every=GROW_EVERY)
+
+
+def lost_updates(starts: Sequence[Start]) -> list[tuple[float, int]]:
+    """Return when the training was killed, and how many updates were lost."""
+    found = []
+    for index, start in enumerate(starts):
+        if start.killed is not None:
+            later = next((other.updates[0] for other in starts[index + 1 :] if other.updates), None)
+            before = [update for other in starts[: index + 1] for update in other.updates[-1:]]
+            if later is not None and start.updates:
+                found.append((start.killed, before[-1] - later))
+    return found
+
+
+def lost_in(run: Run, time: float) -> int:
+    """Return how many updates a kill at this time loses in a simulation."""
+    rows = [row for row in run.timeline.itertuples() if row.end <= time + 1e-6]
+    lost = 0
+    while rows and rows[-1].state == "redone":
+        lost += rows.pop().updates
+    return lost
+
+
+def elapsed(starts: Sequence[Start], updates: int) -> float:
+    """Return when so many updates were made for good."""
+    return max(
+        end
+        for start in starts
+        for end, number in zip(start.ends[1:], start.updates[1:], strict=True)
+        if number == updates
+    )
+
+
+def compare(capacity: cluster.CapacityTrace, folder: Path, notice: float, model: Model, seed: int) -> Run:
+    """Train under a capacity trace, compare with the simulation, and return the simulation."""
+    starts = train(capacity, folder, notice)
+    run = model.simulate(capacity, notice)
+    made = next(start.updates[-1] for start in reversed(starts) if start.updates)
+    goal = int(0.95 * min(made, run.summary["updates"]))
+    simulated, real = model.simulate(capacity, notice, goal).summary["elapsed"], elapsed(starts, goal)
+    print(f"starts: {[(start.cause, start.nodes, round(start.begun, 2)) for start in starts]}")
+    own = {"what": "an elastic training", "on": "SIGTERM" if notice else "SIGKILL", "where": f"seed {seed}"}
+    note = f"{made} updates in {capacity.end:g} s, {len(starts)} starts"
+    record(SIMULATED, measured=run.summary["updates"] / made, case="updates", note=note, **own)
+    record(SIMULATED, measured=simulated / real, case="time", **own)
+    lost = lost_updates(starts)
+    pairs = [(number, lost_in(run, time)) for time, number in lost]
+    print(f"lost updates, measured and simulated: {pairs}")
+    if pairs:
+        worst = max(abs(real - simulated) for real, simulated in pairs)
+        record(f"{SIMULATED}: lost updates", measured=Measured(worst, n=len(pairs)), unit="updates", **own)
+    return run
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--notice", type=float, default=0.0, help="seconds between SIGTERM and the loss of processes")
+    parser.add_argument("--seed", type=int, default=0, help="of the capacity trace")
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of the capacity trace")
+    parser.add_argument("--replay", action="store_true", help="train in one process, too, under the simulated trace")
+    options = parser.parse_args()
+    capacity = cluster.synthetic(nodes=NODES, mean_up=90, mean_down=45, duration=options.seconds, seed=options.seed)
+    print(capacity.seconds, capacity.nodes)
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        model = Model.fit(train(stairs(20), place / "measurements", options.notice))
+        run = compare(capacity, place / "training", options.notice, model, options.seed)
+        if options.replay:
+            updates, difference = assert_replayed(run.trace, place / "training", place / "alone", FLAGS)
+            print(f"one process: the same {updates} updates; parameters differ by at most {difference:.1e}")
+            assert difference < 1e-6

@@ -1,0 +1,64 @@
+"""When a process ends, no thread of gloo is left, which would abort the interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import environment, free_port
+
+SCRIPT = """
+import atexit, os
+
+@atexit.register  # the first one is called last
+def report():
+    print("threads:", len(os.listdir("/proc/self/task")))
+
+import torch
+import torch.distributed as dist
+import variable_batch_size as vbs
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+sampler = vbs.CustomSampler(1000, 8, minibatch_size=4)
+optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), sampler, ref_batchsize=8)
+cycle = [optimizer]
+cycle.append(cycle)
+
+def train(optimizer):
+    for indices in sampler:
+        model(torch.ones(len(indices), 4)).sum().backward()
+        if optimizer.step() and optimizer.updates == 5:
+            {end}
+
+{train}
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["raise SystemExit(143)", "dist.destroy_process_group(); raise SystemExit(143)", "os.kill(os.getpid(), 2)"]
+)
+@pytest.mark.parametrize("train", ["train(optimizer)", "cycle.append(train); del optimizer; train(cycle.pop(0))"])
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_no_thread_is_left(tmp_path: Path, end: str, train: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=end, train=train))
+    settings = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment(**settings, RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    expected = -2 if "kill" in end else 143
+    assert [rank.returncode for rank in ranks] == [expected] * 2, outputs
+    assert all("threads: 1\n" in output for output in outputs), outputs
