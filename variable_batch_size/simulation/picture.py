@@ -81,7 +81,7 @@ def plot_runs(runs: Mapping[str, Simulated]) -> Figure:
 
 def _draw_capacity(axes: Axes, runs: list[Simulated]) -> None:
     """Draw the nodes that were there and, of a single training, those that it used."""
-    axes.set_prop_cycle(color=["slategray"])
+    axes.set_prop_cycle(color=["steelblue"])
     runs[0].capacity.plot(axes).patches[0].set_label("there")
     if len(runs) == 1:
         axes.stairs(runs[0].timeline["nodes"], _hours(runs[0].timeline), color="black", baseline=None, label="used")

@@ -68,8 +68,8 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over the traces of each comparable column of `sweep`, with a 95 % t interval.
 
     The index is `policy` and `fact`, the columns are `mean`, `low` and `high`. Each trace counts once, however long it
-    is. An interval takes the traces as independent samples of those that may come; of a single trace it is nan, as is
-    the mean of a fact that one of the traces does not have.
+    is. An interval takes the traces as independent samples of those that may come: of few traces it may go beyond what
+    is possible, and of a single one it is nan, as is the mean of a fact that one of the traces does not have.
 
     Raises:
         ModuleNotFoundError: if scipy is not installed.
