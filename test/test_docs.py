@@ -30,7 +30,7 @@ ELSEWHERE = {
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
     "sbatch": "a cluster; test_clusters.py runs the script",
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
-    "vbs ": "test_capacity_page.py runs it",
+    "vbs ": "test_capacity_page.py and test_real_traces.py run it",
     "sky jobs launch": "a cloud; test_clusters.py runs the file's command",
 }  # beginning of a command that no test runs as it is -> why
 

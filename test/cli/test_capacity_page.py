@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import variable_batch_size as vbs
 from helpers.commands import run
 from helpers.pages import DOCS, ROOT, TOUR, commands
 
+TRACES = "replayed", "spot"
 SHORT = ["--samples", "3000", "--epochs", "2", "--target", "0"]  # of the training
 
 
@@ -21,5 +23,9 @@ def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "vbs:" not in done.stderr
         outputs.append(done.stdout)
+    assert "Paired differences to per-device:64" in "".join(outputs)
+    assert (tmp_path / "runs" / "policies.png").stat().st_size > 10_000
+    replayed, uninterrupted = (len(vbs.BatchTrace.from_csv(tmp_path / "runs" / f"{name}.csv")) for name in TRACES)
+    assert replayed < uninterrupted
     assert "epochs       5, then 30.7% of epoch 5" in "".join(outputs)
     assert "epoch 1: accuracy" in "".join(outputs)

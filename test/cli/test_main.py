@@ -11,6 +11,7 @@ import pytest
 import variable_batch_size as vbs
 from helpers.commands import run
 from helpers.console import error_of, run_main
+from helpers.pages import ROOT
 from variable_batch_size.cli import main as module
 
 HEAVY = ["torch", "pandas", "matplotlib", "scipy", "plotext"]
@@ -21,6 +22,10 @@ HEAVY = ["torch", "pandas", "matplotlib", "scipy", "plotext"]
     [
         ["--help"],
         ["trace", "show", "0:8 9:16", "--no-picture"],
+        [
+            *("simulate", str(ROOT / "traces" / "spot_example.json"), "--policy", "constant:64"),
+            *("--samples-per-second", "9", "--ref-batchsize", "64"),
+        ],
         ["plan", "0:8", "--dataset-size", "50", "--microbatch", "4", "--epochs", "2"],
     ],
     ids=lambda command: command[0],

@@ -12,12 +12,19 @@ from helpers.console import error_of, run_json, run_main
 from helpers.pages import ROOT
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
-from variable_batch_size.simulation import Overheads, simulate
+from variable_batch_size.adaptive.table import parse_policy
+from variable_batch_size.simulation import Overheads, compare, means, simulate, sweep
 
 LOG = ROOT / "traces" / "spot_example.json"
 RATE = ("--samples-per-second", 20, "--ref-batchsize", 128)
 COSTS = ("--restart", 60, "--save", 10, "--save-every", 600, "--notice", 20, "--least-nodes", 2, "--grow-every", 900)
 MORE = ("--communication-seconds", 0.5, "--devices-per-node", 2, "--microbatch", 8, "--dataset-size", 5000)
+
+NAMES = ["per-device:16", "constant:128"]
+
+
+def policy_flags(names: list[str]) -> list[str]:
+    return [word for name in names for word in ("--policy", name)]
 
 
 def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
@@ -39,12 +46,79 @@ def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
             until=9000,
         )
         assert found[name] == dict(run.summary)
-    path, picture = tmp_path / "new" / "trace.csv", tmp_path / "run.png"
-    status, out, err = run_main(*command, *one, "--trace-out", path, "--png", picture)
+    path = tmp_path / "new" / "trace.csv"
+    status, out, err = run_main(*command, *one, "--trace-out", path)
     assert (status, err) == (0, "")
     assert f"{path}: {found['per-device:16']['updates']:,} updates" in out
     assert len(vbs.BatchTrace.from_csv(path)) == found["per-device:16"]["updates"]
+
+
+@pytest.mark.parametrize("policies", [1, 4])
+def test_policies_share_a_picture(policies: int, tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "run.png"
+    names = [f"constant:{64 + number}" for number in range(policies)]
+    assert run_main("simulate", LOG, *RATE, *COSTS, *policy_flags(names), "--png", picture)[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_times_of_the_log_are_scaled(tmp_path: Path) -> None:
+    scaled = tmp_path / "scaled.csv"
+    cluster.read(LOG).scaled(0.01).to_csv(scaled)
+    command = [*RATE, *COSTS, *policy_flags(NAMES)]
+    assert run_json("simulate", LOG, *command, "--scale-time", 0.01) == run_json("simulate", scaled, *command)
+
+
+def test_a_sweep_has_each_run_and_the_statistics(tmp_path: Path) -> None:
+    machines = {"nodes": 4, "mean_up": 600, "mean_down": 60, "duration": 9000}
+    bulks = {"bulk_every": 900, "bulk_fraction": 0.5}
+    flags = [word for name, value in (machines | bulks).items() for word in ("--" + name.replace("_", "-"), value)]
+    command = [LOG, *flags, "--seeds", 3, *RATE, "--restart", 60, "--price", 0.5, *policy_flags(NAMES)]
+    found = run_json("simulate", *command)
+    traces = {str(LOG): cluster.read(LOG)}
+    traces |= {f"seed {seed}": cluster.synthetic(*machines.values(), seed, **bulks) for seed in range(3)}
+    arguments = {"throughput": Throughput.simple(20), "ref_batchsize": 128, "overheads": Overheads(60), "prices": 0.5}
+    table = sweep(traces, {"per-device:16": PerDevice(16), "constant:128": ConstantBatch(128)}, **arguments)
+    assert list(found["runs"]) == list(traces)
+    for (trace, policy), row in table.iterrows():
+        assert found["runs"][trace][policy] == dict(row)
+        alone = simulate(traces[trace], parse_policy(policy), **arguments).summary
+        assert {name: found["runs"][trace][policy][name] for name in alone} == dict(alone)
+    for name, statistic in (("means", means), ("differences", compare)):
+        for (policy, fact), row in statistic(table).iterrows():
+            assert found[name][policy][fact] == dict(row)
+    picture = tmp_path / "sweep.png"
+    status, out, err = run_main("simulate", *command, "--png", picture)
+    assert (status, err) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    mean, low, high = (found["means"]["constant:128"]["productive_share"][name] for name in ("mean", "low", "high"))
+    assert f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})" in out
+    assert out.startswith("Means of 4 capacity traces, each counted once, with 95% t intervals:\n")
+    assert "Paired differences to per-device:16, in percent of its means:" in out
+
+
+def test_a_trace_without_an_update_is_shown(tmp_path: Path) -> None:
+    idle = tmp_path / "idle.csv"
+    cluster.CapacityTrace([0], [0], 60).to_csv(idle)
+    command = ["simulate", idle, LOG, *RATE, "--price", 1, *policy_flags(NAMES)]
+    found = run_json(*command)
+    assert found["runs"][str(idle)]["constant:128"]["cost_per_progress"] is None
+    assert found["means"]["constant:128"]["cost_per_progress"] == {"mean": None, "low": None, "high": None}
+    out = run_main(*command)[1]
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
+    assert rows["traces without an update"] == ["1", "1"]
+    assert rows["cost per progress"] == ["progress", "-"]  # of the differences
+    alone = run_main("simulate", idle, *RATE, *policy_flags(NAMES))
+    assert alone[0] == 0
+    assert "idle" in alone[1]
+
+
+def test_the_number_of_seeds_has_a_default() -> None:
+    machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900]
+    assert list(run_json("simulate", *machines, *RATE, *policy_flags(NAMES))["runs"]) == [
+        f"seed {n}" for n in range(20)
+    ]
+    one = run_json("simulate", *machines, "--seeds", 1, *RATE, *policy_flags(NAMES))
+    assert list(one) == NAMES
 
 
 @pytest.mark.parametrize(
@@ -53,10 +127,28 @@ def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
         (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES or constant:SAMPLES"),
         (["--policy", "constant:3", "--rule", "adascale"], 1, "AdaScaleRule() needs the gradient noise, got"),
         (
-            ["--policy", "constant:3", "--policy", "constant:4", "--png", "a.png"],
+            ["--policy", "constant:3", "--policy", "constant:4", "--trace-out", "a.csv"],
             1,
-            "--trace-out and --png are for one",
+            "--trace-out is for one policy and one capacity trace, got 2 and 1; pass one of each",
         ),
+        (
+            [ROOT / "README.md", "--policy", "constant:3"],
+            1,
+            f"capacity trace ({ROOT}/README.md:1): a file must begin like seconds,nodes (csv)",
+        ),
+        ([LOG, "--policy", "constant:3"], 1, f"each LOG must be given once, got {LOG} twice; remove one"),
+        (
+            ["--policy", "constant:3", "--seeds", 2],
+            1,
+            "synthetic traces need --nodes, --mean-up, --mean-down and --duration, got no --nodes; pass all of them",
+        ),
+        (
+            ["--policy", "constant:3", "--nodes", 2, "--mean-up", 60, "--duration", 60],
+            1,
+            "synthetic traces need --nodes, --mean-up, --mean-down and --duration, got no --mean-down; pass all",
+        ),
+        (["--policy", "constant:3", "--scale-time", 0], 1, "factor must be > 0"),
+        (["--policy", "constant:3", "--png", "a.svg"], 1, "--png must be a file that ends in .png, got 'a.svg'"),
         (["--policy", "constant:3", "--least-nodes", 0], 2, "Invalid value for '--least-nodes'"),
         ([], 2, "Missing option '--policy'"),
     ],
@@ -65,3 +157,16 @@ def test_errors_are_one_line(arguments: list[Any], status: int, message: str) ->
     found = error_of("simulate", LOG, *RATE, *arguments)
     assert found[0] == status
     assert found[1].startswith(message), found[1]
+
+
+def test_a_capacity_trace_is_needed() -> None:
+    message = "a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options"
+    assert error_of("simulate", *RATE, *policy_flags(NAMES)) == (1, message)
+
+
+def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
+    small = tmp_path / "small.csv"
+    cluster.CapacityTrace([0], [1], 60).to_csv(small)
+    message = f"per-device:16 under {LOG}: a batch must have at most the 100 samples of the dataset, got "
+    found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--dataset-size", 100)
+    assert found[1].startswith(message)

@@ -131,23 +131,6 @@ def test_whose_prices_count() -> None:
     assert run(on_demand=36).summary["on_demand_cost"] == pytest.approx((10 * 2 + 70 * 4) / 100)
 
 
-def test_the_picture() -> None:
-    figure = run(overheads=Overheads(restart=20, save_every=30, save=5, notice=2)).plot()
-    nodes, batch, progress = figure.axes
-    assert (nodes.get_ylabel(), batch.get_ylabel()) == ("nodes", "batch size (samples)")
-    assert progress.get_xlabel() == "time (hours)"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "there",
-        "used",
-        "redone",
-        "restarting",
-        "saving",
-    ]
-    import matplotlib.pyplot as plt
-
-    plt.close(figure)
-
-
 def test_a_batch_trace_that_ends_too_early() -> None:
     with pytest.raises(TraceEndError, match=r"^step must be < 3"):
         run(controller=[64, 64, 64])

@@ -12,7 +12,22 @@ import typer
 from variable_batch_size import cluster
 from variable_batch_size.adaptive.table import POLICIES, parse_policy
 from variable_batch_size.cli import output
-from variable_batch_size.cli.options import CommunicationSeconds, Out, Png, SamplesPerSecond, prepared, say, throughput
+from variable_batch_size.cli.options import (
+    DURATION,
+    MEAN_DOWN,
+    MEAN_UP,
+    NODES,
+    BulkEvery,
+    BulkFraction,
+    CommunicationSeconds,
+    Out,
+    Png,
+    SamplesPerSecond,
+    ScaleTime,
+    prepared,
+    say,
+    throughput,
+)
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.cluster.readers.table import READERS
@@ -84,7 +99,7 @@ def convert(
     devices_per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 1,
     microbatch: Annotated[int | None, typer.Option(help="Rows that a device computes at once.", min=1)] = None,
     max_updates: Annotated[int | None, typer.Option(help="Updates after which the training ends.", min=1)] = None,
-    scale_time: Annotated[float, typer.Option(help="Multiply all times: 0.001 makes 1.44 minutes of a day.")] = 1.0,
+    scale_time: ScaleTime = 1.0,
     start: Annotated[float, typer.Option(help="Begin at this second of the log.", min=0)] = 0.0,
     stop: Annotated[float | None, typer.Option(help="End at this second of the log.", min=0)] = None,
     min_nodes: Annotated[int, typer.Option(help="Raise smaller numbers of nodes to this one.", min=0)] = 0,
@@ -156,15 +171,13 @@ def fetch(
 @app.command()
 def synthetic(
     out: Out,
-    nodes: Annotated[int, typer.Option(help="Number of machines.", min=1, show_default=False)],
-    mean_up: Annotated[float, typer.Option(help="Mean seconds until a machine is lost.", show_default=False)],
-    mean_down: Annotated[float, typer.Option(help="Mean seconds until it is back.", show_default=False)],
-    duration: Annotated[float, typer.Option(help="Seconds of the trace.", show_default=False)],
+    nodes: Annotated[int, NODES],
+    mean_up: Annotated[float, MEAN_UP],
+    mean_down: Annotated[float, MEAN_DOWN],
+    duration: Annotated[float, DURATION],
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.", min=0)] = 0,
-    bulk_every: Annotated[
-        float | None, typer.Option(help="Mean seconds between losses of many machines at once.")
-    ] = None,
-    bulk_fraction: Annotated[float | None, typer.Option(help="Share of the machines that such a loss takes.")] = None,
+    bulk_every: BulkEvery = None,
+    bulk_fraction: BulkFraction = None,
 ) -> None:
     """Write a capacity trace of machines that come and go independently of one another or, if wanted, in bulk.
 

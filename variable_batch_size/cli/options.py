@@ -45,6 +45,22 @@ UnitOption = Annotated[Unit, typer.Option(help="What a threshold of the schedule
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, with --unit tokens.", min=1)]
 SamplesPerSecond = Annotated[float | None, typer.Option(help="Samples that one device computes in a second.")]
 CommunicationSeconds = Annotated[float, typer.Option(help="Seconds of the all-reduce of an update.", min=0)]
+ScaleTime = Annotated[
+    float, typer.Option(help="Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.")
+]
+
+SYNTHETIC = "Synthetic capacity traces"  # the panel of --help
+NODES = typer.Option(help="Number of machines.", min=1, show_default=False, rich_help_panel=SYNTHETIC)
+MEAN_UP = typer.Option(help="Mean seconds until a machine is lost.", show_default=False, rich_help_panel=SYNTHETIC)
+MEAN_DOWN = typer.Option(help="Mean seconds until it is back.", show_default=False, rich_help_panel=SYNTHETIC)
+DURATION = typer.Option(help="Seconds of the trace.", show_default=False, rich_help_panel=SYNTHETIC)
+BulkEvery = Annotated[
+    float | None,
+    typer.Option(help="Mean seconds between losses of many machines at once.", rich_help_panel=SYNTHETIC),
+]
+BulkFraction = Annotated[
+    float | None, typer.Option(help="Share of the machines that such a loss takes.", rich_help_panel=SYNTHETIC)
+]
 
 
 def throughput(samples_per_second: float | None, communication_seconds: float) -> Throughput | None:

@@ -8,24 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size.cluster.capacity_trace import FloatArray
+from variable_batch_size.cluster.step_function import binned
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and a picture.")]
 Picture = Annotated[bool, typer.Option("--picture/--no-picture", help="Draw in the terminal.")]
 
+WIDEST = 10**4  # characters of a table
 WIDTH, HEIGHT = 100, 16  # of a picture in the terminal, at most
 MAX_ROWS = 2000  # of a picture as PNG, about two a pixel
 
 
 def console() -> Console:
     """Return the console of standard output; a table is not cut off, even if the terminal has to wrap its lines."""
-    return Console(width=max(Console().width, WIDTH))
+    return Console(width=WIDEST)
 
 
 def print_json(values: object) -> None:
@@ -86,22 +87,6 @@ def ticks(end: float) -> list[float]:
     step = next(factor * power for factor in (0.2, 0.5, 1, 2) if end / (factor * power) < 6)
     numbers = [round(index * step, 9) for index in range(int(end / step + 1e-9) + 1)]
     return [int(number) if number.is_integer() else number for number in numbers]
-
-
-def binned(edges: FloatArray, values: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
-    """Return the means of a step function in columns of equal width.
-
-    Args:
-        edges: where each value begins, and the last one ends, (values + 1,).
-        values: (values,).
-        columns: number of columns.
-
-    Returns:
-        Where each column begins, and the last one ends, (columns + 1,); the means, (columns,).
-    """
-    integral = np.concatenate([[0.0], np.cumsum(values * np.diff(edges))])  # (values + 1,)
-    borders = np.linspace(edges[0], edges[-1], columns + 1)  # (columns + 1,)
-    return borders, np.diff(np.interp(borders, edges, integral)) / np.diff(borders)
 
 
 def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:

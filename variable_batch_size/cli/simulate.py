@@ -1,29 +1,42 @@
-"""`vbs simulate`: time, cost and progress of a training under a capacity trace, for several policies."""
+"""`vbs simulate`: time, cost and progress of a training under capacity traces, for several policies."""
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.adaptive.table import POLICIES, parse_policy
-from variable_batch_size.cli import output
-from variable_batch_size.cli.options import CommunicationSeconds, Png, prepared, say
+from variable_batch_size.cli import comparison, output
+from variable_batch_size.cli.options import (
+    DURATION,
+    MEAN_DOWN,
+    MEAN_UP,
+    NODES,
+    SYNTHETIC,
+    BulkEvery,
+    BulkFraction,
+    CommunicationSeconds,
+    Png,
+    ScaleTime,
+    prepared,
+    say,
+)
 from variable_batch_size.cli.trace import describe
-from variable_batch_size.simulation import NoiseCurve, Overheads, Run
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
 from variable_batch_size.simulation import simulate as simulate_run
 
-SECONDS = ("productive", "redone", "restarting", "saving", "idle")
 POLICY = " or ".join(f"{name}:SAMPLES" for name in POLICIES)
+SEEDS = 20
 
 
 def simulate(
-    capacity: Annotated[
-        Path, typer.Argument(help="A log in any of the known formats.", show_default=False, metavar="LOG")
-    ],
     policy: Annotated[list[str], typer.Option(help=f"{POLICY}; several are compared.", show_default=False)],
     samples_per_second: Annotated[
         float, typer.Option(help="Samples that a device computes in a second.", show_default=False)
@@ -31,6 +44,23 @@ def simulate(
     ref_batchsize: Annotated[
         int, typer.Option(help="Batch size at which progress is counted.", min=1, show_default=False)
     ],
+    logs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Logs in any of the known formats.", show_default=False, metavar="LOG"),
+    ] = None,
+    nodes: Annotated[int | None, NODES] = None,
+    mean_up: Annotated[float | None, MEAN_UP] = None,
+    mean_down: Annotated[float | None, MEAN_DOWN] = None,
+    duration: Annotated[float | None, DURATION] = None,
+    bulk_every: BulkEvery = None,
+    bulk_fraction: BulkFraction = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of them, with the seeds 0, 1, ...", min=1, show_default=str(SEEDS), rich_help_panel=SYNTHETIC
+        ),
+    ] = None,
+    scale_time: ScaleTime = 1.0,
     communication_seconds: CommunicationSeconds = 0.0,
     rule: Annotated[str, typer.Option(help="Learning-rate rule, which defines the progress of an update.")] = "linear",
     noise: Annotated[
@@ -57,64 +87,100 @@ def simulate(
     max_progress: Annotated[float | None, typer.Option(help="Progress at which the training ends.")] = None,
     json: output.Json = False,
     trace_out: Annotated[
-        Path | None, typer.Option(help="Write the batch trace of the only policy.", metavar="FILE", callback=prepared)
+        Path | None,
+        typer.Option(
+            help="Write the batch trace of the only policy under the only capacity trace.",
+            metavar="FILE",
+            callback=prepared,
+        ),
     ] = None,
     png: Png = None,
 ) -> None:
-    """Simulate a training under a capacity trace: time, cost and progress of each policy.
+    """Simulate a training under capacity traces: time, cost and progress of each policy.
 
     Nodes that leave interrupt the training, which restarts from its last checkpoint. Progress is counted in updates at
     --ref-batchsize, by the rule and, for adascale, the noise: it is a model, and no loss is simulated.
 
-    Example: `vbs simulate traces/spot_example.json --policy per-device:64 --policy constant:512
-    --samples-per-second 150 --ref-batchsize 256 --restart 90 --save 20 --save-every 1800 --price 0.9`
+    With several traces (logs, or the options of `vbs capacity synthetic`), it prints the mean over the traces and its
+    95% t interval: rates and shares of time, in which each trace counts once, however long it is. Policies are compared
+    by their differences under each trace.
+
+    Examples:
+
+    - `vbs simulate traces/spot_example.json --policy per-device:64 --policy constant:512 --samples-per-second 150
+      --ref-batchsize 256 --restart 90 --save 20 --save-every 1800 --price 0.9`
+    - `vbs simulate --nodes 16 --mean-up 7200 --mean-down 900 --duration 86400 --seeds 20 --policy per-device:64
+      --policy constant:1024 --samples-per-second 150 --ref-batchsize 256 --restart 90`
     """
-    if len(policy) > 1 and (trace_out or png):
-        raise ValueError(f"--trace-out and --png are for one policy, got {len(policy)}; pass one --policy")
-    log = cluster.read(capacity)
-    model = Throughput.simple(samples_per_second, communication_seconds)
-    curve = None if noise is None else NoiseCurve.from_csv(noise)
-    overheads = Overheads(restart, save_every, save, notice=notice, least_nodes=least_nodes, grow_every=grow_every)
-    runs = {
-        name: simulate_run(
-            log,
-            parse_policy(name),
-            throughput=model,
-            ref_batchsize=ref_batchsize,
-            rule=rule,
-            noise=curve,
-            minibatch_size=microbatch,
-            dataset_size=dataset_size,
-            devices_per_node=devices_per_node,
-            overheads=overheads,
-            prices=price,
-            until=max_progress,
-        )
-        for name in policy
+    traces = _read(logs or []) | _synthetic(seeds, nodes, mean_up, mean_down, duration, bulk_every, bulk_fraction)
+    if not traces:
+        raise ValueError("a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options")
+    if trace_out is not None and (len(traces), len(policy)) != (1, 1):
+        found = f"{len(policy)} and {len(traces)}"
+        raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
+    traces = {name: capacity.scaled(scale_time) for name, capacity in traces.items()}
+    policies = {name: parse_policy(name) for name in policy}
+    arguments: dict[str, Any] = {
+        "throughput": Throughput.simple(samples_per_second, communication_seconds),
+        "ref_batchsize": ref_batchsize,
+        "rule": rule,
+        "noise": None if noise is None else NoiseCurve.from_csv(noise),
+        "minibatch_size": microbatch,
+        "dataset_size": dataset_size,
+        "devices_per_node": devices_per_node,
+        "overheads": Overheads(
+            restart, save_every, save, notice=notice, least_nodes=least_nodes, grow_every=grow_every
+        ),
+        "prices": price,
+        "until": max_progress,
     }
-    if json:
-        output.print_json({name: dict(run.summary) for name, run in runs.items()})
-    else:
-        columns = ["", *runs]
-        output.print_table(columns, _rows(list(runs.values())))
-    if trace_out is not None:
-        trace = runs[policy[0]].trace
-        trace.to_csv(trace_out)
-        say(trace_out, describe(trace))
     if png is not None:
         output.check_png(png)
-        runs[policy[0]].plot().savefig(png, dpi=120)
+    if len(traces) > 1:
+        table = sweep(traces, policies, **arguments)
+        comparison.print_sweep(table, json)
+        draw = partial(plot_sweep, table)
+    else:
+        (capacity,) = traces.values()
+        runs = {name: simulate_run(capacity, controller, **arguments) for name, controller in policies.items()}
+        comparison.print_runs(runs, json)
+        draw = partial(plot_runs, runs)
+        if trace_out is not None:
+            trace = runs[policy[0]].trace
+            trace.to_csv(trace_out)
+            say(trace_out, describe(trace))
+    if png is not None:
+        draw().savefig(png, dpi=120)
 
 
-def _rows(runs: list[Run]) -> list[list[str]]:
-    """Return a row for each fact, and a column for each run."""
-    summaries = [run.summary for run in runs]
-    rows = [["elapsed", *(output.duration(summary["elapsed"]) for summary in summaries)]]
-    rows += [
-        [f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)]
-        for name in SECONDS
-    ]
-    for name in ("updates", "samples", "progress", "preemptions", "restarts", "efficiency", "cost"):
-        if name in summaries[0]:
-            rows.append([name, *(output.number(summary.get(name, 0.0)) for summary in summaries)])
-    return rows
+def _read(logs: list[Path]) -> dict[str, CapacityTrace]:
+    """Return the capacity traces of files by their paths."""
+    twice = [str(path) for path, times in Counter(logs).items() if times > 1]
+    if twice:
+        raise ValueError(f"each LOG must be given once, got {twice[0]} twice; remove one")
+    return {str(path): cluster.read(path) for path in logs}
+
+
+def _synthetic(
+    seeds: int | None,
+    nodes: int | None,
+    mean_up: float | None,
+    mean_down: float | None,
+    duration: float | None,
+    *bulks: float | None,
+) -> dict[str, CapacityTrace]:
+    """Return random capacity traces by their seeds; none if no option is given."""
+    if all(value is None for value in (seeds, nodes, mean_up, mean_down, duration, *bulks)):
+        return {}
+    if nodes is None or mean_up is None or mean_down is None or duration is None:
+        needed = {"--nodes": nodes, "--mean-up": mean_up, "--mean-down": mean_down, "--duration": duration}
+        missing = next(name for name, value in needed.items() if value is None)
+        names = "--nodes, --mean-up, --mean-down and --duration"
+        raise ValueError(f"synthetic traces need {names}, got no {missing}; pass all of them, or none")
+    every, fraction = bulks
+    return {
+        f"seed {seed}": cluster.synthetic(
+            nodes, mean_up, mean_down, duration, seed, bulk_every=every, bulk_fraction=fraction
+        )
+        for seed in range(SEEDS if seeds is None else seeds)
+    }

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING, final
 
-from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import value_error
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.simulation.interval import Interval
+from variable_batch_size.simulation.picture import plot_runs
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-_COLORS = {"redone": "tab:red", "restarting": "tab:orange", "saving": "tab:purple", "idle": "tab:gray"}
 
 
 @final
@@ -72,37 +69,9 @@ class Run:
         return table
 
     def plot(self) -> Figure:
-        """Draw nodes, batch size and progress over the hours, and return the figure.
-
-        Colored spans are the times in which the training makes no update that is kept. That progress depends on the
-        batch size and on a given noise alone is a model.
+        """Draw nodes, batch size, progress and lost time over the hours, and return the figure, as `plot_runs` does.
 
         Raises:
             ModuleNotFoundError: if matplotlib is not installed.
         """
-        plt = import_extra("matplotlib.pyplot", "plot")
-        figure, (nodes, batch, progress) = plt.subplots(3, sharex=True, figsize=(9, 7), layout="constrained")
-        rows, end = self._intervals, self.summary["elapsed"] / 3600
-        edges = [*(row.begin / 3600 for row in rows), end]  # (rows + 1,)
-        made = [row.progress if row.state == "productive" else 0.0 for row in rows]
-        self.capacity.plot(nodes).patches[0].set_label("there")
-        nodes.stairs([row.nodes for row in rows], edges, color="black", baseline=None, label="used")
-        sizes: list[int] = []  # (rows,), held where there is no update
-        for row in rows:
-            sizes.append(row.batch_size or (sizes[-1] if sizes else 0))
-        batch.stairs(sizes, edges, baseline=None)
-        progress.plot(edges, [0.0, *accumulate(made)])
-        for axes in (nodes, batch, progress):
-            for state, color in _COLORS.items():
-                spans = [(row.begin / 3600, (row.end - row.begin) / 3600) for row in rows if row.state == state]
-                if spans:
-                    height = axes.get_xaxis_transform()
-                    axes.broken_barh(spans, (0, 1), transform=height, color=color, alpha=0.25, lw=0, label=state)
-        nodes.set(xlabel="", xlim=(0, end))
-        batch.set(ylabel="batch size (samples)")
-        progress.set(ylabel="modelled progress\n(updates at the reference)", xlabel="time (hours)")
-        batch.set_ylim(bottom=0)
-        progress.set_ylim(bottom=0)
-        figure.legend(*nodes.get_legend_handles_labels(), loc="outside upper center", ncols=6)
-        result: Figure = figure
-        return result
+        return plot_runs({"": self})

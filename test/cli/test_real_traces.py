@@ -1,0 +1,51 @@
+"""docs/real_traces.md: its command prints its table, from real logs where they are, and from others everywhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from helpers.capacity_files import COLLECTION
+from helpers.commands import run
+from helpers.console import run_json
+from helpers.pages import DOCS, ROOT, commands
+from variable_batch_size import cluster
+
+PAGE = DOCS / "real_traces.md"
+(COMMAND,) = commands(PAGE)
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def printed(folder: Path) -> list[str]:
+    done = run("bash", "-c", f"shopt -s nullglob; {COMMAND}", CAPACITY_TRACES=str(folder))
+    assert done.returncode == 0, done.stderr
+    return rows(done.stdout)
+
+
+def test_the_table_is_printed_by_the_command(tmp_path: Path) -> None:
+    names = [line.split("`")[1] for line in rows(PAGE.read_text()) if "`per-device:64`" in line]
+    if missing := [name for name in names if not (COLLECTION / name).exists()]:
+        pytest.skip(f"{COLLECTION} has no {missing[0]}")
+    for name in names:
+        shutil.copy(COLLECTION / name, tmp_path)
+    assert printed(tmp_path) == rows(PAGE.read_text())
+
+
+def test_a_row_has_the_numbers_of_the_sweep(tmp_path: Path) -> None:
+    log, short = tmp_path / "b.json", tmp_path / "a.csv"
+    shutil.copy(ROOT / "traces" / "spot_example.json", log)
+    cluster.CapacityTrace([0], [2], 60, prices=[1.0]).to_csv(short)  # ends before the first update
+    heading, _, *found = printed(tmp_path)
+    assert heading.startswith("| log | hours | nodes, mean | policy | productive |")
+    assert [row.split("|")[1].strip() for row in found] == ["`a.csv`", "", "", "`b.json`", "", ""]
+    assert found[0] == "| `a.csv` | 0 | 2 to 2, 2.0 | `per-device:64` | 0.0% | 0.0% | 0 | - | 0 | 0 | - |"
+    words = COMMAND.split(" --json")[0].split()[3:]
+    run_of = run_json("simulate", log, *words)["constant:1024"]
+    share, goodput = run_of["productive"] / run_of["elapsed"], 3600 * run_of["goodput"]
+    assert found[4].startswith(f"|  |  |  | `constant:1024` | {share:.1%} |")
+    assert f"| {run_of['preemptions']} | {run_of['efficiency']:.2f} | {goodput:,.0f} |" in found[4]

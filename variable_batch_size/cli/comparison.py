@@ -1,0 +1,99 @@
+"""What `vbs simulate` prints: runs under one capacity trace, and means and differences over several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import typer
+
+from variable_batch_size.cli import output
+from variable_batch_size.simulation import Run, compare, means
+from variable_batch_size.simulation.sweep import SHARES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DECISIVE = ("progress_per_hour", "progress_per_node_hour", "cost_per_hour", "cost_per_progress")
+
+
+def print_runs(runs: Mapping[str, Run], json: bool) -> None:
+    """Print the runs under one capacity trace: a row for each fact, and a column for each policy."""
+    if json:
+        output.print_json({name: dict(run.summary) for name, run in runs.items()})
+        return
+    summaries = [run.summary for run in runs.values()]
+    rows = [["elapsed", *(output.duration(summary["elapsed"]) for summary in summaries)]]
+    rows += [
+        [f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)] for name in SHARES
+    ]
+    for name in ("updates", "samples", "progress", "preemptions", "restarts", "efficiency", "cost"):
+        if any(name in summary for summary in summaries):
+            rows.append([name, *(_number(summary.get(name, math.nan)) for summary in summaries)])
+    output.print_table(["", *runs], rows)
+
+
+def print_sweep(table: pd.DataFrame, json: bool) -> None:
+    """Print the means over the traces of each fact and policy and, of several policies, the paired differences."""
+    if json:
+        output.print_json(_as_json(table))
+        return
+    policies, traces = table.index.unique("policy"), table.index.unique("trace")
+    shown = means(table)
+    facts = shown.index.unique("fact")
+    rows = [[_label(fact), *(_interval(fact, *shown.loc[(policy, fact)]) for policy in policies)] for fact in facts]
+    without = (table["updates"] == 0).groupby("policy").sum()[policies]
+    rows += [["traces without an update", *map(str, without)]] if without.any() else []
+    typer.echo(f"Means of {len(traces)} capacity traces, each counted once, with 95% t intervals:\n")
+    output.print_table(["", *policies], rows)
+    if len(policies) > 1:
+        first, *others = policies
+        percent = compare(table).div(shown.loc[first, "mean"].replace(0, math.nan), axis=0, level="fact") * 100
+        typer.echo(f"\nPaired differences to {first}, in percent of its means:\n")
+        rows = [
+            [_label(fact), *(_percent(*percent.loc[(policy, fact)]) for policy in others)]
+            for fact in DECISIVE
+            if fact in facts
+        ]
+        output.print_table(["", *others], rows)
+
+
+def _as_json(table: pd.DataFrame) -> dict[str, object]:
+    """Return each run by trace and policy, and means and paired differences by policy and fact."""
+    runs = {trace: _nested(rows.droplevel("trace")) for trace, rows in table.groupby("trace", sort=False)}
+    aggregates = {
+        name: {policy: _nested(rows.droplevel("policy")) for policy, rows in found.groupby("policy", sort=False)}
+        for name, found in (("means", means(table)), ("differences", compare(table)))
+    }
+    return {"runs": runs, **aggregates}
+
+
+def _nested(rows: pd.DataFrame) -> dict[str, dict[str, float | None]]:
+    """Return row -> column -> number, None if it is not finite."""
+    return {
+        str(name): {str(column): value if math.isfinite(value) else None for column, value in row.items()}
+        for name, row in rows.to_dict("index").items()
+    }
+
+
+def _label(fact: str) -> str:
+    name = fact.removesuffix("_share")
+    return f"  {name}" if name != fact else name.replace("_", " ").replace("node hour", "node-hour")
+
+
+def _interval(fact: str, *values: float) -> str:
+    """Format a mean and its interval, if there are any."""
+    mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _number(value) for value in values)
+    percent = "%" if fact.endswith("_share") else ""
+    return f"{mean}{percent}" + (f" ({low} to {high})" if math.isfinite(values[1]) else "")
+
+
+def _percent(mean: float, low: float, high: float) -> str:
+    if not math.isfinite(mean):
+        return "-"
+    return f"{mean:+.1f}%" + (f" ({low:+.1f} to {high:+.1f})" if math.isfinite(low) else "")
+
+
+def _number(value: float) -> str:
+    return output.number(value) if math.isfinite(value) else "-"
