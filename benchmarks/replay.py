@@ -18,7 +18,7 @@ from pathlib import Path
 
 from helpers.elastic_cluster import Cause, Start, assert_replayed, replay
 from records import Measured
-from results import SIMULATED, record
+from results import LOST, SIMULATED, record
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, Throughput
 from variable_batch_size.simulation import Overheads, Run, simulate
@@ -126,41 +126,69 @@ def elapsed(starts: Sequence[Start], updates: int) -> float:
     )
 
 
-def compare(capacity: cluster.CapacityTrace, folder: Path, notice: float, model: Model, seed: int) -> Run:
-    """Train under a capacity trace, compare with the simulation, and return the simulation."""
+@dataclass(frozen=True)
+class Comparison:
+    """A simulation relative to the training.
+
+    Attributes:
+        updates: ratio of the updates at the end of the capacity trace.
+        time: ratio of the times at which 95 % of them are made.
+        lost: updates that each kill has lost, in the training and in the simulation.
+    """
+
+    updates: float
+    time: float
+    lost: list[tuple[int, int]]
+
+
+def compare(capacity: cluster.CapacityTrace, folder: Path, notice: float, model: Model) -> tuple[Comparison, Run]:
+    """Train under a capacity trace, and return a comparison with the simulation, and the simulation."""
     starts = train(capacity, folder, notice)
     run = model.simulate(capacity, notice)
     made = next(start.updates[-1] for start in reversed(starts) if start.updates)
     goal = int(0.95 * min(made, run.summary["updates"]))
-    simulated, real = model.simulate(capacity, notice, goal).summary["elapsed"], elapsed(starts, goal)
+    seconds = model.simulate(capacity, notice, goal).summary["elapsed"], elapsed(starts, goal)
+    lost = [(number, lost_in(run, time)) for time, number in lost_updates(starts)]
     print(f"starts: {[(start.cause, start.nodes, round(start.begun, 2)) for start in starts]}")
-    own = {"what": "an elastic training", "on": "SIGTERM" if notice else "SIGKILL", "where": f"seed {seed}"}
-    note = f"{made} updates in {capacity.end:g} s, {len(starts)} starts"
-    record(SIMULATED, measured=run.summary["updates"] / made, case="updates", note=note, **own)
-    record(SIMULATED, measured=simulated / real, case="time", **own)
-    lost = lost_updates(starts)
-    pairs = [(number, lost_in(run, time)) for time, number in lost]
-    print(f"lost updates, measured and simulated: {pairs}")
-    if pairs:
-        worst = max(abs(real - simulated) for real, simulated in pairs)
-        record(f"{SIMULATED}: lost updates", measured=Measured(worst, n=len(pairs)), unit="updates", **own)
-    return run
+    print(
+        f"{run.summary['updates']} simulated updates, {made} real ones; {goal} of them after {seconds} s; lost {lost}"
+    )
+    return Comparison(run.summary["updates"] / made, seconds[0] / seconds[1], lost), run
+
+
+def capacity_of(seed: int, seconds: float) -> cluster.CapacityTrace:
+    """Return a random capacity trace, in which a process stays for 180 s and comes back after 90 s in the mean."""
+    return cluster.synthetic(nodes=NODES, mean_up=180, mean_down=90, duration=seconds, seed=seed)
+
+
+def report(found: Sequence[Comparison], ending: str) -> None:
+    own = {"what": "an elastic training", "on": ending}
+    for case in ("updates", "time"):
+        ratios = [getattr(comparison, case) for comparison in found]
+        note = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        record(SIMULATED, measured=Measured(statistics.median(ratios), n=len(ratios)), case=case, note=note, **own)
+    differences = [abs(real - simulated) for comparison in found for real, simulated in comparison.lost]
+    if differences:
+        record(LOST, measured=Measured(max(differences), n=len(differences)), unit="updates", **own)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--notice", type=float, default=0.0, help="seconds between SIGTERM and the loss of processes")
-    parser.add_argument("--seed", type=int, default=0, help="of the capacity trace")
-    parser.add_argument("--seconds", type=float, default=300.0, help="length of the capacity trace")
-    parser.add_argument("--replay", action="store_true", help="train in one process, too, under the simulated trace")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the capacity traces")
+    parser.add_argument("--seconds", type=float, default=240.0, help="length of a capacity trace")
+    parser.add_argument("--replay", action="store_true", help="train in one process, too, under the simulated traces")
     options = parser.parse_args()
-    capacity = cluster.synthetic(nodes=NODES, mean_up=90, mean_down=45, duration=options.seconds, seed=options.seed)
-    print(capacity.seconds, capacity.nodes)
+    found = []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        model = Model.fit(train(stairs(20), place / "measurements", options.notice))
-        run = compare(capacity, place / "training", options.notice, model, options.seed)
-        if options.replay:
-            updates, difference = assert_replayed(run.trace, place / "training", place / "alone", FLAGS)
-            print(f"one process: the same {updates} updates; parameters differ by at most {difference:.1e}")
-            assert difference < 1e-6
+        model = Model.fit(train(stairs(25), place / "measurements", options.notice))
+        for seed in options.seeds:
+            folder = place / f"training-{seed}"
+            comparison, run = compare(capacity_of(seed, options.seconds), folder, options.notice, model)
+            found.append(comparison)
+            if options.replay:
+                updates, difference = assert_replayed(run.trace, folder, place / f"alone-{seed}", FLAGS)
+                print(f"one process: the same {updates} updates; parameters differ by at most {difference:.1e}")
+                assert difference < 1e-6
+    report(found, "SIGTERM" if options.notice else "SIGKILL")
