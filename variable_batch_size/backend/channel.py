@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -92,8 +94,8 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKey
 def _end_threads_at_exit() -> None:
     """Wait for sums that a loop has left, for a moment, and end the threads of gloo's groups.
 
-    Gloo aborts a process that ends within a sum, or while one of its threads, after a sum, still releases a tensor. A
-    group ends its threads when nothing refers to it; what an exception has left often does, in a cycle.
+    Gloo aborts a process that ends within a sum, or while a thread of a group, after a sum, still releases a tensor. A
+    group ends its threads when nothing refers to it any more.
     """
     if not _channels and not dist.is_initialized():
         return
@@ -107,7 +109,11 @@ def _end_threads_at_exit() -> None:
     _groups.clear()
     if dist.is_initialized() and all(entry.endswith(":gloo") for entry in dist.get_backend_config().split(",")):
         dist.destroy_process_group()  # not if it is NCCL, which talks to other ranks then
-    gc.collect()
+    functional = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(functional).values() if functional else ():
+        if isinstance(function, FunctionType):
+            function.__defaults__ = None  # the default group, if torch imported this module after it was initialized
+    gc.collect()  # what an exception has left refers to groups in cycles
 
 
 def used_numbers(group: dist.ProcessGroup) -> list[bool]:
