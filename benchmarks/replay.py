@@ -23,10 +23,10 @@ from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, Throughput
 from variable_batch_size.simulation import Overheads, Run, simulate
 
-BATCH_SIZE, MICROBATCH, WIDTH = 4096, 512, 2048
+BATCH_SIZE, MICROBATCH, WIDTH = 16384, 2048, 2048
 DATASET_SIZE = 60_000
 NODES = 4
-SAVE_EVERY = 10.0  # seconds
+SAVE_EVERY = 5.0  # seconds
 GROW_EVERY = 10.0  # seconds
 FLAGS = [f"--microbatch={MICROBATCH}", f"--width={WIDTH}", f"--save-every={SAVE_EVERY}"]
 
@@ -38,10 +38,12 @@ class Model:
     Attributes:
         throughput: the seconds of an update.
         restarts: the seconds of a restart by its cause and the number of nodes.
+        save_every: the seconds from one save to the next: the interval, and what the ranks take to agree.
     """
 
     throughput: Throughput
     restarts: Mapping[tuple[Cause, int], float]
+    save_every: float
 
     @classmethod
     def fit(cls, starts: Sequence[Start]) -> Model:
@@ -59,7 +61,11 @@ class Model:
         throughput = Throughput.fit(rows)
         print(f"updates: {rows}, error of the fit {throughput.error(rows):.1%}")
         print("restarts: " + ", ".join(f"{cause} {nodes}: {values}" for (cause, nodes), values in restarts.items()))
-        return cls(throughput, {key: statistics.mean(values) for key, values in restarts.items()})
+        between = [value for start in starts for value in start.seconds_between_saves]
+        print(f"between saves: {between}")
+        return cls(
+            throughput, {key: statistics.mean(values) for key, values in restarts.items()}, statistics.mean(between)
+        )
 
     def restart(self, nodes: int, cause: Cause) -> float:
         """Return the seconds of a restart; those with the nearest number of nodes if there was none with this one."""
@@ -78,7 +84,7 @@ class Model:
             ref_batchsize=BATCH_SIZE,
             minibatch_size=MICROBATCH,
             dataset_size=DATASET_SIZE,
-            overheads=Overheads(self.restart, SAVE_EVERY, blocking=False, notice=notice, grow_every=GROW_EVERY),
+            overheads=Overheads(self.restart, self.save_every, blocking=False, notice=notice, grow_every=GROW_EVERY),
             until=until,
             by="updates",
         )

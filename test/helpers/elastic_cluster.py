@@ -7,6 +7,7 @@ are there. Its journals, see elastic_training.py, tell what it has done.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -44,6 +45,7 @@ class Start:
         ends: when it was restored, and when each update ended, (updates + 1,); empty if it was killed before.
         updates: number of updates at these times, (updates + 1,).
         samples: likewise.
+        saves: the updates after which it was saved at the interval, (saves,).
     """
 
     cause: Cause
@@ -53,11 +55,18 @@ class Start:
     ends: list[float]
     updates: list[int]
     samples: list[int]
+    saves: list[int]
 
     @property
     def seconds(self) -> list[float]:
         """The seconds of each update but the first one, which begins with what a process does once."""
         return [end - begin for begin, end in zip(self.ends[1:], self.ends[2:], strict=False)]
+
+    @property
+    def seconds_between_saves(self) -> list[float]:
+        """The seconds from one save at the interval to the next one."""
+        times = dict(zip(self.updates, self.ends, strict=True))
+        return [times[later] - times[earlier] for earlier, later in itertools.pairwise(self.saves)]
 
 
 class Training:
@@ -142,8 +151,10 @@ def replay(
         nonlocal training, cause, begun
         rows = [row.split(",") for row in running.rows()]
         ends = [float(row[0]) - began for row in rows]
-        columns = ends, [int(row[1]) for row in rows], [int(row[2]) for row in rows]
-        starts.append(Start(cause, running.nodes, begun, killed, *columns))
+        updates, samples = [int(row[1]) for row in rows], [int(row[2]) for row in rows]
+        own = updates[1 : -1 if running.stopping else None]
+        saves = sorted({int(path.name[7:]) for path in (folder / "checkpoints").glob("update-*")} & set(own))
+        starts.append(Start(cause, running.nodes, begun, killed, ends, updates, samples, saves))
         training, cause, begun = None, why, ends[-1] if killed is None and ends else time.monotonic() - began
 
     while (now := clock()) < capacity.end:
