@@ -23,7 +23,7 @@ from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, Throughput
 from variable_batch_size.simulation import Overheads, Run, simulate
 
-BATCH_SIZE, MICROBATCH, WIDTH = 16384, 2048, 2048
+BATCH_SIZE, MICROBATCH, WIDTH = 16384, 256, 512  # what a core computes at once fits its cache
 DATASET_SIZE = 60_000
 NODES = 4
 SAVE_EVERY = 5.0  # seconds
