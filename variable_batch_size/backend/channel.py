@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
-import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from types import FunctionType
 from typing import Any, Protocol, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -90,15 +86,8 @@ _channels: WeakSet[GroupChannel] = WeakSet()  # open ones
 _groups: WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = WeakKeyDictionary()  # by ranks, by number
 
 
-@atexit.register
-def _end_threads_at_exit() -> None:
-    """Wait for sums that a loop has left, for a moment, and end the threads of gloo's groups.
-
-    Gloo aborts a process that ends within a sum, or while a thread of a group, after a sum, still releases a tensor. A
-    group ends its threads when nothing refers to it any more.
-    """
-    if not _channels and not dist.is_initialized():
-        return
+def close_channels() -> None:
+    """Wait for sums that a loop has left, for a moment, and let go of all groups."""
     ends = time.monotonic() + _SECONDS_AT_EXIT
     with suppress(RuntimeError):  # a rank has ended, or is too late
         for channel in _unfinished:
@@ -107,13 +96,6 @@ def _end_threads_at_exit() -> None:
     for channel in _channels:
         channel.close()
     _groups.clear()
-    if dist.is_initialized() and all(entry.endswith(":gloo") for entry in dist.get_backend_config().split(",")):
-        dist.destroy_process_group()  # not if it is NCCL, which talks to other ranks then
-    functional = sys.modules.get("torch.distributed.nn.functional")
-    for function in vars(functional).values() if functional else ():
-        if isinstance(function, FunctionType):
-            function.__defaults__ = None  # the default group, if torch imported this module after it was initialized
-    gc.collect()  # what an exception has left refers to groups in cycles
 
 
 def used_numbers(group: dist.ProcessGroup) -> list[bool]:

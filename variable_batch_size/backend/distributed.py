@@ -12,6 +12,7 @@ from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.channel import Channel, open_channel, used_numbers
+from variable_batch_size.backend.ending import end_threads_at_exit
 from variable_batch_size.backend.flat import split_flat
 from variable_batch_size.world import World
 
@@ -29,6 +30,7 @@ class DistributedBackend(Backend):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
+        end_threads_at_exit()
         self._group = group
         # Other groups cannot be created without all ranks; and with all checks of torch, starting a sum waits for them.
         detail = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[no-untyped-call]
