@@ -71,6 +71,25 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_loop_may_log_on_every_rank(tmp_path: Path) -> None:
+    """The file is that of rank 0, whoever else logs, and however late."""
+
+    def train(backend: Backend) -> None:
+        with vbs.Tracker(tmp_path, progress=False) as tracker:
+            run = training(dataset_size=sum(SIZES), backend=backend, tracker=tracker, log_steps=1)
+            for update in range(1, len(SIZES) + 1):
+                run.run(update)
+                tracker.log(update, {"loss": backend.world.rank})
+        with vbs.Tracker(tmp_path, progress=False) as tracker:
+            training(dataset_size=sum(SIZES), backend=backend, tracker=tracker)
+            tracker.log(len(SIZES) + 1, {"loss": backend.world.rank})
+
+    run_ranks(train, 3)
+    table = pd.read_csv(tmp_path / "scalars.csv")
+    assert table["loss"].tolist() == [0.0] * (len(SIZES) + 1)
+    assert table["vbs/global_batch_size"].dropna().tolist() == list(SIZES)
+
+
 def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
     table = pd.read_csv(logged / "scalars.csv")
     assert list(table) == ["update", *(f"vbs/{tag}" for tag in TAGS)]

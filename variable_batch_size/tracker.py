@@ -142,7 +142,8 @@ def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 class Tracker:
     """A writer of scalars, to TensorBoard events and `scalars.csv` in one folder, with a progress bar.
 
-    Files are opened at the first `log`, which an optimizer calls on rank 0 only. Call `close()` at the end, or use it
+    Files are opened at the first `log`, which an optimizer calls on rank 0 only; on other ranks, the `tracker` of an
+    optimizer writes nothing. Call `close()` at the end, or use it
     in a `with` statement: rows of the last updates wait for a device until then. A training that resumes from an
     earlier update in the same folder replaces the rows after that update: the first `log` of an update after 0 does.
 
@@ -160,6 +161,11 @@ class Tracker:
         self._epoch = -1
         self._latest: dict[str, float] = {}  # tag -> the last value
         self._pending: deque[tuple[int, Callable[[], Mapping[str, float]]]] = deque()  # rows by update
+
+    def mute(self) -> None:
+        """Write and draw nothing from now on, because another rank does."""
+        self.close()
+        self.logdir, self._progress = None, False
 
     def check(self, tags: Sequence[str]) -> None:
         """Check that a training with these tags can be logged here, before it begins. Nothing is written.

@@ -81,3 +81,14 @@ def test_few_updates(updates: int) -> None:
 def test_wrong_measurements(measured: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Throughput.fit(measured)
+
+
+@given(MODELS, st.sampled_from([(1, 2), (1, 4), (2, 4)]))
+def test_overlap_that_cannot_be_told_is_1(model: Throughput, devices: tuple[int, int]) -> None:
+    """With one microbatch of one size for each number of devices, any overlap fits."""
+    each = np.array(devices, np.float64)
+    rows, rounds = np.full(2, 32.0), np.ones(2)
+    measured = np.stack([each, rows, rounds, model.of_rounds(rows, rows, rounds, each)], axis=1)
+    found = Throughput.fit(measured)
+    assert found.overlap == 1
+    assert found.error(measured) < 1e-6

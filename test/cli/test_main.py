@@ -23,7 +23,7 @@ HEAVY = ["torch", "pandas", "matplotlib", "scipy", "plotext"]
         ["--help"],
         ["trace", "show", "0:8 9:16", "--no-picture"],
         [
-            *("simulate", str(ROOT / "traces" / "spot_example.json"), "--policy", "constant:64"),
+            *("simulate", str(ROOT / "traces" / "spot_example.json"), "--policy", "constant:64", "--notice", "9"),
             *("--samples-per-second", "9", "--ref-batchsize", "64"),
         ],
         ["plan", "0:8", "--dataset-size", "50", "--microbatch", "4", "--epochs", "2"],

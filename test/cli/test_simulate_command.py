@@ -61,11 +61,21 @@ def test_policies_share_a_picture(policies: int, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_times_of_the_log_are_scaled(tmp_path: Path) -> None:
+def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path: Path) -> None:
     scaled = tmp_path / "scaled.csv"
-    cluster.read(LOG).scaled(0.01).to_csv(scaled)
-    command = [*RATE, *COSTS, *policy_flags(NAMES)]
-    assert run_json("simulate", LOG, *command, "--scale-time", 0.01) == run_json("simulate", scaled, *command)
+    cluster.read(LOG).slice(3600, 86400).scaled(0.25).to_csv(scaled)
+    quarter = [value / 4 if name != "--least-nodes" else value for name, value in zip(COSTS[::2], COSTS[1::2], strict=True)]
+    costs = [word for pair in zip(COSTS[::2], quarter, strict=True) for word in pair]
+    command = [*RATE, *policy_flags(NAMES)]
+    part = ["--start", 3600, "--stop", 86400, "--scale-time", 0.25]
+    assert run_json("simulate", LOG, *COSTS, *part, *command) == run_json("simulate", scaled, *costs, *command)
+
+
+def test_what_a_preemption_loses_without_checkpoints_is_said() -> None:
+    said = "No --save-every and no --notice: a preemption loses everything since the last stop.\n"
+    command = ["simulate", LOG, *RATE, "--policy", NAMES[0]]
+    assert run_main(*command)[2] == said
+    assert run_main(*command, "--save-every", 60)[2] == run_main(*command, "--notice", 60)[2] == ""
 
 
 def test_a_sweep_has_each_run_and_the_statistics(tmp_path: Path) -> None:
@@ -88,10 +98,10 @@ def test_a_sweep_has_each_run_and_the_statistics(tmp_path: Path) -> None:
             assert found[name][policy][fact] == dict(row)
     picture = tmp_path / "sweep.png"
     status, out, err = run_main("simulate", *command, "--png", picture)
-    assert (status, err) == (0, "")
+    assert (status, len(err.splitlines())) == (0, 2)
     assert picture.read_bytes().startswith(b"\x89PNG")
     mean, low, high = (found["means"]["constant:128"]["productive_share"][name] for name in ("mean", "low", "high"))
-    assert f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})" in out
+    assert f"{mean:.1%} ({max(0, 100 * low):.1f} to {min(100, 100 * high):.1f})" in out
     assert out.startswith("Means of 4 capacity traces, each counted once, with 95% t intervals:\n")
     assert "Paired differences to per-device:16, in percent of its means:" in out
 
@@ -110,6 +120,25 @@ def test_a_trace_without_an_update_is_shown(tmp_path: Path) -> None:
     alone = run_main("simulate", idle, *RATE, *policy_flags(NAMES))
     assert alone[0] == 0
     assert "idle" in alone[1]
+
+
+def test_noise_chooses_the_rule() -> None:
+    """Without it, every sample counts the same, which is said where policies are compared."""
+    noise = ROOT / "traces" / "noise_example.csv"
+    command = ["simulate", LOG, *RATE, *COSTS, *policy_flags(NAMES)]
+    assert run_json(*command, "--noise", noise) == run_json(*command, "--noise", noise, "--rule", "adascale")
+    assert run_json(*command) == run_json(*command, "--rule", "linear")
+    said = "Progress by the rule linear, whatever the noise; --noise FILE takes AdaScale's gain.\n"
+    assert run_main(*command)[2] == said
+    assert run_main(*command, "--noise", noise)[2] == ""
+    assert run_main("simulate", LOG, *RATE, *COSTS, "--policy", NAMES[0])[2] == ""
+
+
+def test_nodes_on_demand_have_a_row() -> None:
+    command = ["simulate", LOG, *RATE, "--policy", NAMES[0], "--price", 1, "--on-demand", 3]
+    summary = run_json(*command)[NAMES[0]]
+    (row,) = [line for line in run_main(*command)[1].splitlines() if line.startswith("on demand cost")]
+    assert float(row.split()[-1].replace(",", "")) == pytest.approx(summary["on_demand_cost"], rel=1e-3)
 
 
 def test_the_number_of_seeds_has_a_default() -> None:
@@ -135,6 +164,16 @@ def test_the_number_of_seeds_has_a_default() -> None:
             [ROOT / "README.md", "--policy", "constant:3"],
             1,
             f"capacity trace ({ROOT}/README.md:1): a file must begin like seconds,nodes (csv)",
+        ),
+        (
+            ["--policy", "constant:3", "--rule", "root", "--noise", ROOT / "traces" / "noise_example.csv"],
+            1,
+            "--noise is for a rule that reads the noise, got --rule root; pass --rule adascale",
+        ),
+        (
+            ["--policy", "constant:3", "--json", "--trace-out", "-"],
+            1,
+            "--trace-out must be a file with --json, which is standard output, got -; pass a name",
         ),
         ([LOG, "--policy", "constant:3"], 1, f"each LOG must be given once, got {LOG} twice; remove one"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -164,7 +165,10 @@ def test_a_batch_trace_that_ends_too_early() -> None:
         ({"dataset_size": 100}, ValueError, r"^a batch must have at most the 100 samples of the dataset, got 512 on 8"),
         ({"dataset_size": 100, "controller": 128}, ValueError, r"^every batch size of the trace must be at most"),
         ({"prices": "3"}, TypeError, r"^prices must be a number, or \(seconds, prices\), got '3' \(str\)"),
-        ({"prices": ([1, 0], [1, 1])}, ValueError, r"^the seconds of prices must ascend"),
+        ({"prices": ([1, 0], [1, 1])}, ValueError, r"^the seconds of prices must be finite and ascend"),
+        ({"prices": ([0, math.nan], [1, 1])}, ValueError, r"^the seconds of prices must be finite and ascend"),
+        ({"prices": ([0, 9], [1, -1])}, ValueError, r"^each price must be finite and >= 0, got \[1, -1\]"),
+        ({"prices": ([0, 1e6], [1, math.inf])}, ValueError, r"^each price must be finite and >= 0"),
         ({"prices": ([0, 1], [1])}, ValueError, r"^prices must have the shape \(2,\) of seconds, got \(1,\)"),
         ({"overheads": Overheads(restart=lambda nodes, cause: -1)}, ValueError, r"^the seconds of a restart must be a"),
     ],

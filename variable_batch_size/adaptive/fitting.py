@@ -12,6 +12,7 @@ from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import type_error, value_error
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
+_ROUNDING = 1e-9  # of relative errors: by so much a model without overlap may be worse
 # The overlaps at which least squares begin, and by how much they raise the seconds of communication of the linear fit,
 # which sees only what the computation does not hide.
 _STARTS = ((1.5, 1.0), (3.0, 1.0), (3.0, 4.0), (6.0, 4.0))
@@ -78,4 +79,6 @@ def fitted(seconds_of: Callable[[FloatArray], FloatArray], updates: Measured) ->
         bounds = lowest[known], highest[known]
         found = optimize.least_squares(errors, start, bounds=bounds, ftol=1e-15, xtol=1e-15, gtol=1e-15)
         candidates.append(parameters(found.x))
-    return min(candidates, key=lambda values: float(np.sum((seconds_of(values) / seconds - 1) ** 2)))
+    squares = [float(np.sum((seconds_of(values) / seconds - 1) ** 2)) for values in candidates]
+    linear_is_as_good = squares[0] <= min(squares) + len(seconds) * _ROUNDING**2
+    return candidates[0 if linear_is_as_good else int(np.argmin(squares))]

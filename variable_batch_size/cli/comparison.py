@@ -28,9 +28,9 @@ def print_runs(runs: Mapping[str, Run], json: bool) -> None:
     rows += [
         [f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)] for name in SHARES
     ]
-    for name in ("updates", "samples", "progress", "preemptions", "restarts", "efficiency", "cost"):
+    for name in ("updates", "samples", "progress", "preemptions", "restarts", "efficiency", "cost", "on_demand_cost"):
         if any(name in summary for summary in summaries):
-            rows.append([name, *(_number(summary.get(name, math.nan)) for summary in summaries)])
+            rows.append([name.replace("_", " "), *(_number(summary.get(name, math.nan)) for summary in summaries)])
     output.print_table(["", *runs], rows)
 
 
@@ -84,6 +84,8 @@ def _label(fact: str) -> str:
 
 def _interval(fact: str, *values: float) -> str:
     """Format a mean and its interval, if there are any."""
+    if fact.endswith("_share"):  # what a t interval of few traces does not know
+        values = tuple(min(1.0, max(0.0, value)) if math.isfinite(value) else value for value in values)
     mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _number(value) for value in values)
     percent = "%" if fact.endswith("_share") else ""
     return f"{mean}{percent}" + (f" ({low} to {high})" if math.isfinite(values[1]) else "")

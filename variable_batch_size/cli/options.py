@@ -49,6 +49,9 @@ ScaleTime = Annotated[
     float, typer.Option(help="Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.")
 ]
 
+Start = Annotated[float, typer.Option(help="Begin at this second of the log.", min=0)]
+Stop = Annotated[float | None, typer.Option(help="End at this second of the log.", min=0)]
+
 SYNTHETIC = "Synthetic capacity traces"  # the panel of --help
 NODES = typer.Option(help="Number of machines.", min=1, show_default=False, rich_help_panel=SYNTHETIC)
 MEAN_UP = typer.Option(help="Mean seconds until a machine is lost.", show_default=False, rich_help_panel=SYNTHETIC)

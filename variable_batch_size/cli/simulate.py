@@ -24,11 +24,15 @@ from variable_batch_size.cli.options import (
     CommunicationSeconds,
     Png,
     ScaleTime,
+    Start,
+    Stop,
     prepared,
     say,
 )
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
 from variable_batch_size.simulation import simulate as simulate_run
 
@@ -54,6 +58,8 @@ def simulate(
     duration: Annotated[float | None, DURATION] = None,
     bulk_every: BulkEvery = None,
     bulk_fraction: BulkFraction = None,
+    start: Start = 0.0,
+    stop: Stop = None,
     seeds: Annotated[
         int | None,
         typer.Option(
@@ -62,7 +68,12 @@ def simulate(
     ] = None,
     scale_time: ScaleTime = 1.0,
     communication_seconds: CommunicationSeconds = 0.0,
-    rule: Annotated[str, typer.Option(help="Learning-rate rule, which defines the progress of an update.")] = "linear",
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning-rate rule, which defines the progress.", show_default="adascale with --noise, else linear"
+        ),
+    ] = None,
     noise: Annotated[
         Path | None, typer.Option(help="scalars.csv of a training that measured the gradient noise.")
     ] = None,
@@ -73,9 +84,16 @@ def simulate(
     ] = None,
     restart: Annotated[float, typer.Option(help="Seconds of a restart.", min=0)] = 0.0,
     save: Annotated[float, typer.Option(help="Seconds of writing a checkpoint.", min=0)] = 0.0,
-    save_every: Annotated[float | None, typer.Option(help="Seconds between two checkpoints.")] = None,
+    save_every: Annotated[
+        float | None, typer.Option(help="Seconds between two checkpoints.", show_default="only before a stop")
+    ] = None,
     notice: Annotated[
-        float, typer.Option(help="Seconds of warning before nodes leave; 0: they are killed.", min=0)
+        float,
+        typer.Option(
+            help="Seconds of warning before nodes leave, in which the update under way and a save have to end; 0: they "
+            "are killed.",
+            min=0,
+        ),
     ] = 0.0,
     least_nodes: Annotated[int, typer.Option(help="Least nodes with which the training runs.", min=1)] = 1,
     grow_every: Annotated[
@@ -83,6 +101,9 @@ def simulate(
     ] = 0.0,
     price: Annotated[
         float | None, typer.Option(help="Price of a node-hour; by default, that of the log.", min=0)
+    ] = None,
+    on_demand: Annotated[
+        float | None, typer.Option(help="Price on demand, for the cost of the nodes that made progress.", min=0)
     ] = None,
     max_progress: Annotated[float | None, typer.Option(help="Progress at which the training ends.")] = None,
     json: output.Json = False,
@@ -118,7 +139,10 @@ def simulate(
     if trace_out is not None and (len(traces), len(policy)) != (1, 1):
         found = f"{len(policy)} and {len(traces)}"
         raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
-    traces = {name: capacity.scaled(scale_time) for name, capacity in traces.items()}
+    traces = {name: capacity.slice(start, stop).scaled(scale_time) for name, capacity in traces.items()}
+    rule = rule or ("linear" if noise is None else "adascale")
+    if noise is not None and not needs_noise(rules_for_groups(rule, 1)[0]):
+        raise ValueError(f"--noise is for a rule that reads the noise, got --rule {rule}; pass --rule adascale")
     policies = {name: parse_policy(name) for name in policy}
     arguments: dict[str, Any] = {
         "throughput": Throughput.simple(samples_per_second, communication_seconds),
@@ -129,13 +153,21 @@ def simulate(
         "dataset_size": dataset_size,
         "devices_per_node": devices_per_node,
         "overheads": Overheads(
-            restart, save_every, save, notice=notice, least_nodes=least_nodes, grow_every=grow_every
+            scale_time * restart,
+            None if save_every is None else scale_time * save_every,
+            scale_time * save,
+            notice=scale_time * notice,
+            least_nodes=least_nodes,
+            grow_every=scale_time * grow_every,
         ),
         "prices": price,
+        "on_demand": on_demand,
         "until": max_progress,
     }
     if png is not None:
         output.check_png(png)
+    if json and trace_out == Path("/dev/stdout"):
+        raise ValueError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
     if len(traces) > 1:
         table = sweep(traces, policies, **arguments)
         comparison.print_sweep(table, json)
@@ -149,6 +181,10 @@ def simulate(
             trace = runs[policy[0]].trace
             trace.to_csv(trace_out)
             say(trace_out, describe(trace))
+    if not json and save_every is None and not notice:
+        typer.echo("No --save-every and no --notice: a preemption loses everything since the last stop.", err=True)
+    if not json and noise is None and len(policies) > 1:
+        typer.echo(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.", err=True)
     if png is not None:
         draw().savefig(png, dpi=120)
 

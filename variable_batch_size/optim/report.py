@@ -54,6 +54,8 @@ class Reporter:
         default = 10 if log_samples is None else None
         self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
         rank_0 = loop.sampler.world.rank == 0
+        if tracker is not None and not rank_0:
+            tracker.mute()  # a loop may log to it on every rank
         self._tracker = tracker if rank_0 else None
         self._updater, self._loop = updater, loop
         self._begin: _Moment | None = None  # after the first update of this run

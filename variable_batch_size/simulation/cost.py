@@ -30,11 +30,13 @@ def priced(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace:
         return capacity
     if isinstance(prices, Sequence) and len(prices) == 2 and not isinstance(prices, str):
         times = np.asarray(prices[0], np.float64)
-        if times.ndim != 1 or len(times) == 0 or (np.diff(times) < 0).any():
-            raise value_error("the seconds of prices must ascend", prices[0], "pass (seconds, prices)")
+        if times.ndim != 1 or len(times) == 0 or not np.isfinite(times).all() or (np.diff(times) < 0).any():
+            raise value_error("the seconds of prices must be finite and ascend", prices[0], "pass (seconds, prices)")
         costs = np.asarray(prices[1], np.float64)
         if costs.shape != times.shape:
             raise value_error(f"prices must have the shape {times.shape} of seconds", costs.shape, "pass a row each")
+        if not (np.isfinite(costs) & (costs >= 0)).all():
+            raise value_error("each price must be finite and >= 0", prices[1], "pass the prices of a node-hour")
     elif isinstance(prices, (int, float, np.number)):
         times, costs = np.zeros(1), np.array([check_number(prices, "prices", "pass the price of a node-hour")])
     else:

@@ -94,8 +94,8 @@ def simulate(
         overheads: what interruptions and checkpoints cost; None: nothing interrupts the training.
         prices: price of a node-hour: a number, or (seconds, price from each on); by default, that of the trace.
         on_demand: price of a node-hour on demand, to compare with.
-        until: end of the training, in the unit of `by`: it ends with the first update that reaches it; by default, and
-            at the latest, with the capacity trace.
+        until: end of the training, in the unit of `by`: it ends with the first update that reaches it, or at this time;
+            by default, and at the latest, with the capacity trace.
         by: "progress", "samples", "updates" or "seconds".
 
     Raises:
@@ -103,6 +103,9 @@ def simulate(
         ValueError: if an argument is not in its range, a batch is larger than the dataset, or the rule needs
             `ref_batchsize` or `noise` and there is none.
         TraceEndError: if a batch trace with `on_end="error"` ends before the training.
+
+    Warns:
+        UserWarning: if the training goes on far beyond the last row of the noise, which then holds.
     """
     for value, name, kind in (
         (capacity, "capacity", CapacityTrace),
@@ -137,6 +140,8 @@ def simulate(
     rented = priced(capacity, prices)
     price = None if on_demand is None else check_number(on_demand, "on_demand", "pass the price of a node-hour")
     engine.run()
+    if noise is not None:
+        noise.check_covers(engine.position.progress)
     summary = _summary(engine, rented, price)
     return Run(summary, rented, tuple(merged(engine.intervals)), tuple(engine.runs), model.devices_per_node)
 
