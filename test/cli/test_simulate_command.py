@@ -13,7 +13,7 @@ from helpers.pages import ROOT
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.adaptive.table import parse_policy
-from variable_batch_size.simulation import Overheads, compare, means, simulate, sweep
+from variable_batch_size.simulation import NoiseCurve, Overheads, compare, means, simulate, sweep
 
 LOG = ROOT / "traces" / "spot_example.json"
 RATE = ("--samples-per-second", 20, "--ref-batchsize", 128)
@@ -51,6 +51,33 @@ def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert f"{path}: {found['per-device:16']['updates']:,} updates" in out
     assert len(vbs.BatchTrace.from_csv(path)) == found["per-device:16"]["updates"]
+
+
+@pytest.mark.parametrize(("flags", "every"), [([], 100), (["--every", 7], 7)])
+@pytest.mark.parametrize(("bounds", "start"), [(None, 128), ((200, 4000), 200), ((1, 100), 100)])
+def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(
+    flags: list[Any], every: int, bounds: tuple[int, int] | None, start: int, tmp_path: Path
+) -> None:
+    scalars = tmp_path / "scalars.csv"
+    scalars.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n0,100,1\n300,2000,1\n900,500,0\n")
+    limits = [] if bounds is None else ["--bounds", *bounds]
+    names = ["noise-scale:1.5", "norm-test:0.5", "goodput:64-2048", "constant:128"]
+    command = ["simulate", LOG, *RATE, *COSTS, "--noise", scalars, "--rule", "adascale", *limits, *flags]
+    found = run_json(*command, *policy_flags(names))
+    for name in names:
+        run = simulate(
+            cluster.read(LOG),
+            parse_policy(name),
+            throughput=Throughput.simple(20),
+            ref_batchsize=128,
+            rule="adascale",
+            noise=NoiseCurve.from_csv(scalars),
+            start=start,
+            bounds=bounds,
+            every=every,
+            overheads=Overheads(60, 600, 10, notice=20, least_nodes=2, grow_every=900),
+        )
+        assert found[name] == dict(run.summary)
 
 
 @pytest.mark.parametrize("policies", [1, 4])
@@ -124,7 +151,9 @@ def test_the_number_of_seeds_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES or constant:SAMPLES"),
+        (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, "),
+        (["--policy", "norm-test:1"], 1, "NormTest(eta=1.0) needs the gradient noise, got noise=None; measure it, or"),
+        (["--policy", "constant:3", "--bounds", 9, 8], 1, "the upper one of bounds must be an integer >= 9, got 8; "),
         (["--policy", "constant:3", "--rule", "adascale"], 1, "AdaScaleRule() needs the gradient noise, got"),
         (
             ["--policy", "constant:3", "--policy", "constant:4", "--trace-out", "a.csv"],

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from variable_batch_size import cluster
+from variable_batch_size._validation import check_bounds
 from variable_batch_size.adaptive import Throughput
-from variable_batch_size.adaptive.table import POLICIES, parse_policy
+from variable_batch_size.adaptive.table import FORMS, parse_policy
 from variable_batch_size.cli import comparison, output
 from variable_batch_size.cli.options import (
     DURATION,
@@ -29,15 +30,16 @@ from variable_batch_size.cli.options import (
 )
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
 from variable_batch_size.simulation import simulate as simulate_run
 
-POLICY = " or ".join(f"{name}:SAMPLES" for name in POLICIES)
 SEEDS = 20
+EVERY = 100  # updates
 
 
 def simulate(
-    policy: Annotated[list[str], typer.Option(help=f"{POLICY}; several are compared.", show_default=False)],
+    policy: Annotated[list[str], typer.Option(help=f"{FORMS}; several are compared.", show_default=False)],
     samples_per_second: Annotated[
         float, typer.Option(help="Samples that a device computes in a second.", show_default=False)
     ],
@@ -64,7 +66,19 @@ def simulate(
     communication_seconds: CommunicationSeconds = 0.0,
     rule: Annotated[str, typer.Option(help="Learning-rate rule, which defines the progress of an update.")] = "linear",
     noise: Annotated[
-        Path | None, typer.Option(help="scalars.csv of a training that measured the gradient noise.")
+        Path | None,
+        typer.Option(help="scalars.csv of a training that measured the gradient noise, for rules and policies."),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Updates between two questions to a policy.",
+            min=1,
+            show_default=f"{EVERY} if a policy reads the noise, else it is asked at starts",
+        ),
+    ] = None,
+    bounds: Annotated[
+        tuple[int, int] | None, typer.Option(help="Least and largest batch size.", metavar="LOW HIGH")
     ] = None,
     devices_per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 1,
     microbatch: Annotated[int | None, typer.Option(help="Rows that a device computes at once.", min=1)] = None,
@@ -99,7 +113,8 @@ def simulate(
     """Simulate a training under capacity traces: time, cost and progress of each policy.
 
     Nodes that leave interrupt the training, which restarts from its last checkpoint. Progress is counted in updates at
-    --ref-batchsize, by the rule and, for adascale, the noise: it is a model, and no loss is simulated.
+    --ref-batchsize, by the rule and, for adascale, the noise: it is a model, and no loss is simulated. The policies
+    noise-scale, norm-test and goodput read the noise, too, and start from --ref-batchsize.
 
     With several traces (logs, or the options of `vbs capacity synthetic`), it prints the mean over the traces and its
     95% t interval: rates and shares of time, in which each trace counts once, however long it is. Policies are compared
@@ -120,11 +135,17 @@ def simulate(
         raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
     traces = {name: capacity.scaled(scale_time) for name, capacity in traces.items()}
     policies = {name: parse_policy(name) for name in policy}
+    if every is None and any(map(needs_noise, policies.values())):
+        every = EVERY
+    low, high = (1, ref_batchsize) if bounds is None else check_bounds(bounds)
     arguments: dict[str, Any] = {
         "throughput": Throughput.simple(samples_per_second, communication_seconds),
         "ref_batchsize": ref_batchsize,
         "rule": rule,
         "noise": None if noise is None else NoiseCurve.from_csv(noise),
+        "start": min(max(ref_batchsize, low), high),
+        "bounds": bounds,
+        "every": every,
         "minibatch_size": microbatch,
         "dataset_size": dataset_size,
         "devices_per_node": devices_per_node,
