@@ -62,7 +62,20 @@ def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(
     scalars.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n0,100,1\n300,2000,1\n900,500,0\n")
     limits = [] if bounds is None else ["--bounds", *bounds]
     names = ["noise-scale:1.5", "norm-test:0.5", "goodput:64-2048", "constant:128"]
-    command = ["simulate", LOG, *RATE, *COSTS, "--noise", scalars, "--rule", "adascale", *limits, *flags]
+    command = [
+        "simulate",
+        LOG,
+        *RATE,
+        *COSTS,
+        "--noise",
+        scalars,
+        "--rule",
+        "adascale",
+        *limits,
+        *flags,
+        "--max-progress",
+        2000,
+    ]
     found = run_json(*command, *policy_flags(names))
     for name in names:
         run = simulate(
@@ -76,6 +89,7 @@ def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(
             bounds=bounds,
             every=every,
             overheads=Overheads(60, 600, 10, notice=20, least_nodes=2, grow_every=900),
+            until=2000,
         )
         assert found[name] == dict(run.summary)
 

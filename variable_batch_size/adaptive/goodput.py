@@ -31,7 +31,7 @@ class Goodput:
 
     Use when: time counts, communication takes much of it, and the rule of the learning rate is AdaScale.
     Fails when: the gain does not predict what larger batches are worth, as in language models (see `NoiseScale`), or
-        the throughput was measured at other batch sizes and devices.
+    the throughput was measured at other batch sizes and devices.
     Source: Qiao et al. 2021, arXiv 2008.12260, sections 3 and 4.1.
 
     >>> from variable_batch_size.rules.base import Noise

@@ -16,7 +16,7 @@ class MultipleOf:
     """Controller that rounds the batch size of another one to the nearest multiple of `samples`, at least one.
 
     Use when: all microbatches are to be full: the multiple is the microbatch size, times the number of devices if that
-        does not change.
+    does not change.
     Fails when: the batch is a few times the multiple, so that rounding changes it by much.
     Source: none; `BatchTrace.round_to` is the same for a trace, and keeps the sum of the samples.
 

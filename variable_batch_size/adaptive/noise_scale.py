@@ -20,7 +20,7 @@ class NoiseScale:
 
     Use when: SGD on a task whose noise scale was seen to predict where larger batches stop helping.
     Fails when: training language models: their critical batch size differs from B_noise by orders of magnitude, and
-        changes otherwise during the training (Merrill et al. 2025, arXiv 2505.23971); measure it there.
+    changes otherwise during the training (Merrill et al. 2025, arXiv 2505.23971); measure it there.
     Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2.
 
     >>> from variable_batch_size.rules.base import Noise

@@ -22,9 +22,9 @@ class NormTest:
 
     Use when: batches are to grow with the training, from small ones, without a schedule to tune.
     Fails when: mu^2 becomes small, as it does near a minimum: the batch size grows without bound, and one bad estimate
-        is never taken back; limit it.
+    is never taken back; limit it.
     Source: Byrd et al. 2012, Mathematical Programming 134, section 3; Lau et al. 2024, arXiv 2412.21124, where the
-        samples of the test are microbatches, as in our estimate.
+    samples of the test are microbatches, as in our estimate.
 
     >>> from variable_batch_size.rules.base import Noise
     >>> NormTest(eta=0.5)(ControlInput(devices=1, batch_size=64, noise=Noise(sigma2=2000.0, mu2=1.0)))

@@ -21,7 +21,7 @@ class Smoothed:
 
     Use when: the estimate of the noise fluctuates by more than the batch size should.
     Fails when: the answers change at once for good reason, as when devices leave; or the controller compares with the
-        present batch size itself, as `Goodput` does.
+    present batch size itself, as `Goodput` does.
     Source: none.
 
     >>> from variable_batch_size.adaptive import ConstantBatch
