@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from rule_pages import description
 
@@ -243,6 +243,10 @@ def test_seesaw_lowers_the_learning_rate_by_the_root(samples: int, batch_size: i
         assert factor * math.sqrt(size / batch_size) == pytest.approx(math.sqrt(factor))
 
 
+def test_a_higher_learning_rate_makes_no_smaller_batch() -> None:
+    assert Seesaw(lambda samples: 1.5, 64, 128)(ControlInput(devices=1)) == 64
+
+
 @pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
 def test_a_schedule_returns_a_factor(factor: float) -> None:
     with pytest.raises(
@@ -284,6 +288,7 @@ def test_monotone_never_falls_in_a_training(
     assert (np.diff(sizes) >= 0).all()
 
 
+@example(LARGEST - 1, LARGEST, 0.1)  # rounding hides the difference
 @given(SIZES, SIZES, st.floats(0.1, 1))
 def test_smoothed_comes_closer_until_it_is_there(present: int, wanted: int, weight: float) -> None:
     controller = Smoothed(ConstantBatch(wanted), weight)

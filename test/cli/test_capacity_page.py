@@ -1,4 +1,4 @@
-"""The commands of docs/capacity.md run one after another, from a log to a training of MNIST; so do others on logs."""
+"""The commands of docs/capacity.md run, from a log to a training of MNIST, and those of docs/controllers.md."""
 
 from __future__ import annotations
 
