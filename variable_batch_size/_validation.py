@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the index imports this module, and nothing but the standard library
@@ -82,6 +83,19 @@ def check_int(
     if maximum is not None and number > maximum:
         raise value_error(f"{name} must be an integer >= {minimum} and <= {_power(maximum)}", _short(number), remedy)
     return number
+
+
+def check_bounds(value: object) -> tuple[int, int]:
+    """Return the least and the largest batch size, in samples.
+
+    Raises:
+        TypeError: if they are not two integers.
+        ValueError: if they are not in [1, 2**53] and in this order.
+    """
+    if not (isinstance(value, Sequence) and len(value) == 2):
+        raise type_error("bounds must be two integers", value, "pass (least, largest)")
+    low = check_int(value[0], "the lower one of bounds", 1, MAX_INT)
+    return low, check_int(value[1], "the upper one of bounds", low, MAX_INT)
 
 
 def check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

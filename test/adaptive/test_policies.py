@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from variable_batch_size.adaptive import ConstantBatch, ControlInput, Throughput
+from variable_batch_size.adaptive import (
+    ConstantBatch,
+    ControlInput,
+    Controller,
+    Goodput,
+    NoiseScale,
+    NormTest,
+    PerDevice,
+    Throughput,
+)
 from variable_batch_size.adaptive.table import POLICIES, parse_policy
 from variable_batch_size.data.microbatching import cut
 
@@ -23,18 +32,39 @@ def test_the_batch_follows_the_devices_or_nothing(samples: int, devices: int) ->
     assert parse_policy(f"constant:{samples}") == ConstantBatch(samples)
 
 
-@pytest.mark.parametrize("text", ["", "64", "per-device", "per-device:", "linear:64", "constant:-1", "constant:1.5"])
-def test_another_policy_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^a policy must be per-device:SAMPLES or constant:SAMPLES, .*; pass per-dev"):
+@pytest.mark.parametrize(
+    ("text", "controller"),
+    [
+        ("noise-scale:1", NoiseScale()),
+        ("noise-scale:0.25", NoiseScale(0.25)),
+        ("norm-test:0.5", NormTest(0.5)),
+        ("goodput:32-4096", Goodput((32, 4096))),
+    ],
+)
+def test_a_controller_is_named(text: str, controller: Controller) -> None:
+    assert parse_policy(text) == controller
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "64", "per-device", "per-device:", "linear:64", "constant:-1", "constant:1.5", "noise-scale:.5", "goodput:9"],
+)
+def test_another_policy_is_refused(text: str) -> None:
+    forms = "per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, norm-test:ETA or goodput:LOW-HIGH"
+    with pytest.raises(ValueError, match=rf"^a policy must be {forms}, got '{text}'; pass per-device:64$"):
         parse_policy(text)
 
 
-@pytest.mark.parametrize("policy", POLICIES.values())
-def test_a_policy_needs_a_positive_integer(policy: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be an integer >= 1, got 0; "):
-        policy(0)
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_needs_a_positive_number(name: str) -> None:
+    with pytest.raises(ValueError, match=r"must be (an integer >= 1|> 0), got 0(\.0)?; "):
+        parse_policy(f"{name}:0" + "-9" * (name == "goodput"))
+
+
+@pytest.mark.parametrize("kind", [PerDevice, ConstantBatch])
+def test_samples_are_an_integer(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"must be an integer >= 1, got 1\.5"):
-        policy(1.5)
+        kind(1.5)
 
 
 @given(SECONDS, SECONDS, SECONDS, SECONDS, st.floats(1, 10), st.integers(1, 500), st.integers(1, 9), st.integers(1, 20))

@@ -101,7 +101,11 @@ def test_public_traces_are_listed_and_named() -> None:
         ),
         (
             ["convert", LOG, "-o", "x.csv", "--policy", "linear:3"],
-            "a policy must be per-device:SAMPLES or constant:SAM",
+            "a policy must be per-device:SAMPLES, constant:SAM",
+        ),
+        (
+            ["convert", LOG, "-o", "x.csv", "--policy", "norm-test:1"],
+            "--policy must need no gradient noise, got norm-test:1; pass per-device:64, or use vbs simulate with",
         ),
         (["convert", LOG, "-o", "x.csv", "--policy", "constant:3"], "--policy needs the time of an update, got none; "),
         (

@@ -1,4 +1,4 @@
-"""The commands of docs/capacity.md run one after another, from a log to a training of MNIST."""
+"""The commands of docs/capacity.md run, from a log to a training of MNIST, and those of docs/controllers.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from helpers.pages import DOCS, ROOT, TOUR, commands
 
 TRACES = "replayed", "spot"
 SHORT = ["--samples", "3000", "--epochs", "2", "--target", "0"]  # of the training
+
+
+def test_the_commands_of_the_page_of_controllers() -> None:
+    for command in commands(DOCS / "controllers.md"):
+        done = run(*shlex.split(command), cwd=ROOT)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.split()[:3] == ["constant:512", "noise-scale:1", "goodput:64-4096"]
 
 
 def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:

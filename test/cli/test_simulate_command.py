@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.pages import ROOT
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.adaptive.table import parse_policy
-from variable_batch_size.simulation import Overheads, compare, means, simulate, sweep
+from variable_batch_size.simulation import NoiseCurve, Overheads, compare, means, simulate, sweep
 
 LOG = ROOT / "traces" / "spot_example.json"
 RATE = ("--samples-per-second", 20, "--ref-batchsize", 128)
@@ -53,6 +54,47 @@ def test_the_numbers_are_those_of_the_simulation(tmp_path: Path) -> None:
     assert len(vbs.BatchTrace.from_csv(path)) == found["per-device:16"]["updates"]
 
 
+@pytest.mark.parametrize(("flags", "every"), [([], 100), (["--every", 7], 7)])
+@pytest.mark.parametrize(("bounds", "start"), [(None, 128), ((200, 4000), 200), ((1, 100), 100)])
+def test_a_policy_that_reads_the_noise_is_asked_as_it_trains(
+    flags: list[Any], every: int, bounds: tuple[int, int] | None, start: int, tmp_path: Path
+) -> None:
+    scalars = tmp_path / "scalars.csv"
+    scalars.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n0,100,1\n300,2000,1\n900,500,0\n")
+    limits = [] if bounds is None else ["--bounds", *bounds]
+    names = ["noise-scale:1.5", "norm-test:0.5", "goodput:64-2048", "constant:128"]
+    command = [
+        "simulate",
+        LOG,
+        *RATE,
+        *COSTS,
+        "--noise",
+        scalars,
+        "--rule",
+        "adascale",
+        *limits,
+        *flags,
+        "--max-progress",
+        2000,
+    ]
+    found = run_json(*command, *policy_flags(names))
+    for name in names:
+        run = simulate(
+            cluster.read(LOG),
+            parse_policy(name),
+            throughput=Throughput.simple(20),
+            ref_batchsize=128,
+            rule="adascale",
+            noise=NoiseCurve.from_csv(scalars),
+            start=start,
+            bounds=bounds,
+            every=every,
+            overheads=Overheads(60, 600, 10, notice=20, least_nodes=2, grow_every=900),
+            until=2000,
+        )
+        assert found[name] == dict(run.summary)
+
+
 @pytest.mark.parametrize("policies", [1, 4])
 def test_policies_share_a_picture(policies: int, tmp_path: Path) -> None:
     picture = tmp_path / "new" / "run.png"
@@ -64,7 +106,9 @@ def test_policies_share_a_picture(policies: int, tmp_path: Path) -> None:
 def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path: Path) -> None:
     scaled = tmp_path / "scaled.csv"
     cluster.read(LOG).slice(3600, 86400).scaled(0.25).to_csv(scaled)
-    quarter = [value / 4 if name != "--least-nodes" else value for name, value in zip(COSTS[::2], COSTS[1::2], strict=True)]
+    quarter = [
+        value / 4 if name != "--least-nodes" else value for name, value in zip(COSTS[::2], COSTS[1::2], strict=True)
+    ]
     costs = [word for pair in zip(COSTS[::2], quarter, strict=True) for word in pair]
     command = [*RATE, *policy_flags(NAMES)]
     part = ["--start", 3600, "--stop", 86400, "--scale-time", 0.25]
@@ -122,7 +166,7 @@ def test_a_trace_without_an_update_is_shown(tmp_path: Path) -> None:
     assert "idle" in alone[1]
 
 
-def test_noise_chooses_the_rule() -> None:
+def test_noise_chooses_the_rule(tmp_path: Path) -> None:
     """Without it, every sample counts the same, which is said where policies are compared."""
     noise = ROOT / "traces" / "noise_example.csv"
     command = ["simulate", LOG, *RATE, *COSTS, *policy_flags(NAMES)]
@@ -131,6 +175,12 @@ def test_noise_chooses_the_rule() -> None:
     said = "Progress by the rule linear, whatever the noise; --noise FILE takes AdaScale's gain.\n"
     assert run_main(*command)[2] == said
     assert run_main(*command, "--noise", noise)[2] == ""
+    short = tmp_path / "scalars.csv"
+    short.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n0,100,1\n300,2000,1\n")
+    assert re.fullmatch(
+        rf"{short} ends at a progress of 300 updates; its last row holds up to [0-9.e+]+\.\n",
+        run_main(*command, "--noise", short)[2],
+    )
     assert run_main("simulate", LOG, *RATE, *COSTS, "--policy", NAMES[0])[2] == ""
 
 
@@ -153,7 +203,9 @@ def test_the_number_of_seeds_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES or constant:SAMPLES"),
+        (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, "),
+        (["--policy", "norm-test:1"], 1, "NormTest(eta=1.0) needs the gradient noise, got noise=None; measure it, or"),
+        (["--policy", "constant:3", "--bounds", 9, 8], 1, "the upper one of bounds must be an integer >= 9, got 8; "),
         (["--policy", "constant:3", "--rule", "adascale"], 1, "AdaScaleRule() needs the gradient noise, got"),
         (
             ["--policy", "constant:3", "--policy", "constant:4", "--trace-out", "a.csv"],

@@ -192,8 +192,7 @@ class SlowSimulation:
 
     def update(self, nodes: int, kill: Fraction, fresh: bool) -> bool:
         devices = nodes * self.devices_per_node
-        last = self.kept[-1].samples if self.kept else None
-        size, pending = self.batch_size(devices, last, fresh)
+        size, pending = self.batch_size(devices, fresh)
         samples = size
         if self.dataset_size is not None:
             samples = min(size, self.dataset_size - self.samples % self.dataset_size)
@@ -218,10 +217,11 @@ class SlowSimulation:
         gain = 1.0 if samples is None else adascale_gain(sigma2, mu2, samples, self.ref_batchsize)
         return Noise(sigma2, mu2, gain, self.updates)
 
-    def batch_size(self, devices: int, last: int | None, fresh: bool) -> tuple[int, list[tuple[int, int]]]:
+    def batch_size(self, devices: int, fresh: bool) -> tuple[int, list[tuple[int, int]]]:
         if isinstance(self.controller, BatchTrace):
             return self.controller.batch_size(self.updates), []
         pending = list(self.kept[-1].pending if self.kept else self.first_pending)
+        last = pending[-1][1] if pending else None
         if fresh or (self.every is not None and self.updates % self.every == 0):
             control: Callable[[ControlInput], int] = self.controller
             answer = control(

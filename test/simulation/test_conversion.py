@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
-from variable_batch_size.adaptive.table import Policy
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.simulation import to_batch_trace
 
@@ -18,7 +17,9 @@ ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4)), min_size=1, ma
 POLICY = st.one_of(st.integers(1, 40).map(PerDevice), st.integers(1, 40).map(ConstantBatch))
 
 
-def update_by_update(rows: list[tuple[int, int]], end: int, policy: Policy, rate: int, network: int) -> list[int]:
+def update_by_update(
+    rows: list[tuple[int, int]], end: int, policy: PerDevice | ConstantBatch, rate: int, network: int
+) -> list[int]:
     sizes: list[int] = []
     now = Fraction(0)
     while now < end:
@@ -36,7 +37,7 @@ def update_by_update(rows: list[tuple[int, int]], end: int, policy: Policy, rate
 @example([(0, 1), (10, 4)], 20, ConstantBatch(40), 1, 0)  # an update that does not end hides the devices to come
 @given(ROWS, st.integers(1, 60), POLICY, st.sampled_from([1, 2, 4, 8]), st.integers(0, 3))
 def test_updates_follow_one_another(
-    rows: list[tuple[int, int]], extra: int, policy: Policy, rate: int, network: int
+    rows: list[tuple[int, int]], extra: int, policy: PerDevice | ConstantBatch, rate: int, network: int
 ) -> None:
     end = rows[-1][0] + extra
     expected = update_by_update(rows, end, policy, rate, network)

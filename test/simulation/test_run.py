@@ -84,9 +84,9 @@ def test_a_lost_decision_is_made_again() -> None:
     found = run(controller=controller, every=30, start=128, delay=5, overheads=overheads)
     # Killed at 60, it goes back to the 29 updates of the save at 45.25, and asks again before update 30.
     assert asked == [
-        *[(0, 8, None), (30, 8, 512)],
-        *[(29, 4, 512), (30, 4, 512)],
-        *[(34, 8, 512), (60, 8, 512), (90, 8, 512)],
+        *[(0, 8, 128), (30, 8, 512)],
+        *[(29, 4, 512), (30, 4, 256)],
+        *[(34, 8, 256), (60, 8, 512), (90, 8, 512)],
     ]
     # The answers of 4 devices count from update 34 to 38, where that of the restart with 8 follows.
     assert found.trace == BatchTrace.from_runs([128, 512, 256, 512], [5, 29, 5, 67])

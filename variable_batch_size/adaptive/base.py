@@ -1,10 +1,17 @@
-"""What a controller gets and returns."""
+"""What a controller gets and returns, and what controllers share.
+
+A controller is a frozen dataclass in a file of its own. Its docstring has the equation and the lines "Use when:",
+"Fails when:" and "Source:". One that a string can name has a line in `variable_batch_size.adaptive.table`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from variable_batch_size._validation import MAX_INT, type_error, value_error
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.rules.base import Noise
 
@@ -16,12 +23,13 @@ class ControlInput:
 
     Attributes:
         devices: number of devices that compute them, >= 1.
-        batch_size: samples of the last update; None before the first one.
+        batch_size: the batch size that was chosen last, in samples, which they have if the controller returns it; None
+            if none was. The end of an epoch, which shortens an update, does not change it.
         minibatch_size: maximum number of rows of a microbatch; None if it is not known.
         updates: number of updates so far.
         samples: number of samples of all updates so far.
         progress: how far the training is, in updates at `ref_batchsize`.
-        noise: the gradient noise; None if it is not measured.
+        noise: the gradient noise, with the gain of an update of `batch_size`; None if it is not measured.
         throughput: the time of an update; None if it is not known.
     """
 
@@ -36,8 +44,53 @@ class ControlInput:
 
 
 class Controller(Protocol):
-    """Chooses the global batch size: a pure function."""
+    """Chooses the global batch size: a pure function.
+
+    The class of a controller may also define `needs_noise: ClassVar[bool] = True`, if it uses `ControlInput.noise`
+    (default: False).
+    """
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the number of samples of each of the next updates, >= 1."""
         ...
+
+
+def check_controller(value: object, name: str = "controller") -> None:
+    """Raise TypeError unless `value` is a callable object, such as an instance of a controller's class."""
+    if isinstance(value, type) or not callable(value):
+        raise type_error(f"{name} must be a callable object such as PerDevice(64)", value, "pass one")
+
+
+def required_noise(controller: Controller, input: ControlInput) -> Noise:
+    """Return the noise of the input; ValueError if it is not measured."""
+    if input.noise is None:
+        remedy = "measure it, or pass noise=NoiseCurve.from_csv(...) to simulate"
+        raise value_error(f"{controller} needs the gradient noise", "noise=None", remedy)
+    return input.noise
+
+
+def finite_noise_scale(controller: Controller, input: ControlInput) -> float | None:
+    """Return sigma^2 / mu^2, in samples; None before the first estimate, and while the estimate of mu^2 is not > 0.
+
+    Raises:
+        ValueError: if the noise is not measured.
+    """
+    scale = float(required_noise(controller, input).noise_scale)
+    return scale if math.isfinite(scale) else None
+
+
+def unchanged(controller: Controller, input: ControlInput) -> int:
+    """Return the batch size that was chosen last; ValueError if there is none."""
+    if input.batch_size is None:
+        requirement = f"{controller} needs a batch size to keep while it knows too little to choose one"
+        raise value_error(requirement, "batch_size=None", "pass start=")
+    return input.batch_size
+
+
+def as_samples(value: float, rounded: Callable[[float], int] = round) -> int:
+    """Return a number that is not nan as a batch size in [1, 2**53].
+
+    >>> as_samples(0.2), as_samples(99.5, math.ceil), as_samples(math.inf) == 2**53
+    (1, 100, True)
+    """
+    return rounded(min(max(value, 1), MAX_INT))

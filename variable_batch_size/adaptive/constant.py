@@ -14,6 +14,10 @@ from variable_batch_size.adaptive.base import ControlInput
 class ConstantBatch:
     """Controller that keeps the batch size, so that only the time of an update depends on the devices.
 
+    Use when: the updates are to be the same whatever devices there are; it is what others are compared with.
+    Fails when: there are more devices than the batch size keeps busy.
+    Source: this is what a training does without a controller.
+
     >>> ConstantBatch(1024)(ControlInput(devices=3))
     1024
 

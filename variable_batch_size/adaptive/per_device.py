@@ -14,8 +14,11 @@ from variable_batch_size.adaptive.base import ControlInput
 class PerDevice:
     """Controller whose batch size follows the devices: B = samples * devices.
 
-    Every device computes equally many samples of each update, as in the elastic trainings of André, Strati and Klimovic
-    (DistributedML 2022).
+    Every device computes equally many samples of each update.
+
+    Use when: devices come and go, and the microbatch is to stay.
+    Fails when: there are many devices: an update is then worth less than its samples cost.
+    Source: the elastic trainings of André, Strati and Klimovic, DistributedML 2022.
 
     >>> PerDevice(64)(ControlInput(devices=3))
     192

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, final
 
 from variable_batch_size._validation import value_error
+from variable_batch_size.adaptive.base import Controller
 from variable_batch_size.adaptive.constant import ConstantBatch
+from variable_batch_size.adaptive.goodput import Goodput
+from variable_batch_size.adaptive.noise_scale import NoiseScale
+from variable_batch_size.adaptive.norm_test import NormTest
 from variable_batch_size.adaptive.per_device import PerDevice
 
-Policy: TypeAlias = PerDevice | ConstantBatch
+INTEGER = "[0-9]{1,16}"
+NUMBER = r"[0-9]{1,16}(?:\.[0-9]{1,16})?"
 
-POLICIES: Mapping[str, Callable[[int], Policy]] = MappingProxyType({"per-device": PerDevice, "constant": ConstantBatch})
+
+@final
+class Argument(NamedTuple):
+    """What follows the name of a controller and a colon: its name in messages, its form, and what it makes."""
+
+    name: str
+    pattern: str  # with one group for each argument of `make`
+    make: Callable[..., Controller]
 
 
-def parse_policy(text: str) -> Policy:
+POLICIES: Mapping[str, Argument] = MappingProxyType(
+    {
+        "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(int(samples))),
+        "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(int(samples))),
+        "noise-scale": Argument("FACTOR", f"({NUMBER})", lambda factor: NoiseScale(float(factor))),
+        "norm-test": Argument("ETA", f"({NUMBER})", lambda eta: NormTest(float(eta))),
+        "goodput": Argument("LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((int(low), int(high)))),
+    }
+)
+*_OTHERS, _LAST = (f"{policy}:{argument.name}" for policy, argument in POLICIES.items())
+FORMS = f"{', '.join(_OTHERS)} or {_LAST}"
+
+
+def parse_policy(text: str) -> Controller:
     """Return the controller that a string names.
 
-    >>> parse_policy("per-device:64"), parse_policy("constant:1024")
-    (PerDevice(samples=64), ConstantBatch(batch_size=1024))
+    >>> parse_policy("per-device:64"), parse_policy("goodput:32-4096")
+    (PerDevice(samples=64), Goodput(bounds=(32, 4096), threshold=0.05))
 
     Raises:
-        ValueError: if it is not the name of a controller, a colon and an integer >= 1.
+        ValueError: if it is not the name of a controller, a colon and its argument.
     """
-    name, _, samples = text.partition(":")
-    if name not in POLICIES or not (samples.isdecimal() and samples.isascii() and 0 < len(samples) <= 16):
-        forms = " or ".join(f"{name}:SAMPLES" for name in POLICIES)
-        raise value_error(f"a policy must be {forms}, with an integer >= 1", f"{text!r:.60}", "pass per-device:64")
-    return POLICIES[name](int(samples))
+    name, _, given = text.partition(":")
+    found = re.fullmatch(POLICIES[name].pattern, given) if name in POLICIES else None
+    if found is None:
+        raise value_error(f"a policy must be {FORMS}", f"{text!r:.60}", "pass per-device:64")
+    return POLICIES[name].make(*found.groups())

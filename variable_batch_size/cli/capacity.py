@@ -10,7 +10,8 @@ import numpy as np
 import typer
 
 from variable_batch_size import cluster
-from variable_batch_size.adaptive.table import POLICIES, parse_policy
+from variable_batch_size._validation import value_error
+from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cli import output
 from variable_batch_size.cli.options import (
     DURATION,
@@ -33,6 +34,7 @@ from variable_batch_size.cli.options import (
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation import to_batch_trace
 
 DECADE = 10 * 365 * 86400  # seconds
@@ -48,7 +50,6 @@ Inverted = Annotated[
     typer.Option(help="Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1),
 ]
 MaxGap = Annotated[float | None, typer.Option(help="Seconds without a row after which there are 0 nodes.", min=0)]
-POLICY = f"{' or '.join(f'{name}:SAMPLES' for name in POLICIES)}."
 
 
 @app.command()
@@ -95,7 +96,9 @@ def show(
 def convert(
     log: Log,
     out: Out,
-    policy: Annotated[str | None, typer.Option(help=f"The global batch size: {POLICY}")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The global batch size: per-device:SAMPLES or constant:SAMPLES.")
+    ] = None,
     samples_per_second: SamplesPerSecond = None,
     communication_seconds: CommunicationSeconds = 0.0,
     devices_per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 1,
@@ -131,6 +134,9 @@ def convert(
         say(out, f"{capacity.changes:,} changes in {output.duration(capacity.end)}")
         return
     controller = parse_policy(policy)
+    if needs_noise(controller):
+        remedy = "pass per-device:64, or use vbs simulate with --noise and --trace-out"
+        raise value_error("--policy must need no gradient noise", policy, remedy)
     if model is None:
         raise ValueError("--policy needs the time of an update, got none; pass --samples-per-second")
     trace = to_batch_trace(capacity, controller, model, minibatch_size=microbatch, max_updates=max_updates)

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from variable_batch_size import cluster
+from variable_batch_size._validation import check_bounds
 from variable_batch_size.adaptive import Throughput
-from variable_batch_size.adaptive.table import POLICIES, parse_policy
+from variable_batch_size.adaptive.table import FORMS, parse_policy
 from variable_batch_size.cli import comparison, output
 from variable_batch_size.cli.options import (
     DURATION,
@@ -36,12 +37,12 @@ from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
 from variable_batch_size.simulation import simulate as simulate_run
 
-POLICY = " or ".join(f"{name}:SAMPLES" for name in POLICIES)
 SEEDS = 20
+EVERY = 100  # updates
 
 
 def simulate(
-    policy: Annotated[list[str], typer.Option(help=f"{POLICY}; several are compared.", show_default=False)],
+    policy: Annotated[list[str], typer.Option(help=f"{FORMS}; several are compared.", show_default=False)],
     samples_per_second: Annotated[
         float, typer.Option(help="Samples that a device computes in a second.", show_default=False)
     ],
@@ -75,7 +76,19 @@ def simulate(
         ),
     ] = None,
     noise: Annotated[
-        Path | None, typer.Option(help="scalars.csv of a training that measured the gradient noise.")
+        Path | None,
+        typer.Option(help="scalars.csv of a training that measured the gradient noise, for rules and policies."),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Updates between two questions to a policy.",
+            min=1,
+            show_default=f"{EVERY} if a policy reads the noise, else it is asked at starts",
+        ),
+    ] = None,
+    bounds: Annotated[
+        tuple[int, int] | None, typer.Option(help="Least and largest batch size.", metavar="LOW HIGH")
     ] = None,
     devices_per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 1,
     microbatch: Annotated[int | None, typer.Option(help="Rows that a device computes at once.", min=1)] = None,
@@ -120,7 +133,8 @@ def simulate(
     """Simulate a training under capacity traces: time, cost and progress of each policy.
 
     Nodes that leave interrupt the training, which restarts from its last checkpoint. Progress is counted in updates at
-    --ref-batchsize, by the rule and, for adascale, the noise: it is a model, and no loss is simulated.
+    --ref-batchsize, by the rule and, for adascale, the noise: it is a model, and no loss is simulated. The policies
+    noise-scale, norm-test and goodput read the noise, too, and start from --ref-batchsize.
 
     With several traces (logs, or the options of `vbs capacity synthetic`), it prints the mean over the traces and its
     95% t interval: rates and shares of time, in which each trace counts once, however long it is. Policies are compared
@@ -141,14 +155,22 @@ def simulate(
         raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
     traces = {name: capacity.slice(start, stop).scaled(scale_time) for name, capacity in traces.items()}
     rule = rule or ("linear" if noise is None else "adascale")
-    if noise is not None and not needs_noise(rules_for_groups(rule, 1)[0]):
-        raise ValueError(f"--noise is for a rule that reads the noise, got --rule {rule}; pass --rule adascale")
     policies = {name: parse_policy(name) for name in policy}
+    reads_noise = any(map(needs_noise, policies.values()))
+    if noise is not None and not (reads_noise or needs_noise(rules_for_groups(rule, 1)[0])):
+        raise ValueError(f"--noise is for a rule that reads the noise, got --rule {rule}; pass --rule adascale")
+    if every is None and reads_noise:
+        every = EVERY
+    low, high = (1, ref_batchsize) if bounds is None else check_bounds(bounds)
+    curve = None if noise is None else NoiseCurve.from_csv(noise)
     arguments: dict[str, Any] = {
         "throughput": Throughput.simple(samples_per_second, communication_seconds),
         "ref_batchsize": ref_batchsize,
         "rule": rule,
-        "noise": None if noise is None else NoiseCurve.from_csv(noise),
+        "noise": curve,
+        "start": min(max(ref_batchsize, low), high),
+        "bounds": bounds,
+        "every": every,
         "minibatch_size": microbatch,
         "dataset_size": dataset_size,
         "devices_per_node": devices_per_node,
@@ -170,17 +192,22 @@ def simulate(
         raise ValueError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
     if len(traces) > 1:
         table = sweep(traces, policies, **arguments)
+        farthest = float(table["progress"].max())
         comparison.print_sweep(table, json)
         draw = partial(plot_sweep, table)
     else:
         (capacity,) = traces.values()
         runs = {name: simulate_run(capacity, controller, **arguments) for name, controller in policies.items()}
         comparison.print_runs(runs, json)
+        farthest = max(run.summary["progress"] for run in runs.values())
         draw = partial(plot_runs, runs)
         if trace_out is not None:
             trace = runs[policy[0]].trace
             trace.to_csv(trace_out)
             say(trace_out, describe(trace))
+    if not json and curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
+        last = f"{curve.progress[-1]:.6g} updates"
+        typer.echo(f"{noise} ends at a progress of {last}; its last row holds up to {farthest:.6g}.", err=True)
     if not json and save_every is None and not notice:
         typer.echo("No --save-every and no --notice: a preemption loses everything since the last stop.", err=True)
     if not json and noise is None and len(policies) > 1:

@@ -152,8 +152,8 @@ def check_rule(rule: object) -> None:
         raise type_error(requirement, rule, "pass vbs.LinearRule() or a name in vbs.RULES")
 
 
-def needs_noise(rule: Rule) -> bool:
-    """Return whether the rule uses the gradient noise."""
+def needs_noise(rule: object) -> bool:
+    """Return whether a rule, or a controller, uses the gradient noise."""
     return bool(getattr(rule, "needs_noise", False))
 
 

@@ -70,11 +70,6 @@ class Course:
         """Return the samples of the epoch then under way that are used after them."""
         return 0 if self._dataset_size is None else (self._used + self.samples(updates)) % self._dataset_size
 
-    def last(self, updates: int) -> int:
-        """Return the samples of the last one of them."""
-        after = updates - self._first
-        return self._sizes[0 if after < 0 or after % self._epoch else min(after, 1) + 1]
-
     def ended_by(self, begin: float, end: float) -> int:
         """Return how many updates end by the time `end`, if the first one begins at `begin`."""
         most = int(min((end - begin) / min(self._seconds_of), MAX_INT)) + 2

@@ -61,7 +61,7 @@ class Engine:
     restarts: int = 0
 
     def __post_init__(self) -> None:
-        self._position = Position(0, 0, 0.0, 0, None, self.sizes.initial)
+        self._position = Position(0, 0, 0.0, 0, self.sizes.initial)
         self._saved = Checkpoint(0.0, self._position, 0, 0)
         self._writing: Checkpoint | None = None
         self._cause: Cause = "start"
@@ -166,9 +166,10 @@ class Engine:
 
     def _input(self, devices: int) -> ControlInput:
         done, model = self._position, self.model
-        noise = model.noise_of(done.progress, done.updates, done.last)
+        chosen = done.answers[-1][1] if done.answers else None
+        noise = model.noise_of(done.progress, done.updates, chosen)
         return ControlInput(
-            devices, done.last, model.minibatch_size, done.updates, done.samples, done.progress, noise, model.throughput
+            devices, chosen, model.minibatch_size, done.updates, done.samples, done.progress, noise, model.throughput
         )
 
     def _save(self, nodes: int, kill: float, blocking: bool) -> bool:

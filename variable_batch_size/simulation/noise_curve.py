@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import os
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.rules.adascale import adascale_gain
 from variable_batch_size.rules.base import Noise
 
-_BEYOND = 1.5  # times the progress of the last row
 COLUMNS = ("vbs/progress", "vbs/sigma2", "vbs/mu2")
 
 
@@ -33,7 +31,7 @@ class NoiseCurve:
 
     Args:
         progress: from where on each row holds, in updates at `ref_batchsize`, strictly ascending, (rows,). The first
-            row also holds before.
+            row also holds before, and the last one from there on, however long the training is.
         sigma2: variance of the gradient of one sample, >= 0, (rows,).
         mu2: squared norm of the true gradient, >= 0, and > 0 where `sigma2` is 0, (rows,).
 
@@ -98,16 +96,6 @@ class NoiseCurve:
         """
         row = max(0, bisect_right(self.progress, progress) - 1)
         return Noise(self.sigma2[row], self.mu2[row], gain, updates)
-
-    def check_covers(self, progress: float) -> None:
-        """Warn if a training goes on far beyond the last row, from which nothing is known of its noise."""
-        if len(self.progress) > 1 and progress > _BEYOND * self.progress[-1]:
-            warnings.warn(
-                f"The noise is known up to a progress of {self.progress[-1]:.6g}, and is taken as constant from there "
-                f"to {progress:.6g}, where the training ends",
-                UserWarning,
-                stacklevel=3,
-            )
 
     def gain(self, progress: float, batch_size: int, ref_batchsize: int) -> float:
         """Return AdaScale's gain of an update, see `adascale_gain`."""

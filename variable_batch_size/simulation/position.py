@@ -16,7 +16,6 @@ class Position(NamedTuple):
     samples: int
     progress: float
     used: int  # samples of the epoch under way
-    last: int | None  # samples of the last update
     answers: Answers
 
     def after(self, course: Course, updates: int, answers: Answers) -> Position:
@@ -26,6 +25,5 @@ class Position(NamedTuple):
             self.samples + course.samples(updates),
             self.progress + course.progress(updates),
             course.used(updates),
-            course.last(updates),
             answers,
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from variable_batch_size._validation import (
     MAX_INT,
+    check_bounds,
     check_choice,
     check_int,
     check_number,
@@ -103,9 +104,6 @@ def simulate(
         ValueError: if an argument is not in its range, a batch is larger than the dataset, or the rule needs
             `ref_batchsize` or `noise` and there is none.
         TraceEndError: if a batch trace with `on_end="error"` ends before the training.
-
-    Warns:
-        UserWarning: if the training goes on far beyond the last row of the noise, which then holds.
     """
     for value, name, kind in (
         (capacity, "capacity", CapacityTrace),
@@ -140,8 +138,6 @@ def simulate(
     rented = priced(capacity, prices)
     price = None if on_demand is None else check_number(on_demand, "on_demand", "pass the price of a node-hour")
     engine.run()
-    if noise is not None:
-        noise.check_covers(engine.position.progress)
     summary = _summary(engine, rented, price)
     return Run(summary, rented, tuple(merged(engine.intervals)), tuple(engine.runs), model.devices_per_node)
 
@@ -164,11 +160,7 @@ def _sizes(
     """Return the batch sizes of a controller, or of a batch trace."""
     delay = check_int(delay, "delay", 0, MAX_INT)
     if callable(controller) and not isinstance(controller, type):
-        if bounds is not None and not (isinstance(bounds, Sequence) and len(bounds) == 2):
-            raise type_error("bounds must be two integers", bounds, "pass (least, largest)")
-        low, high = bounds or (1, MAX_INT)
-        low = check_int(low, "the lower one of bounds", 1, MAX_INT)
-        high = check_int(high, "the upper one of bounds", low, MAX_INT)
+        low, high = (1, MAX_INT) if bounds is None else check_bounds(bounds)
         interval = None if every is None else check_int(every, "every", 1, MAX_INT)
         first = () if start is None else ((0, check_int(start, "start", low, high)),)
         return OfController(controller, low, high, interval, delay, first)

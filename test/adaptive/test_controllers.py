@@ -1,0 +1,367 @@
+"""The contract of every controller, and what each one computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from rule_pages import description
+
+from helpers import controllers
+from helpers.controllers import EXAMPLES, WITH_TRACE, Halving
+from variable_batch_size import adaptive
+from variable_batch_size.adaptive import (
+    After,
+    Bounded,
+    ConstantBatch,
+    ControlInput,
+    Controller,
+    Goodput,
+    Monotone,
+    MultipleOf,
+    NoiseScale,
+    NormTest,
+    PerDevice,
+    Seesaw,
+    Smoothed,
+    Throughput,
+)
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.rules import adascale_gain
+from variable_batch_size.rules.base import Noise, needs_noise
+from variable_batch_size.simulation import NoiseCurve, Overheads, simulate
+
+LARGEST = 2**53
+SIZES = st.integers(1, LARGEST) | st.integers(1, 5000)
+ESTIMATES = st.floats() | st.sampled_from([0.0, math.nan, math.inf, 1e-300, 1e300]) | st.floats(0, 1e6)
+THROUGHPUTS = st.builds(
+    Throughput, st.floats(0, 10), st.floats(1e-9, 1), st.floats(0, 10), st.floats(0, 1), st.floats(1, 10)
+)
+INPUTS = st.builds(
+    ControlInput,
+    devices=st.integers(1, 2**20),
+    batch_size=SIZES,
+    minibatch_size=st.none() | SIZES,
+    updates=st.integers(0, LARGEST),
+    samples=st.integers(0, LARGEST) | st.integers(0, 10**5),
+    progress=st.floats(0, 1e15),
+    noise=st.builds(Noise, ESTIMATES, ESTIMATES),
+    throughput=st.none() | THROUGHPUTS,
+)
+UNKNOWN = Noise(math.nan, math.nan)
+LATE = 10**7  # samples: after every handover
+ALL = [*EXAMPLES, WITH_TRACE]
+every_controller = pytest.mark.parametrize("controller", ALL, ids=str)
+every_reader_of_noise = pytest.mark.parametrize("controller", [*filter(needs_noise, ALL)], ids=str)
+
+
+def test_every_controller_has_an_example() -> None:
+    classes = {name for name in adaptive.__all__ if "__call__" in vars(getattr(adaptive, name))}
+    assert {type(controller).__name__ for controller in EXAMPLES} == classes - {"Controller"}
+
+
+@every_controller
+@given(input=INPUTS)
+def test_it_is_a_pure_function_to_a_batch_size(controller: Controller, input: ControlInput) -> None:
+    size = controller(input)
+    assert type(size) is int
+    assert 1 <= size <= LARGEST
+    assert controller(dataclasses.replace(input)) == size
+
+
+@every_controller
+def test_it_is_a_value(controller: Any) -> None:
+    same = dataclasses.replace(controller)
+    assert same == controller
+    assert hash(same) == hash(controller)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(controller, dataclasses.fields(controller)[0].name, 1)
+
+
+@pytest.mark.parametrize("controller", EXAMPLES, ids=str)
+def test_its_repr_makes_it_again(controller: Controller) -> None:
+    assert eval(repr(controller), vars(controllers)) == controller
+
+
+@every_controller
+def test_it_describes_itself(controller: Controller) -> None:
+    assert {"Use when", "Fails when", "Source"} <= set(description(type(controller)))
+
+
+@every_reader_of_noise
+def test_it_refuses_to_do_without_the_noise(controller: Controller) -> None:
+    with pytest.raises(ValueError, match=r"^\w+\(.*\) needs the gradient noise, got noise=None; measure it, or pass "):
+        controller(ControlInput(devices=1, batch_size=8, samples=LATE))
+
+
+@every_reader_of_noise
+@pytest.mark.parametrize("noise", [UNKNOWN, Noise(math.inf, math.inf), Noise(math.nan, 1.0)], ids=str)
+def test_it_keeps_the_batch_size_until_it_knows_the_noise(controller: Controller, noise: Noise) -> None:
+    input = ControlInput(devices=1, batch_size=96, samples=LATE, noise=noise, throughput=Throughput.simple(100))
+    assert controller(input) == 96
+    with pytest.raises(ValueError, match=r"^\w+\(.*\) needs a batch size to keep while it .*, got batch_size=None; pa"):
+        controller(dataclasses.replace(input, batch_size=None))
+
+
+@pytest.mark.parametrize("controller", [NoiseScale(), NormTest(0.5)], ids=str)
+def test_an_estimate_that_is_not_positive_gives_no_noise_scale(controller: Controller) -> None:
+    for mu2 in (0.0, -1.0):
+        assert controller(ControlInput(devices=1, batch_size=96, noise=Noise(10.0, mu2))) == 96
+
+
+CAPACITY = CapacityTrace([0, 40, 90, 200, 420], [2, 4, 1, 3, 2], 1e9)
+CURVE = NoiseCurve([0, 20, 60, 61], [3e3, 9e4, 2e4, 1.0], [10.0, 20.0, 9.0, 0.0])
+ARGUMENTS: dict[str, Any] = {
+    "throughput": Throughput(0.01, 0.002, 0.4, 0.05, 1.5),
+    "ref_batchsize": 64,
+    "rule": "adascale",
+    "noise": CURVE,
+    "minibatch_size": 48,
+    "until": 150,
+    "by": "updates",
+}
+
+
+@every_controller
+@given(
+    every=st.none() | st.integers(1, 20),
+    delay=st.integers(0, 30),
+    dataset_size=st.none() | st.integers(1000, 5000),
+    overheads=st.none() | st.just(Overheads(restart=3, notice=1e6)),
+)
+def test_its_record_makes_the_same_training(
+    controller: Controller, every: int | None, delay: int, dataset_size: int | None, overheads: Overheads | None
+) -> None:
+    arguments = ARGUMENTS | {"dataset_size": dataset_size, "overheads": overheads}
+    bounds = None if dataset_size is None else (1, dataset_size)
+    run = simulate(CAPACITY, controller, start=64, bounds=bounds, every=every, delay=delay, **arguments)
+    again = simulate(CAPACITY, run.trace, **arguments)
+    assert again.trace == run.trace
+    assert run.summary["updates"] == 150
+    assert again.summary == pytest.approx(run.summary, rel=1e-9)
+
+
+@given(st.integers(1, 10**6), st.integers(-20, 10), st.integers(-3, 3), st.integers(1, 50))
+def test_they_end_at_the_right_batch_size(sigma2: int, mu2: int, factor: int, every: int) -> None:
+    """All numbers but sigma2 are powers of 2, so that each is right to the last bit."""
+    curve = NoiseCurve.constant(sigma2, 2.0**mu2)
+    scale = Fraction(sigma2) / Fraction(2) ** mu2
+    right = {
+        NoiseScale(2.0**factor): max(1, round(scale * Fraction(2) ** factor)),
+        NormTest(2.0**factor): max(64, math.ceil(scale / Fraction(2) ** (2 * factor))),
+    }
+    capacity = CapacityTrace([0], [2], 1e18)
+    for controller, size in right.items():
+        run = simulate(capacity, controller, start=64, every=every, delay=5, **(ARGUMENTS | {"noise": curve}))
+        assert run.trace.batch_size(149) == size
+
+
+def geometric(low: int, high: int) -> set[int]:
+    return {*np.rint(np.geomspace(low, high)).astype(int).tolist(), low, high}
+
+
+@given(st.integers(1, 10**5), st.integers(0, 10**6), st.none() | SIZES)
+def test_the_candidates_are_a_grid_with_the_bounds_and_the_present_size(
+    low: int, more: int, present: int | None
+) -> None:
+    high = low + more
+    found = Goodput((low, high)).candidates(present)
+    assert found == sorted(set(found))
+    assert (found[0], found[-1]) == (low, high)
+    assert (present in found) == (present is not None and low <= present <= high)
+    ratio = (high / low) ** (1 / 49)
+    assert all(after <= (before + 0.5) * ratio + 0.5001 for before, after in itertools.pairwise(found))
+
+
+def test_goodput_is_the_best_of_all_candidates_of_1000_models() -> None:
+    for seed in range(1000):
+        check_goodput(np.random.default_rng(seed))
+
+
+def check_goodput(random: np.random.Generator) -> None:
+    """Throughput times efficiency, as Pollux writes them, for a random reference."""
+    number = lambda low, high: float(np.exp(random.uniform(np.log(low), np.log(high))))  # noqa: E731
+    model = Throughput(number(1e-3, 1), number(1e-5, 1e-2), number(1e-3, 10), number(1e-4, 1), random.uniform(1, 10))
+    sigma2, mu2, devices = number(1, 1e6), number(1e-3, 1e2), int(number(1, 100))
+    microbatch = None if random.random() < 0.3 else int(number(1, 1000))
+    low = int(number(1, 1000))
+    high, reference, present = (int(low * number(1, 1000)) for _ in range(3))
+    threshold = random.choice([0.0, 0.05, 0.5])
+
+    def goodput(size: int) -> float:
+        gain = adascale_gain(sigma2, mu2, size, reference)
+        return size / model.seconds(size, devices, microbatch) * gain / (size / reference)
+
+    controller = Goodput((low, high), threshold)
+    input = ControlInput(devices, present, microbatch, noise=Noise(sigma2, mu2), throughput=model)
+    sizes = controller.candidates(present)
+    assert geometric(low, high) <= set(sizes)
+    best = max(map(goodput, sizes))
+    found = controller(input)
+    if present in sizes and found == present:
+        assert best <= (1 + threshold) * goodput(present) * (1 + 1e-12)
+    else:
+        assert found in sizes
+        assert goodput(found) >= best * (1 - 1e-12)
+        assert present not in sizes or best > (1 + threshold) * goodput(present) * (1 - 1e-12)
+    without = controller(dataclasses.replace(input, batch_size=None))
+    assert goodput(without) >= max(map(goodput, controller.candidates(None))) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(("noise_scale", "devices", "seconds"), [(900, 4, 1), (5000, 16, 0.3), (300, 2, 9)])
+def test_the_best_goodput_of_a_linear_model(noise_scale: float, devices: int, seconds: float) -> None:
+    """With rate r a device and c seconds of communication it is at B = sqrt(B_noise * R * r * c)."""
+    model = Throughput.simple(samples_per_second=1000, communication_seconds=seconds)
+    found = Goodput((100, 10**5))(ControlInput(devices, noise=Noise(noise_scale, 1.0), throughput=model))
+    best = math.sqrt(noise_scale * devices * 1000 * seconds)
+    assert abs(math.log(found / best)) < math.log(1000) / 49
+
+
+def test_equal_goodputs_take_the_smaller_batch() -> None:
+    """Without noise, and with one row of each device, an update is worth the same and takes the same seconds."""
+    input = ControlInput(devices=100, noise=Noise(0.0, 1.0), throughput=Throughput.simple(100))
+    assert Goodput((3, 90))(input) == 3
+    assert Goodput((3, 90))(dataclasses.replace(input, batch_size=50)) == 50
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5000))
+def test_seesaw_lowers_the_learning_rate_by_the_root(samples: int, batch_size: int) -> None:
+    schedule, critical = Halving(10_000, 900_000), 16 * batch_size
+    size = Seesaw(schedule, batch_size, critical)(ControlInput(devices=1, samples=samples))
+    factor = schedule(samples)
+    assert size == (min(batch_size / factor, critical) if factor else critical)
+    if size < critical:
+        assert factor * math.sqrt(size / batch_size) == pytest.approx(math.sqrt(factor))
+
+
+def test_a_higher_learning_rate_makes_no_smaller_batch() -> None:
+    assert Seesaw(lambda samples: 1.5, 64, 128)(ControlInput(devices=1)) == 64
+
+
+@pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
+def test_a_schedule_returns_a_factor(factor: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"^schedule\(7\) must be a finite number >= 0, got .*; let it return a factor"
+    ):
+        Seesaw(lambda samples: factor, 8, 16)(ControlInput(devices=1, samples=7))
+
+
+@given(INPUTS, SIZES, SIZES, SIZES)
+def test_bounds_hold(input: ControlInput, wanted: int, one: int, other: int) -> None:
+    low, high = sorted([one, other])
+    assert Bounded(ConstantBatch(wanted), low, high)(input) == sorted([low, wanted, high])[1]
+
+
+@given(INPUTS, SIZES)
+def test_monotone_is_the_larger_one(input: ControlInput, wanted: int) -> None:
+    assert Monotone(ConstantBatch(wanted))(input) == max(wanted, input.batch_size or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wild:
+    salt: int
+
+    def __call__(self, input: ControlInput) -> int:
+        return 1 + (input.updates * 37 + input.devices * 11 + self.salt) % 97
+
+
+@pytest.mark.parametrize("overheads", [None, Overheads(restart=2, save_every=20)])
+@given(
+    salt=st.integers(0, 99), every=st.integers(1, 9), delay=st.integers(0, 30), size=st.none() | st.integers(100, 300)
+)
+def test_monotone_never_falls_in_a_training(
+    salt: int, every: int, delay: int, size: int | None, overheads: Overheads | None
+) -> None:
+    """Whatever the end of an epoch has shortened, is still to come, or was lost."""
+    arguments = ARGUMENTS | {"dataset_size": size, "overheads": overheads}
+    run = simulate(CAPACITY, Monotone(Wild(salt)), start=20, every=every, delay=delay, **arguments)
+    sizes = run.trace.batch_sizes(np.arange(len(run.trace)))
+    assert (np.diff(sizes) >= 0).all()
+
+
+@example(LARGEST - 1, LARGEST, 0.1)  # rounding hides the difference
+@given(SIZES, SIZES, st.floats(0.1, 1))
+def test_smoothed_comes_closer_until_it_is_there(present: int, wanted: int, weight: float) -> None:
+    controller = Smoothed(ConstantBatch(wanted), weight)
+    for _ in range(1000):
+        size = controller(ControlInput(devices=1, batch_size=present))
+        if present == wanted:
+            assert size == wanted
+            break
+        assert min(present, wanted) <= size <= max(present, wanted)
+        assert size != present
+        mean = present ** (1 - weight) * wanted**weight
+        assert abs(size - mean) <= 1 + 1e-9 * mean
+        present = size
+    assert present == wanted
+
+
+@given(INPUTS, SIZES, st.integers(1, 5000))
+def test_multiples_are_the_nearest(input: ControlInput, wanted: int, samples: int) -> None:
+    size = MultipleOf(ConstantBatch(wanted), samples)(input)
+    assert size % samples == 0
+    assert abs(size - wanted) <= samples / 2 or size == samples or size + samples > LARGEST
+
+
+@given(INPUTS, st.integers(0, 10**5))
+def test_after_hands_over_at_a_sample(input: ControlInput, samples: int) -> None:
+    size = After(samples, ConstantBatch(7), PerDevice(3))(input)
+    assert size == (7 if input.samples < samples else 3 * input.devices)
+
+
+def test_after_follows_a_batch_trace() -> None:
+    run = simulate(CAPACITY, WITH_TRACE, every=1, **(ARGUMENTS | {"noise": NoiseCurve.constant(800, 2)}))
+    # 10 updates of 100, and 20 of 200, are 5000 samples.
+    assert [run.trace.batch_size(step) for step in (0, 9, 10, 29, 30, 149)] == [100, 100, 200, 200, 400, 400]
+
+
+@given(INPUTS, st.sampled_from([0.25, 4]))
+def test_the_noise_scale_has_no_unit(input: ControlInput, unit: float) -> None:
+    """The loss times a constant multiplies sigma^2 and mu^2, and changes no batch size."""
+    noise = input.noise
+    assert noise is not None
+    assume(all(abs(value) < 1e290 and not 0 < abs(value) < 1e-290 for value in (noise.sigma2, noise.mu2)))
+    other = dataclasses.replace(input, noise=Noise(noise.sigma2 * unit, noise.mu2 * unit))
+    for controller in EXAMPLES:
+        assert controller(other) == controller(input)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: NoiseScale(0), ValueError, r"^factor must be > 0, got 0; "),
+        (lambda: NoiseScale("1"), TypeError, r"^factor must be a finite number >= 0, got '1' \(str\); "),
+        (lambda: NormTest(math.inf), ValueError, r"^eta must be a finite number >= 0, got inf; "),
+        (lambda: Goodput((9, 8)), ValueError, r"^the upper one of bounds must be an integer >= 9, got 8; "),
+        (lambda: Goodput(64), TypeError, r"^bounds must be two integers, got 64 \(int\); pass \(least, largest\)$"),
+        (lambda: Goodput((1, 2), -1), ValueError, r"^threshold must be a finite number >= 0, got -1; "),
+        (lambda: Seesaw(0.5, 8, 9), TypeError, r"^schedule must be a function of the samples so far, got 0\.5 \(floa"),
+        (lambda: Seesaw(Halving(1, 2), 8, 7), ValueError, r"^critical must be an integer >= 8, got 7; "),
+        (lambda: Bounded(NoiseScale, 1, 2), TypeError, r"^controller must be a callable object such as PerDevice\(64"),
+        (lambda: Bounded(NoiseScale(), 0, 2), ValueError, r"^the lower one of bounds must be an integer >= 1, got 0; "),
+        (lambda: Monotone(64), TypeError, r"^controller must be a callable object such as PerDevice\(64\), got 64 "),
+        (lambda: Smoothed(NoiseScale(), 1.5), ValueError, r"^weight must be <= 1, got 1\.5; pass a number in \(0, 1\]"),
+        (lambda: MultipleOf(NoiseScale(), 0), ValueError, r"^samples must be an integer >= 1, got 0; "),
+        (lambda: After(-1, PerDevice(1), PerDevice(1)), ValueError, r"^samples must be an integer >= 0, got -1; "),
+        (lambda: After(9, "0:64", PerDevice(1)), TypeError, r"^first, if it is no BatchTrace, must be a callable obj"),
+        (lambda: After(9, PerDevice(1), 64), TypeError, r"^then must be a callable object such as PerDevice\(64\), "),
+    ],
+)
+def test_a_wrong_argument_is_named(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_no_controller_imports_what_takes_long() -> None:
+    script = "import sys, variable_batch_size.adaptive; print({'torch', 'scipy', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
