@@ -22,7 +22,7 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     try:
         given = Path(path)
         if given.is_relative_to("/dev") or (given.exists() and not given.is_file()):
-            with given.open("w", encoding="utf-8", newline="") as file:
+            with given.open("a", encoding="utf-8", newline="") as file:  # a shell's >> keeps what the file has
                 yield file
             return
         target = given.resolve()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,14 @@ def test_unix_times_are_told(tmp_path: Path) -> None:
     assert done.returncode == 0
     expected = "there are no nodes before second 1,792,393,391, which looks like a Unix time; let the times of"
     assert done.stderr == f"vbs: warning: {expected} {path} begin at 0\n"
+
+
+def test_standard_output_that_is_appended_to_a_file_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "both.csv"
+    path.write_text("first\n")
+    command = [sys.executable, "-m", "variable_batch_size", "capacity", "convert", str(LOG), "--out", "-"]
+    with path.open("a") as file:
+        subprocess.run(command, stdout=file, check=True, cwd=ROOT)
+    first, second, *rows = path.read_text().splitlines()
+    assert (first, second) == ("first", "seconds,nodes")
+    assert rows
