@@ -7,13 +7,14 @@ A controller is a frozen dataclass in a file of its own. Its docstring has the e
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
 from variable_batch_size._validation import MAX_INT, type_error, value_error
 from variable_batch_size.adaptive.throughput import Throughput
-from variable_batch_size.rules.base import Noise
+from variable_batch_size.rules.base import Noise, needs_noise
 
 
 @final
@@ -59,6 +60,25 @@ def check_controller(value: object, name: str = "controller") -> None:
     """Raise TypeError unless `value` is a callable object, such as an instance of a controller's class."""
     if isinstance(value, type) or not callable(value):
         raise type_error(f"{name} must be a callable object such as PerDevice(64)", value, "pass one")
+
+
+@dataclass(frozen=True, slots=True)
+class OfAnother(ABC):
+    """A controller that changes the answers of another one, `controller`; its subclasses add their arguments."""
+
+    controller: Controller
+
+    def __post_init__(self) -> None:
+        check_controller(self.controller)
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the other controller uses the gradient noise."""
+        return needs_noise(self.controller)
+
+    @abstractmethod
+    def __call__(self, input: ControlInput, /) -> int:
+        """Return the batch size, from that of the other controller."""
 
 
 def required_noise(controller: Controller, input: ControlInput) -> Noise:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import final
 
 from variable_batch_size._validation import check_bounds
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.adaptive.base import ControlInput, OfAnother
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Bounded:
+class Bounded(OfAnother):
     """Controller that limits another one: B = min(max(controller(...), low), high).
 
     Use when: the memory, the dataset or a critical batch size limits the batch.
@@ -33,20 +32,14 @@ class Bounded:
         ValueError: if the bounds are not in [1, 2**53] and in this order.
     """
 
-    controller: Controller
     low: int
     high: int
 
     def __post_init__(self) -> None:
-        check_controller(self.controller)
+        OfAnother.__post_init__(self)  # super() does not find a class with slots
         low, high = check_bounds((self.low, self.high))
         object.__setattr__(self, "low", low)
         object.__setattr__(self, "high", high)
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the other controller uses the gradient noise."""
-        return needs_noise(self.controller)
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the controller, limited."""

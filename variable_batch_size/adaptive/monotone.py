@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.adaptive.base import ControlInput, OfAnother
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Monotone:
+class Monotone(OfAnother):
     """Controller that never goes below the present batch size: B' = max(B, controller(...)).
 
     Use when: the noise scale is expected to grow during the training, and its estimate fluctuates.
@@ -28,16 +27,6 @@ class Monotone:
     Raises:
         TypeError: if that is no controller.
     """
-
-    controller: Controller
-
-    def __post_init__(self) -> None:
-        check_controller(self.controller)
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the other controller uses the gradient noise."""
-        return needs_noise(self.controller)
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the controller, or the present one if that is larger."""

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import final
 
 from variable_batch_size._validation import MAX_INT, check_int
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.adaptive.base import ControlInput, OfAnother
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class MultipleOf:
+class MultipleOf(OfAnother):
     """Controller that rounds the batch size of another one to the nearest multiple of `samples`, at least one.
 
     Use when: all microbatches are to be full: the multiple is the microbatch size, times the number of devices if that
@@ -33,17 +32,11 @@ class MultipleOf:
         ValueError: if the multiple is not in its range.
     """
 
-    controller: Controller
     samples: int
 
     def __post_init__(self) -> None:
-        check_controller(self.controller)
+        OfAnother.__post_init__(self)  # super() does not find a class with slots
         object.__setattr__(self, "samples", check_int(self.samples, "samples", 1, MAX_INT))
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the other controller uses the gradient noise."""
-        return needs_noise(self.controller)
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the nearest multiple; of two, the larger one."""

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import final
 
 from variable_batch_size._validation import check_positive, value_error
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.adaptive.base import ControlInput, OfAnother
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Smoothed:
+class Smoothed(OfAnother):
     """Controller that goes a part of the way: B' = B^(1 - weight) * wanted^weight, wanted = controller(...).
 
     The geometric mean of the present batch size and the wanted one is rounded towards the latter, so that the wanted
@@ -37,20 +36,14 @@ class Smoothed:
         ValueError: if the weight is not in its range.
     """
 
-    controller: Controller
     weight: float
 
     def __post_init__(self) -> None:
-        check_controller(self.controller)
+        OfAnother.__post_init__(self)  # super() does not find a class with slots
         weight = check_positive(self.weight, "weight", "pass a number in (0, 1]")
         if weight > 1:
             raise value_error("weight must be <= 1", weight, "pass a number in (0, 1]")
         object.__setattr__(self, "weight", weight)
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the other controller uses the gradient noise."""
-        return needs_noise(self.controller)
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the geometric mean, at least one sample closer to the wanted batch size."""
