@@ -13,7 +13,6 @@ from typing import final
 import numpy as np
 
 from variable_batch_size._validation import IntArray, check_int, value_error
-from variable_batch_size.data.microbatching import partial_sizes
 from variable_batch_size.data.plan import Epoch, Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
 
@@ -91,15 +90,11 @@ class DryRun:
             ValueError: if it is not >= 1.
         """
         world, most = check_int(world_size, "world_size", 1), self.plan.minibatch_size
-        counts = -(-self.sizes // most)  # (sizes,), as all below
+        counts = self.plan.microbatches(self.sizes, world if spread else 1)  # (sizes,), as all below
         if self.plan.fixed_shape:
-            splits = [len(partial_sizes(int(rest), most)) for rest in self.sizes % most]
-            counts = self.sizes // most + np.array(splits, np.int64)
             rounds, idle = -(-counts // world), np.maximum(world - counts, 0)
             rows, repeated = np.full_like(counts, most), (counts + idle) * most - self.sizes
             return Load(world, counts, rounds, rounds * most, rows, rows, idle, repeated)
-        if spread:
-            counts = np.maximum(counts, np.minimum(self.sizes, world))
         smallest, larger = np.divmod(self.sizes, counts)
         rows, idle = smallest + (larger > 0), np.maximum(world - counts, 0)
         # Rank r replays microbatch r mod counts. The smaller ones are the first, and the busiest rank has the last one.

@@ -373,12 +373,12 @@ class Plan:
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts
-        counts = self._microbatches(sizes, min_microbatches)
+        counts = self.microbatches(sizes, min_microbatches)
         rounds = np.maximum(1, -(-(counts - world.rank) // world.size))
         return Deal(first_step, np.cumsum(rounds), counts, starts, sizes, world, self.minibatch_size, self.fixed_shape)
 
-    def _microbatches(self, batch_sizes: IntArray, at_least: int) -> IntArray:
-        """Return the number of microbatches of steps of these sizes, (steps,)."""
+    def microbatches(self, batch_sizes: IntArray, at_least: int) -> IntArray:
+        """Return the number of microbatches of steps of these sizes, (steps,); `at_least`: as for `cut`."""
         if not self.fixed_shape:
             return np.maximum(-(-batch_sizes // self.minibatch_size), np.minimum(batch_sizes, at_least))
         full, remainders = np.divmod(batch_sizes, self.minibatch_size)
