@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the index imports this module, and nothing but the standard
     import numpy as np
     from numpy.typing import NDArray
 
+FloatArray: TypeAlias = "NDArray[np.float64]"  # times, prices and measurements, of any shape
 IntArray: TypeAlias = "NDArray[np.int64]"  # steps, batch sizes, counts and positions, of any shape
 
 MAX_INT = 2**53  # float64, JSON and spreadsheets represent every integer up to this one exactly

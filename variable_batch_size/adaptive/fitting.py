@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import FloatArray, type_error, value_error
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
 _ROUNDING = 1e-9  # of relative errors: by so much a model without overlap may be worse
 # The overlaps at which least squares begin, and by how much they raise the seconds of communication of the linear fit,
 # which sees only what the computation does not hide.

@@ -8,8 +8,8 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import check_int, check_number, check_positive, value_error
-from variable_batch_size.adaptive.fitting import FloatArray, fitted, measured_updates
+from variable_batch_size._validation import FloatArray, check_int, check_number, check_positive, value_error
+from variable_batch_size.adaptive.fitting import fitted, measured_updates
 
 
 @final

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size.cluster.capacity_trace import FloatArray
+from variable_batch_size._validation import FloatArray
 from variable_batch_size.cluster.step_function import binned
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and a picture.")]

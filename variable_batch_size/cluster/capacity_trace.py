@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, final, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import (
     MAX_INT,
+    FloatArray,
     IntArray,
     check_int,
     check_number,
@@ -23,7 +24,6 @@ from variable_batch_size.cluster.readers import own
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
+
+from variable_batch_size._validation import FloatArray
 
 
-def binned(
-    edges: npt.NDArray[np.float64], values: npt.NDArray[np.float64], columns: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def binned(edges: FloatArray, values: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
     """Return the means of a step function in columns of equal width.
 
     >>> binned(np.array([0.0, 1.0, 4.0]), np.array([1.0, 0.0]), 2)

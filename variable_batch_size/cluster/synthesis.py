@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import IntArray, check_int, check_number, check_positive, value_error
-from variable_batch_size.cluster.capacity_trace import CapacityTrace, FloatArray
+from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
 
 SECONDS = "pass a positive number of seconds"
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import value_error
-from variable_batch_size.cluster.capacity_trace import CapacityTrace, FloatArray
+from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.cluster.step_function import binned
 
 if TYPE_CHECKING:

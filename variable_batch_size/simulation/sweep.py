@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import value_error
-from variable_batch_size.cluster.capacity_trace import CapacityTrace, FloatArray
+from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.simulation.cost import cost_until, priced
 from variable_batch_size.simulation.run import Run
 from variable_batch_size.simulation.simulate import simulate

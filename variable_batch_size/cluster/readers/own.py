@@ -7,10 +7,9 @@ import os
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from variable_batch_size._files import written
-from variable_batch_size._validation import IntArray
+from variable_batch_size._validation import FloatArray, IntArray
 from variable_batch_size.cluster.readers.base import Options, Reader, Rows, Text, split
 
 COLUMNS = ("seconds", "nodes", "price")
@@ -61,9 +60,9 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
 
 def write_csv(
     path: str | os.PathLike[str],
-    seconds: npt.NDArray[np.float64],
+    seconds: FloatArray,
     nodes: IntArray,
-    prices: npt.NDArray[np.float64] | None,
+    prices: FloatArray | None,
 ) -> None:
     """Write a trace atomically: a failure leaves the old file as it was.
 
