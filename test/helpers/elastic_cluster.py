@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from helpers.kills import send
 from variable_batch_size import BatchTrace, read_checkpoint
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.preemption import EXIT_CODE
+from variable_batch_size.simulation.nodes import announced
 
 TORCHRUN = Path(__file__).parents[2] / "examples" / "clusters" / "torchrun_143.py"
 TRAINING = Path(__file__).with_name("elastic_training.py")
@@ -138,7 +138,7 @@ def replay(
         grow_every: least seconds from a restore to a restart with more nodes.
         clock: the time of the trace; by default, the seconds since the call.
     """
-    began = time.monotonic()
+    known, began = announced(capacity, notice), time.monotonic()
     clock = clock or (lambda: time.monotonic() - began)
     starts: list[Start] = []
     training: Training | None = None
@@ -155,10 +155,11 @@ def replay(
         own = updates[1 : -1 if running.stopping else None]
         saves = sorted({int(path.name[7:]) for path in (folder / "checkpoints").glob("update-*")} & set(own))
         starts.append(Start(cause, running.nodes, begun, killed, ends, updates, samples, saves))
-        training, cause, begun = None, why, ends[-1] if killed is None and ends else time.monotonic() - began
+        saved = ends[-1] if ends else time.monotonic() - began
+        training, cause, begun = None, why, saved if killed is None else killed
 
     while (now := clock()) < capacity.end:
-        there, staying = int(capacity.at(now)), least(capacity, now, now + notice)
+        there, staying = capacity.at(now), known.at(now)
         if training is None:
             if staying:
                 training, restored_at = Training(folder, flags, staying, len(starts)), math.inf
@@ -173,7 +174,6 @@ def replay(
             killed = time.monotonic() - began
             training.lose(training.nodes - there)
             ended(training, "preemption", killed)
-            begun = killed
         elif training.restored and not training.stopping:
             restored_at = min(restored_at, now)
             if staying < training.nodes or (staying > training.nodes and now >= restored_at + grow_every):
@@ -186,12 +186,6 @@ def replay(
         training.kill()
         ended(training, "preemption", None)
     return starts
-
-
-def least(capacity: CapacityTrace, begin: float, end: float) -> int:
-    """Return the least number of nodes between two times, both included."""
-    first, last = np.searchsorted(capacity.seconds, [begin, end], side="right") - 1
-    return int(min(capacity.nodes[int(first) : int(last) + 1]))
 
 
 def assert_replayed(trace: BatchTrace, elastic: Path, folder: Path, flags: Sequence[str]) -> tuple[int, float]:
