@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import variable_batch_size as vbs
+from helpers.commands import run
 from helpers.console import error_of, run_json, run_main
 from helpers.pages import ROOT
 from variable_batch_size import cluster
@@ -261,3 +262,12 @@ def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
     message = f"per-device:16 under {LOG}: a batch must have at most the 100 samples of the dataset, got "
     found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--dataset-size", 100)
     assert found[1].startswith(message)
+
+
+def test_unix_times_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("seconds,nodes\n1792393391,4\n1792393991,2\n1792394591,2\n")
+    done = run("vbs", "simulate", str(path), *map(str, (*RATE, *COSTS)), "--policy", NAMES[0])
+    assert done.returncode == 0
+    expected = "there are no nodes before second 1,792,393,391, which looks like a Unix time; let the times of"
+    assert done.stderr == f"vbs: warning: {expected} {path} begin at 0\n"

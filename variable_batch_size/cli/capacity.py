@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from variable_batch_size.cli.options import (
     Start,
     Stop,
     prepared,
+    read_log,
     say,
     throughput,
 )
@@ -36,8 +36,6 @@ from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.cluster.readers.table import READERS
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation import to_batch_trace
-
-DECADE = 10 * 365 * 86400  # seconds
 
 app = typer.Typer(help="Capacity traces: how many nodes a cluster had at each time.", no_args_is_help=True)
 
@@ -69,7 +67,7 @@ def show(
     - `vbs capacity show traces/spot_example.json`
     - `vbs capacity show spot.json --png spot.png`
     """
-    capacity = _read(log, format, inverted, max_gap)
+    capacity = read_log(log, format, inverted, max_gap)
     nodes, prices = capacity.nodes, capacity.prices
     unavailable = float(capacity.lengths[nodes == 0].sum())
     price = None if prices is None else float(prices @ capacity.lengths) / capacity.end
@@ -124,7 +122,7 @@ def convert(
     - `vbs capacity convert spot.json --policy per-device:64 --samples-per-second 500 --out trace.csv`
     - `vbs capacity convert spot.json --max-nodes 8 --out capacity.csv`
     """
-    capacity = _read(log, format, inverted, max_gap).slice(start, stop).clip(min_nodes, max_nodes)
+    capacity = read_log(log, format, inverted, max_gap).slice(start, stop).clip(min_nodes, max_nodes)
     capacity = (capacity if every is None else capacity.resampled(every)).scaled(scale_time).devices(devices_per_node)
     model = throughput(samples_per_second, communication_seconds)
     if policy is None:
@@ -196,18 +194,6 @@ def synthetic(
     )
     capacity.to_csv(out)
     say(out, f"mean {output.number(capacity.mean)} nodes, {capacity.changes:,} changes")
-
-
-def _read(log: Path, format: str | None, inverted: int | None, max_gap: float | None) -> CapacityTrace:
-    capacity = cluster.read(log, format, inverted=inverted or False, max_gap=max_gap)
-    if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
-        first = output.number(capacity.seconds[1])
-        found = f"there are no nodes before second {first}, which looks like a Unix time"
-        warnings.warn(
-            f"{found}; let the times of {log} begin at 0",
-            stacklevel=2,
-        )
-    return capacity
 
 
 def _edges(capacity: CapacityTrace) -> tuple[Any, str]:

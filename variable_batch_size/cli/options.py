@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from variable_batch_size import cluster
 from variable_batch_size.adaptive import Throughput
+from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.trace.schedule import Unit
+
+DECADE = 10 * 365 * 86400  # seconds
 
 
 def prepared(path: Path | None) -> Path | None:
@@ -64,6 +69,17 @@ BulkEvery = Annotated[
 BulkFraction = Annotated[
     float | None, typer.Option(help="Share of the machines that such a loss takes.", rich_help_panel=SYNTHETIC)
 ]
+
+
+def read_log(
+    path: Path, format: str | None = None, inverted: int | None = None, max_gap: float | None = None
+) -> CapacityTrace:
+    """Read a log; a warning tells of times that look like Unix times."""
+    capacity = cluster.read(path, format, inverted=inverted or False, max_gap=max_gap)
+    if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
+        found = f"there are no nodes before second {capacity.seconds[1]:,.0f}, which looks like a Unix time"
+        warnings.warn(f"{found}; let the times of {path} begin at 0", stacklevel=2)
+    return capacity
 
 
 def throughput(samples_per_second: float | None, communication_seconds: float) -> Throughput | None:

@@ -28,6 +28,7 @@ from variable_batch_size.cli.options import (
     Start,
     Stop,
     prepared,
+    read_log,
     say,
 )
 from variable_batch_size.cli.trace import describe
@@ -205,13 +206,16 @@ def simulate(
             trace = runs[policy[0]].trace
             trace.to_csv(trace_out)
             say(trace_out, describe(trace))
-    if not json and curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
+    notes = []
+    if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
         last = f"{curve.progress[-1]:.6g} updates"
-        typer.echo(f"{noise} ends at a progress of {last}; its last row holds up to {farthest:.6g}.", err=True)
-    if not json and save_every is None and not notice:
-        typer.echo("No --save-every and no --notice: a preemption loses everything since the last stop.", err=True)
-    if not json and noise is None and len(policies) > 1:
-        typer.echo(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.", err=True)
+        notes.append(f"{noise} ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
+    if save_every is None and not notice:
+        notes.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
+    if noise is None and len(policies) > 1:
+        notes.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
+    if notes and not json:
+        typer.echo("\n".join(notes), err=True)
     if png is not None:
         draw().savefig(png, dpi=120)
 
@@ -221,7 +225,7 @@ def _read(logs: list[Path]) -> dict[str, CapacityTrace]:
     twice = [str(path) for path, times in Counter(logs).items() if times > 1]
     if twice:
         raise ValueError(f"each LOG must be given once, got {twice[0]} twice; remove one")
-    return {str(path): cluster.read(path) for path in logs}
+    return {str(path): read_log(path) for path in logs}
 
 
 def _synthetic(
