@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -173,7 +174,8 @@ class AdaptiveTrace:
 
     def begin(self, devices: int, minibatch_size: int) -> Growth:
         """Return the growth at the beginning of a training."""
-        decisions = self.first(ControlInput(devices, None, minibatch_size))
+        noise = Noise(math.nan, math.nan) if self.needs_noise else None
+        decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise))
         return Growth.of((), decisions, 0)
 
     def restored(self, state: dict[str, Any], devices: int, updates: int) -> Growth:
@@ -189,11 +191,11 @@ class AdaptiveTrace:
         questions = [question.read()._asdict() for question in growth.questions]
         return {"runs": [list(run) for run in growth.runs], "decisions": decisions, "questions": questions}
 
-    def known_until(self, growth: Growth, updates: int) -> int | None:
-        """Return the first step whose batch size is not known after so many updates; None if all are."""
+    def known_until(self, growth: Growth) -> int | None:
+        """Return the first step whose batch size is not known; None if all are."""
         if growth.questions:
-            return max(growth.questions[0].updates + self.delay, updates)
-        return None if self.every is None else (updates // self.every + 1) * self.every + self.delay
+            return growth.questions[0].updates + self.delay
+        return None if self.every is None else (growth.asked // self.every + 1) * self.every + self.delay
 
     def stopwatch(self) -> UpdateStopwatch | None:
         """Return what measures the seconds of updates, if the controller needs them."""

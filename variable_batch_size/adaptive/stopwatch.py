@@ -43,10 +43,6 @@ class UpdateStopwatch:
                 del self._seconds[next(iter(self._seconds))]
         self._last = now
 
-    def pause(self) -> None:
-        """Leave out what happens until the end of the next update."""
-        self._last = None
-
     def throughput(self) -> Throughput | None:
         """Return the model that is closest to the medians; None before updates of two kinds were measured."""
         medians = [(*kind, statistics.median(seconds)) for kind, seconds in self._seconds.items()]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, final
 
-from variable_batch_size._validation import IntArray
+from variable_batch_size._validation import MAX_INT, IntArray
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Deal
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.plan import Epoch, Plan
 from variable_batch_size.data.read_ahead import ReadAhead
 from variable_batch_size.world import World
 
@@ -31,8 +31,16 @@ class Source(Protocol):
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset."""
 
+    @property
+    def known_until(self) -> int | None:
+        """The first step whose batch size is not known yet; None if all are."""
+
     def check_readable(self) -> None:
         """Raise RuntimeError if continuing to iterate would be wrong."""
+
+    def known_plan(self, number: int, step: int, iteration: Iteration | None = None) -> tuple[Plan, Epoch, int]:
+        """Return the plan, when it has a step or ends before, epoch `number` in it, and the first step it has not."""
+        ...
 
     def begin_reading(self) -> None:
         """Prepare for the first read of an iteration."""
@@ -119,6 +127,10 @@ class Iteration:
         self._row, self._converted = 0, end
 
     def _next_deal(self) -> Deal:
+        end_step = MAX_INT
+        if self._source.known_until is not None:
+            known = self._source.known_plan(self._epoch.number, self._next_step, self)
+            self.plan, self._epoch, end_step = known
         if self._next_step == self._epoch.end_step:
             if not (self.resumed and self.counts.stepped == 0 and self._next_epoch_is_due):
                 self.counts.exhausted = True
@@ -127,7 +139,7 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
             self.counts = ReadAhead()
             self.counts.count_read()
-        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.min_microbatches)
+        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.min_microbatches, end_step)
         self._next_step += len(deal.ends)
         self._converted = self._converted if self._deal is None else 0
         return deal

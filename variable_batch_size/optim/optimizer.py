@@ -19,6 +19,7 @@ from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.data_parallel import DataParallelCheck
+from variable_batch_size.optim.deciding import Deciding
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
 from variable_batch_size.optim.normalization import normalizes_batches
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
@@ -29,7 +30,7 @@ from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters, run_closure
 from variable_batch_size.rules import Noise, Rule
-from variable_batch_size.rules.base import check_reference
+from variable_batch_size.rules.base import check_reference, needs_noise
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.tracker import Tracker
 
@@ -51,7 +52,7 @@ class CustomOptimizer(OptimizerWrapper):
         rule: a rule, or its name in `vbs.RULES`; or a sequence of these, one for each parameter group.
         noise: how to measure the gradient noise: "microbatches" compares the microbatches of each update;
             "differenced" also compares consecutive updates if one has a single microbatch, for one more copy of the
-            gradients. Default: "microbatches" if a rule needs the noise, otherwise it is not measured.
+            gradients. Default: "microbatches" if a rule or a controller needs the noise, otherwise it is not measured.
         reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: maximum norm to which the gradient of an update is clipped.
         accumulation: where the gradients of a step are accumulated: "in_place", in `.grad`, which takes no memory; or
@@ -107,10 +108,12 @@ class CustomOptimizer(OptimizerWrapper):
         world = None
         if isinstance(sampler, CustomSampler):  # otherwise Loop raises
             names: Any = rule if rule_per_group else [rule] * len(rules)
-            check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
+            check_named_rules(names, rules, inner, reference, sampler.max_batch_size)
             world = sampler.world
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters, world)
+        if noise is None and isinstance(sampler, CustomSampler) and needs_noise(sampler.growing):
+            noise = "microbatches"
         kinds = noise, reduction, max_grad_norm, accumulation, find_unused_parameters
         options = UpdateOptions(*kinds, grad_norm, overlap, bucket_cap_mb)
         self._updater = Updater(inner, self._backend, rules, reference, options, rule_per_group=rule_per_group)
@@ -121,6 +124,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
+        self._deciding = Deciding(self._loop, self._updater, self._backend, self.tracker)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -289,6 +293,7 @@ class CustomOptimizer(OptimizerWrapper):
             raise
         self._backend.mark_step()
         if microbatch.ends_step:
+            self._deciding.after_update(step)
             self._reporter.after_update(step)
         return updated
 
@@ -337,7 +342,11 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: in the middle of a step.
         """
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        own = {**self._loop.sampler.state_of(self._loop.clock), **self._updater.state_dict()}
+        own = {
+            **self._loop.sampler.state_of(self._loop.clock),
+            **self._updater.state_dict(),
+            **self._deciding.state_dict(),
+        }
         return {**self.inner.state_dict(), "vbs": own}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -351,11 +360,11 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             ValueError: if the state does not match; then nothing has changed.
         """
-        sampler, clock, position = self._loop.sampler, None, state_dict.get("vbs")
+        sampler, resumed, position = self._loop.sampler, None, state_dict.get("vbs")
         if position is not None:
             if strict:
                 sampler.check_samples(position)
-            clock = sampler.resumed_clock(position)
+            resumed = sampler.resumed(position)
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -368,9 +377,11 @@ class CustomOptimizer(OptimizerWrapper):
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {})
-        if clock is not None:
-            self._loop.clock.follow(clock)
-            sampler.follow(clock)
+        self._deciding.load_state_dict(position or {})
+        if resumed is not None:
+            sampler.adopt(resumed)
+            self._loop.clock.follow(resumed.clock)
+            sampler.follow(resumed.clock)
 
     # An update. --------------------------------------------------------------------------------------------------
 

@@ -81,11 +81,13 @@ class Growth:
         trace: all batch sizes that were chosen; the last one continues.
         decisions: the decision that counts, and those that begin later.
         questions: those that are not yet answered, in their order.
+        asked: number of updates at the last question, or at the beginning of what was trained since.
     """
 
     trace: BatchTrace
     decisions: Decisions
     questions: tuple[Question, ...] = ()
+    asked: int = 0
 
     @classmethod
     def of(cls, runs: Sequence[tuple[int, int]], decisions: Decisions, updates: int) -> Growth:
@@ -96,10 +98,10 @@ class Growth:
             decisions: the decision that counts after `updates`, and later ones.
             updates: number of updates so far, which stay as they are.
         """
-        begins = {max(decision.begins, updates): decision.batch_size for decision in decisions}  # the last one counts
-        sizes = {first: size for first, size in runs if first < min(begins)} | begins
-        first_step, size = np.array(sorted(sizes.items()), np.int64).T  # (runs,), (runs,)
-        return cls(BatchTrace(first_step, size, None), decisions)
+        later = {max(decision.begins, updates): decision.batch_size for decision in decisions}  # the last one counts
+        rows = [*(run for run in runs if run[0] < min(later)), *sorted(later.items())]
+        first_step, size = np.array(rows, np.int64).T  # (runs,), (runs,)
+        return cls(BatchTrace(first_step, size, None), decisions, asked=updates)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -107,14 +109,20 @@ class Growth:
         first_step, size = self.trace.runs
         return list(zip(first_step.tolist(), size.tolist(), strict=True))
 
-    def asked(self, question: Question) -> Growth:
+    def with_question(self, question: Question) -> Growth:
         """Return the growth with a further question."""
-        return replace(self, questions=(*self.questions, question))
+        return replace(self, questions=(*self.questions, question), asked=question.updates)
 
     def answered(self, decision: Decision, updates: int) -> Growth:
         """Return the growth after so many updates, when the answer to the oldest question is known."""
-        decisions = counting((*self.decisions, decision), updates)
-        return replace(Growth.of(self.runs, decisions, updates), questions=self.questions[1:])
+        decisions, trace = counting((*self.decisions, decision), updates), self.trace
+        if decision.batch_size != self.decisions[-1].batch_size:
+            trace = Growth.of(self.runs, decisions, updates).trace
+        return replace(self, trace=trace, decisions=decisions, questions=self.questions[1:])
+
+    def moved_to(self, updates: int) -> Growth:
+        """Return the growth of a training that has left out what lies before so many updates."""
+        return replace(self, decisions=counting(self.decisions, updates), questions=(), asked=updates)
 
 
 def so_far(trace: BatchTrace, updates: int) -> BatchTrace:
@@ -136,9 +144,6 @@ class Stopwatch(Protocol):
     def after_update(self, devices: int, rows: int, rounds: int) -> None:
         """Note an update: its devices, the rows of a microbatch, and the microbatches of the slowest device."""
 
-    def pause(self) -> None:
-        """Leave out what happens until the end of the next update."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, as plain numbers."""
         ...
@@ -150,6 +155,11 @@ class Stopwatch(Protocol):
 @runtime_checkable
 class GrowingTrace(Protocol):
     """What a sampler and an optimizer need of a trace that grows."""
+
+    @property
+    def delay(self) -> int:
+        """The number of updates from a question to the first one with its answer."""
+        ...
 
     @property
     def needs_noise(self) -> bool:
@@ -181,8 +191,8 @@ class GrowingTrace(Protocol):
         """Return whether a question is asked after so many updates."""
         ...
 
-    def known_until(self, growth: Growth, updates: int) -> int | None:
-        """Return the first step whose batch size is not known after so many updates; None if all are."""
+    def known_until(self, growth: Growth) -> int | None:
+        """Return the first step whose batch size is not known; None if all are."""
         ...
 
     def stopwatch(self) -> Stopwatch | None:
