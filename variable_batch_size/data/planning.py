@@ -127,12 +127,21 @@ class Planning:
             ValueError: if there is no such position.
         """
         plan, growing = self.plan, self.growing
-        if growing is not None and "growth" in state:
-            growth = growing.trace.restored(state["growth"], devices, check_int(state["step"], "step"))
-            plan, growing = replace(plan, trace=growth.trace), growing._replace(growth=growth)
+        if growing is not None:
+            growing = growing._replace(growth=_resumed_growth(growing.trace, state, devices, plan.dataset_size))
+            plan = replace(plan, trace=growing.growth.trace)
         clock = Clock(plan.resumed(state))
         clock.load_state_dict(state)
         return Resumed(clock, growing)
+
+    def past(self, state: dict[str, Any]) -> str:
+        """Return the fingerprint of the batch sizes that this training has before a saved position."""
+        step = check_int(state["step"], "step")
+        if self.growing is None:
+            return self.plan.past(step)
+        if "growth" in state:  # which brings its own
+            return str(state["past"])
+        return replace(self.plan, trace=self.growing.trace.constant_until(step).trace).past(step)
 
     def adopt(self, resumed: Resumed) -> None:
         """Take the plan of a saved state, and what is decided."""
@@ -154,6 +163,15 @@ class Planning:
             f"{updates} are made, and the batch sizes are known up to update {known_until - 1}; pass delay={needed} to "
             f"the AdaptiveTrace, or let the loader prefetch less"
         )
+
+
+def _resumed_growth(trace: GrowingTrace, state: dict[str, Any], devices: int, dataset_size: int) -> Growth:
+    step = check_int(state["step"], "step")
+    if "growth" not in state:  # that of a fixed trace
+        return trace.constant_until(step)
+    # With drop_last, the size of the next step has ended an epoch of which a rest is left: it stays.
+    by_size = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
+    return trace.restored(state["growth"], devices, step + by_size)
 
 
 def growing_at_start(

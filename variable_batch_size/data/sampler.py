@@ -233,15 +233,14 @@ class CustomSampler(Sampler[list[int]]):
         """
         own, step = self._order_of_samples(), int(state["step"])
         different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
-        plan, growing = self.plan, self.planning.growing is not None
-        if not (growing and "growth" in state) and plan.past(step) != state["past"]:
+        if self.planning.past(state) != state["past"]:
             different.append(f"the first {step} batch sizes of the trace are not the same")
         if different:
             raise ValueError(
                 f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
                 f"these arguments, or pass strict=False to resume regardless"
             )
-        if not growing and plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
+        if self.planning.growing is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(
                 f"The trace goes on differently than in the saved run, after the {step} updates that were made; that "
                 f"is allowed",

@@ -179,8 +179,22 @@ class GrowingTrace(Protocol):
         """Return the growth at the beginning of a training."""
         ...
 
-    def restored(self, state: dict[str, Any], devices: int, updates: int) -> Growth:
-        """Return the growth of a training that goes on from the `state_of` another one, on so many devices."""
+    def restored(self, state: dict[str, Any], devices: int, step: int) -> Growth:
+        """Return the growth of a training that goes on from the `state_of` another one, on so many devices.
+
+        Args:
+            state: the `state_of` the other one.
+            devices: number of devices.
+            step: the first step whose batch size may change.
+        """
+        ...
+
+    def constant_until(self, step: int) -> Growth:
+        """Return the growth of a training that had the batch size to start with until a step.
+
+        Raises:
+            ValueError: if there is none.
+        """
         ...
 
     def state_of(self, growth: Growth) -> dict[str, Any]:
