@@ -40,7 +40,7 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
     for name, weight in weights.items():
         assert torch.allclose(weight, expected[name], rtol=0, atol=1e-12)
     found = rows(tmp_path)
-    assert [int(row["update"]) for row in found] == list(range(61))
+    assert [int(row["update"]) for row in found] == list(range(1, 61))
     chosen = [row for row in found if row["decision/batch_size"]]
     assert [int(float(row["decision/updates"])) for row in chosen] == list(range(5, 58, 5))
     assert [int(row["update"]) for row in chosen] == list(range(8, 61, 5))
