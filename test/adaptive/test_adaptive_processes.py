@@ -30,15 +30,16 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
     parts = [(2, 23), (3, 41), (1, 60)]
-    weights, runs, _ = elastic(tmp_path, NOISE_SCALE, parts)
+    weights, runs, measured = elastic(tmp_path, NOISE_SCALE, parts)
     alone = tmp_path / "alone"
     alone.mkdir()
     train(alone, NOISE_SCALE, 60)
-    expected, runs_alone, _ = torch.load(alone / "result.pt", weights_only=False)
+    expected, runs_alone, measured_alone = torch.load(alone / "result.pt", weights_only=False)
     assert runs == runs_alone
     assert len(runs[0]) > 2
     for name, weight in weights.items():
         assert torch.allclose(weight, expected[name], rtol=0, atol=1e-12)
+    assert measured == pytest.approx(measured_alone[-len(measured) :], rel=1e-9)
     found = rows(tmp_path)
     assert [int(row["update"]) for row in found] == list(range(1, 61))
     chosen = [row for row in found if row["decision/batch_size"]]

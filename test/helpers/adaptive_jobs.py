@@ -29,24 +29,35 @@ def train(folder: Path, trace: Any, updates: int) -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     tracker = vbs.Tracker(folder / "runs")
     optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=8, tracker=tracker, log_steps=1)
-    checkpoint = vbs.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, every=7)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    scheduler = vbs.ProgressScheduler(cosine, optimizer, by="samples")
+    metrics = vbs.Accumulator(optimizer)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "metrics": metrics}
+    checkpoint = vbs.Checkpoint(folder / "checkpoints", **parts, every=7)
     checkpoint.restore()
+    means: list[float] = []  # of the epochs that ended in this run, and of the one under way
     for _ in vbs.remaining_epochs(sampler, optimizer, until=100):
         for x, y in loader:
-            ((model(x)[:, 0] - y) ** 2).mean().backward()
+            loss = ((model(x)[:, 0] - y) ** 2).mean()
+            loss.backward()
+            metrics.add(loss=loss)
             if optimizer.step():
+                scheduler.step()
                 checkpoint.step()
                 optimizer.zero_grad()
                 if optimizer.updates == updates:
                     break
         if optimizer.updates == updates:
             break
+        means.append(metrics.read()["loss"])
+        metrics.reset()
+    means.append(metrics.read()["loss"])
     checkpoint.save(wait=True)
     checkpoint.close()
     tracker.close()
     if sampler.world.rank == 0:
         runs = [row.tolist() for row in sampler.trace.runs]
-        torch.save((model.state_dict(), runs, optimizer.state_dict()["vbs"]), folder / "result.pt")
+        torch.save((model.state_dict(), runs, [*means, scheduler.passed]), folder / "result.pt")
 
 
 def rank(number: int, folder: Path, trace: Any, updates: int, size: int) -> None:
