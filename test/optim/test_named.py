@@ -146,6 +146,7 @@ def decays(rule: vbs.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[f
 
 
 SCALED = [vbs.LinearRule(), vbs.RootRule(), vbs.SqrtSDERule(), vbs.LEGWRule(4), vbs.ConstantRule()]
+SCALED += [vbs.PowerRule(0.25), vbs.RootHalfLifeRule(), vbs.SurgeRule(noise_scale=40)]
 
 
 @pytest.mark.parametrize(("rule", "inner"), [(rule, torch.optim.AdamW) for rule in SCALED] + [(SCALED[1], SGD)])
