@@ -197,6 +197,15 @@ def test_a_failed_check_leaves_the_sampler_free() -> None:
     sampler.set_epoch(1)  # raises if an optimizer counts the microbatches
 
 
+@pytest.mark.parametrize("rule", ["sqrt-sde", "root-half-life"])
+def test_a_rule_that_scales_betas_rejects_optimizers_without_a_second_moment(rule: str) -> None:
+    for inner in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        training(vbs.CustomOptimizer, sizes=(32,), rule=rule, inner=inner, hyperparameters={"lr": 0.02})
+    for other in (SGD, torch.optim.Adagrad, NAdam):
+        with pytest.raises(TypeError, match=rf"must be a torch.optim.Adam, AdamW or RMSprop, got {other.__name__}"):
+            training(vbs.CustomOptimizer, sizes=(32,), rule=rule, inner=other, hyperparameters={"lr": 0.02})
+
+
 def test_a_rule_passed_as_an_object_is_used_as_it_is() -> None:
     options: dict[str, Any] = {"inner": NAdam, "hyperparameters": {"lr": 0.02}}
     run = training(vbs.CustomOptimizer, sizes=(32, 16), rule=vbs.SqrtSDERule(), **options)
