@@ -179,7 +179,7 @@ def _rules(draw: Draw, optimizer: str, groups: int, *, noise: bool, betas: bool)
     if optimizer == "SGD":
         names += ["linear-momentum"]
     if betas and optimizer in ("Adam", "AdamW", "RMSprop"):
-        names += ["sqrt-sde"]
+        names += ["sqrt-sde", "root-half-life"]
     if draw.feature("noise_rules", noise):
         names = list(NOISE_RULES)
     timescale = draw.feature("timescale")

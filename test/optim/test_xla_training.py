@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.reference import EQUATIONS, assert_equal, batches, data, filled, training, twin
+from helpers.reference import EQUATIONS, SurgeOptimizer, assert_equal, batches, data, filled, training, twin
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -121,7 +121,8 @@ def test_token_means_on_xla(cores: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "cores"), [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2)]
+    ("kind", "cores"),
+    [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2), (SurgeOptimizer, 2)],
 )
 def test_the_host_reads_only_the_progress_of_earlier_updates(
     kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
