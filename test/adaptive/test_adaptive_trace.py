@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,3 +304,15 @@ def test_bad_arguments() -> None:
             vbs.CustomSampler(SAMPLES, trace, 1, 0)
     with pytest.raises(ValueError, match=r"^on_end must be left out with a trace that never ends"):
         vbs.CustomSampler(SAMPLES, vbs.AdaptiveTrace(wild), 1, 0, on_end="stop")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_of_a_sampler_goes_on_by_itself(copied: Callable[[vbs.CustomSampler], vbs.CustomSampler]) -> None:
+    model, sampler, optimizer = build(small())
+    for batch in sampler:
+        train(model, optimizer, batch)
+    other = copied(sampler)
+    other.set_epoch(1)
+    sampler.set_epoch(1)
+    assert list(other) == list(sampler)
+    assert runs_of(other) == runs_of(sampler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 from variable_batch_size._extras import import_extra
@@ -189,8 +188,7 @@ class AdaptiveTrace:
         decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, step)
         growth = Growth.of([(first, size) for first, size in state["runs"]], decisions, step)
         asked = [Facts(**facts)._replace(devices=devices) for facts in state["questions"]]
-        questions = tuple(Question(facts.updates, partial(_same, facts)) for facts in asked)
-        return replace(growth, questions=questions, asked=state["asked"])
+        return replace(growth, questions=tuple(map(Question.of, asked)), asked=state["asked"])
 
     def constant_until(self, step: int) -> Growth:
         """Return the growth of a training that had the batch size `start` until a step.
@@ -257,7 +255,3 @@ class AdaptiveTrace:
         if input.throughput is not None:
             found["seconds"] = input.throughput.seconds(decision.batch_size, input.devices, input.minibatch_size)
         return found
-
-
-def _same(facts: Facts) -> Facts:
-    return facts

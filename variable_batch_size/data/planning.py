@@ -52,6 +52,10 @@ class Planning:
         self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
         self._known_steps = KnownSteps()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, for which nobody decides yet."""
+        return {**vars(self), "decider": None}
+
     def clock(self) -> Clock:
         """Return a clock, whose plan grows with this one."""
         clock = Clock(self.plan)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
@@ -70,6 +71,15 @@ class Question(NamedTuple):
 
     updates: int
     read: Callable[[], Facts]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Question:
+        """Return the question whose facts are known."""
+        return cls(facts.updates, partial(_same, facts))
+
+
+def _same(facts: Facts) -> Facts:
+    return facts
 
 
 @final
