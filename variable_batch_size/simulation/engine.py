@@ -165,7 +165,7 @@ class Engine:
         self._position = before.after(course, updates, answers)
         if self._position.updates >= MAX_INT:
             requirement, found = "a training must have fewer than 2**53 updates", f"as many in {self.now:.6g} seconds"
-            raise value_error(requirement, found, "check the throughput and the seconds, or pass until=")
+            raise value_error(requirement, found, "check the throughput and the seconds")
         return True
 
     def _input(self, devices: int) -> ControlInput:
