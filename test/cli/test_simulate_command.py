@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import variable_batch_size as vbs
@@ -154,6 +155,10 @@ def test_the_seconds_of_a_training(tmp_path: Path) -> None:
     few = tmp_path / "few.csv"
     cluster.read(LOG).clip(max=4).to_csv(few)
     assert run_main("simulate", few, *command[2:])[2] == f"{note}.\n"
+    table = pd.read_csv(scalars)
+    table[table["vbs/world_size"] == 1].to_csv(tmp_path / "alone.csv", index=False)
+    alone = run_main("simulate", few, "--throughput", tmp_path / "alone.csv", *command[4:])[2]
+    assert alone.endswith(" on 1 device; the simulation has up to 4.\n")
     both = "--throughput takes the place of {}, got both; leave out one of them"
     assert error_of(*command, "--samples-per-second", 9) == (1, both.format("--samples-per-second"))
     assert error_of(*command, "--communication-seconds", 9) == (1, both.format("--communication-seconds"))

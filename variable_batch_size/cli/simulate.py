@@ -333,9 +333,9 @@ def _notes(
     curve, overheads, model = arguments["noise"], arguments["overheads"], arguments["throughput"]
     if fitted is not None:
         most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
-        least, known = fitted[:, 0].min(), fitted[:, 0].max()
-        beyond = f"; the simulation has up to {most}" * bool(most > known)
-        devices = f"{least:.0f} to {known:.0f} devices{beyond}"
+        least, known = int(fitted[:, 0].min()), int(fitted[:, 0].max())
+        devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
+        devices += f"; the simulation has up to {most}" * (most > known)
         notes.append(f"--throughput: the seconds are fitted to {model.error(fitted):.1%} (rms), on {devices}.")
     if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
         last = f"{curve.progress[-1]:.6g} updates"
