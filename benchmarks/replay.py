@@ -14,8 +14,9 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 from helpers.elastic_cluster import Cause, Start, assert_replayed, replay
 from records import Measured
@@ -29,6 +30,7 @@ DATASET_SIZE = 60_000
 NODES = 4
 SAVE_EVERY = 5.0  # seconds
 GROW_EVERY = 10.0  # seconds
+SECONDS = Throughput.seconds  # without the factors of `Model`
 FLAGS = [f"--microbatch={MICROBATCH}", f"--width={WIDTH}", f"--save-every={SAVE_EVERY}"]
 
 
@@ -40,29 +42,6 @@ def update_seconds(starts: Sequence[Start]) -> dict[int, float]:
     return {nodes: statistics.median(values) for nodes, values in seconds.items() if values}
 
 
-def fitted(seconds: Mapping[int, float]) -> Throughput:
-    """Return the model of the seconds of a full update by the number of nodes."""
-    microbatches = BATCH_SIZE // MICROBATCH
-    rows = [(nodes, MICROBATCH, -(-microbatches // nodes), value) for nodes, value in seconds.items()]
-    throughput = Throughput.fit(rows)
-    print(f"updates: {rows}, error of the fit {throughput.error(rows):.1%}")
-    return throughput
-
-
-def restart_seconds(starts: Sequence[Start], throughput: Throughput) -> dict[tuple[Cause, int], float]:
-    """Return the mean seconds of a restart by its cause and the number of nodes.
-
-    The first update is not a part of it, but what it takes longer than others is.
-    """
-    seconds: dict[tuple[Cause, int], list[float]] = defaultdict(list)
-    for start in starts:
-        if len(start.ends) > 1:
-            first = throughput.seconds(start.samples[1] - start.samples[0], start.nodes, MICROBATCH)
-            seconds[start.cause, start.nodes].append(start.ends[1] - first - start.begun)
-    print("restarts: " + ", ".join(f"{cause} {nodes}: {values}" for (cause, nodes), values in seconds.items()))
-    return {key: statistics.mean(values) for key, values in seconds.items()}
-
-
 @dataclass(frozen=True)
 class Model:
     """What a simulation has to know of a training.
@@ -71,31 +50,54 @@ class Model:
         throughput: the seconds of an update.
         restarts: the seconds of a restart by its cause and the number of nodes.
         save_every: the seconds from one save to the next: the interval, and what the ranks take to agree.
+        factors: by the number of nodes, what the seconds of `throughput` are multiplied with; 1 without a row.
     """
 
     throughput: Throughput
     restarts: Mapping[tuple[Cause, int], float]
     save_every: float
+    factors: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, starts: Sequence[Start]) -> Model:
         """Return the model of the starts of a training."""
-        throughput = fitted(update_seconds(starts))
+        microbatches = BATCH_SIZE // MICROBATCH
+        updates = update_seconds(starts)
+        rows = [(nodes, MICROBATCH, -(-microbatches // nodes), value) for nodes, value in updates.items()]
+        throughput = Throughput.fit(rows)
+        print(f"updates: {rows}, error of the fit {throughput.error(rows):.1%}")
         between = [value for start in starts for value in start.seconds_between_saves]
         print(f"between saves: {between}")
-        return cls(throughput, restart_seconds(starts, throughput), statistics.mean(between))
+        model = cls(throughput, {}, statistics.mean(between))
+        return replace(model, restarts=model.restarts_of(starts))
 
     def with_own_seconds(self, starts: Sequence[Start]) -> tuple[Model, float]:
-        """Return the model with the seconds of these starts where they have some, and the ratio of both for updates.
+        """Return the model with the seconds of these starts where they have some, and their ratio for updates.
 
-        The updates of a number of nodes with which they made none are slower by the median ratio of the others.
+        With a number of nodes with which they made none, updates are slower by the median ratio of the others.
         """
-        before = {nodes: self.throughput.seconds(BATCH_SIZE, nodes, MICROBATCH) for nodes in range(1, NODES + 1)}
-        own = update_seconds(starts)
-        ratio = statistics.median(value / before[nodes] for nodes, value in own.items())
-        throughput = fitted({nodes: own.get(nodes, ratio * value) for nodes, value in before.items()})
-        restarts = {**self.restarts, **restart_seconds(starts, throughput)}
-        return replace(self, throughput=throughput, restarts=restarts), ratio
+        own = {nodes: value / self.seconds(BATCH_SIZE, nodes) for nodes, value in update_seconds(starts).items()}
+        ratio = statistics.median(own.values())
+        print(f"updates, relative to the measurements: {own}")
+        model = replace(self, factors={nodes: own.get(nodes, ratio) for nodes in range(1, NODES + 1)})
+        return replace(model, restarts={**self.restarts, **model.restarts_of(starts)}), ratio
+
+    def seconds(self, samples: int, nodes: int, minibatch_size: int | None = MICROBATCH) -> float:
+        """Return the seconds of an update."""
+        return SECONDS(self.throughput, samples, nodes, minibatch_size) * self.factors.get(nodes, 1.0)
+
+    def restarts_of(self, starts: Sequence[Start]) -> dict[tuple[Cause, int], float]:
+        """Return the mean seconds of a restart by its cause and the number of nodes.
+
+        The first update is not a part of it, but what it takes longer than others is.
+        """
+        seconds: dict[tuple[Cause, int], list[float]] = defaultdict(list)
+        for start in starts:
+            if len(start.ends) > 1:
+                first = self.seconds(start.samples[1] - start.samples[0], start.nodes)
+                seconds[start.cause, start.nodes].append(start.ends[1] - first - start.begun)
+        print("restarts: " + ", ".join(f"{cause} {nodes}: {values}" for (cause, nodes), values in seconds.items()))
+        return {key: statistics.mean(values) for key, values in seconds.items()}
 
     def restart(self, nodes: int, cause: Cause) -> float:
         """Return the seconds of a restart; those with the nearest number of nodes if there was none with this one."""
@@ -107,17 +109,20 @@ class Model:
 
         A save takes no time of its own: a thread writes it, and before a stop its time is that of the restart.
         """
-        return simulate(
-            capacity,
-            ConstantBatch(BATCH_SIZE),
-            throughput=self.throughput,
-            ref_batchsize=BATCH_SIZE,
-            minibatch_size=MICROBATCH,
-            dataset_size=DATASET_SIZE,
-            overheads=Overheads(self.restart, self.save_every, blocking=False, notice=notice, grow_every=GROW_EVERY),
-            until=until,
-            by="updates",
-        )
+        with mock.patch.object(Throughput, "seconds", lambda _, *update: self.seconds(*update)):  # with the factors
+            return simulate(
+                capacity,
+                ConstantBatch(BATCH_SIZE),
+                throughput=self.throughput,
+                ref_batchsize=BATCH_SIZE,
+                minibatch_size=MICROBATCH,
+                dataset_size=DATASET_SIZE,
+                overheads=Overheads(
+                    self.restart, self.save_every, blocking=False, notice=notice, grow_every=GROW_EVERY
+                ),
+                until=until,
+                by="updates",
+            )
 
 
 def stairs(seconds: float) -> cluster.CapacityTrace:

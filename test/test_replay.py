@@ -83,6 +83,7 @@ def test_the_seconds_of_a_training_take_the_place_of_those_of_another_one(monkey
     assert own.restarts == pytest.approx(expected)
     for nodes in (1, 2, 3, 4):
         for fitted, factor in ((model, 1.0), (own, 1.5)):
-            found = fitted.throughput.seconds(benchmark.BATCH_SIZE, nodes, benchmark.MICROBATCH)
-            assert found == pytest.approx(factor * second(nodes))
+            assert fitted.seconds(benchmark.BATCH_SIZE, nodes) == pytest.approx(factor * second(nodes))
+            run = fitted.simulate(CapacityTrace([0], [nodes], 1000), notice=0, until=3)
+            assert run.summary["productive"] == pytest.approx(3 * factor * second(nodes))
     assert own.save_every == model.save_every
