@@ -87,3 +87,23 @@ def test_the_seconds_of_a_training_take_the_place_of_those_of_another_one(monkey
             run = fitted.simulate(CapacityTrace([0], [nodes], 1000), notice=0, until=3)
             assert run.summary["productive"] == pytest.approx(3 * factor * second(nodes))
     assert own.save_every == model.save_every
+
+
+def test_what_is_recorded_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("replay")
+    rows: list[Any] = []
+    monkeypatch.setattr(benchmark, "record", lambda question, **row: rows.append((question, row)))
+    found = [benchmark.Comparison(1.1, 0.9, [(3, 2), (9, 0)], 1.25), benchmark.Comparison(1.0, 1.0, [(4, 4)], 0.5)]
+    for own_seconds in (False, True):
+        benchmark.report(found, "SIGKILL", own_seconds)
+    cases = [(row["case"], round(row["measured"].value, 3), row["note"]) for _, row in rows]
+    drift = "; seconds of an update 0.50 to 1.25 times those of the separate run"
+    assert cases == [
+        ("updates", 1.05, "1.000 to 1.100"),
+        ("time", 0.95, "0.900 to 1.000"),
+        ("", 9, "2 of 3 within one update"),
+        ("updates, own seconds", 1.05, "1.000 to 1.100" + drift),
+        ("time, own seconds", 0.95, "0.900 to 1.000" + drift),
+        ("own seconds", 9, "2 of 3 within one update"),
+    ]
