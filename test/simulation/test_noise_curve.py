@@ -43,7 +43,7 @@ def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
     assert curve == NoiseCurve([2.5, 4.0], [8.0, 9.0], [2.0, 0.0])
     assert hash(curve) == hash(NoiseCurve([2.5, 4.0], [8.0, 9.0], [2.0, 0.0]))
     marked = tmp_path / "marked.csv"  # as spreadsheets write it
-    marked.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n2.5,8,2\n4,9,0\n5,7", encoding="utf-8-sig")  # ends early
+    marked.write_text("vbs/progress,vbs/sigma2,vbs/mu2,loss\n2.5,8,2,1\n4,9,0,1\n5,7,1", encoding="utf-8-sig")  # cut
     assert NoiseCurve.from_csv(marked) == curve
 
 
