@@ -7,6 +7,7 @@ from variable_batch_size._lazy import lazy_index
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace as AdaptiveTrace
     from variable_batch_size.backend import Backend as Backend
     from variable_batch_size.backend import DistributedBackend as DistributedBackend
     from variable_batch_size.backend import LocalBackend as LocalBackend

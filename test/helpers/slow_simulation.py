@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,7 +27,7 @@ class Done:
     samples: int
     total_samples: int  # up to and with this update
     total_progress: Fraction
-    pending: list[tuple[int, int]]  # all answers so far: first update, batch size
+    pending: list[tuple[int, int, ControlInput | None]]  # all answers so far: first update, batch size, question
 
 
 @dataclass
@@ -65,7 +65,7 @@ class SlowSimulation:
         self.saves = [(Fraction(0), 0)]
         columns = self.capacity.seconds.tolist(), self.capacity.nodes.tolist()
         self.rows = [(Fraction(time), nodes) for time, nodes in zip(*columns, strict=True)]
-        self.first_pending = [] if self.start is None else [(0, self.start)]
+        self.first_pending = [] if self.start is None else [(0, self.start, None)]
         while not self.over():
             nodes = self.staying(self.now)
             if nodes < self.costs.least_nodes:
@@ -217,25 +217,45 @@ class SlowSimulation:
         gain = 1.0 if samples is None else adascale_gain(sigma2, mu2, samples, self.ref_batchsize)
         return Noise(sigma2, mu2, gain, self.updates)
 
-    def batch_size(self, devices: int, fresh: bool) -> tuple[int, list[tuple[int, int]]]:
+    def batch_size(self, devices: int, fresh: bool) -> tuple[int, list[tuple[int, int, ControlInput | None]]]:
         if isinstance(self.controller, BatchTrace):
             return self.controller.batch_size(self.updates), []
         pending = list(self.kept[-1].pending if self.kept else self.first_pending)
-        last = pending[-1][1] if pending else None
-        if fresh or (self.every is not None and self.updates % self.every == 0):
-            control: Callable[[ControlInput], int] = self.controller
-            answer = control(
-                ControlInput(
-                    devices,
-                    last,
-                    self.minibatch_size,
-                    self.updates,
-                    self.samples,
-                    float(self.progress),
-                    self.noise_of(last),
-                    self.throughput,
-                )
-            )
-            answer = min(max(answer, self.bounds[0]), self.bounds[1])
-            pending.append((self.updates + self.delay if pending else self.updates, answer))
-        return [size for begins, size in pending if begins <= self.updates][-1], pending
+        if fresh and self.kept:
+            pending = self.asked_again(pending, devices)
+        if not self.kept or (self.every is not None and self.updates % self.every == 0):
+            last = pending[-1][1] if pending else None
+            totals = self.updates, self.samples, float(self.progress)
+            asked = ControlInput(devices, last, self.minibatch_size, *totals, self.noise_of(last), self.throughput)
+            pending.append((self.updates + self.delay if pending else self.updates, self.answer(asked), asked))
+        return [size for begins, size, _ in pending if begins <= self.updates][-1], pending
+
+    def answer(self, asked: ControlInput) -> int:
+        control: Callable[[ControlInput], int] = self.controller
+        return min(max(control(asked), self.bounds[0]), self.bounds[1])
+
+    def asked_again(
+        self, pending: list[tuple[int, int, ControlInput | None]], devices: int
+    ) -> list[tuple[int, int, ControlInput | None]]:
+        """The questions whose answers count, or will count, with these devices, from the first answer that changes."""
+        now = self.updates
+        counts = [row for row, (begins, _, _) in enumerate(pending) if begins <= now][-1]
+        moved = [
+            (begins, size, asked if asked is None else replace(asked, devices=devices))
+            for begins, size, asked in pending[counts:]
+        ]
+        others = [asked is not None and asked.devices != devices for _, _, asked in pending[counts:]]
+        same = [
+            asked is None or not other or self.answer(asked) == size
+            for (_, size, asked), other in zip(moved, others, strict=True)
+        ]
+        first = same.index(False) if False in same else len(same)
+        present = pending[counts][1]
+        found = pending[:counts]
+        for row, (begins, size, asked) in enumerate(moved):
+            if row >= first and asked is not None and others[row]:
+                asked = replace(asked, batch_size=present)
+                begins, size = max(begins, now), self.answer(asked)
+            found.append((begins, size, asked))
+            present = size
+        return found

@@ -50,6 +50,8 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
         {"options": {"max_grad_norm": 0.5, "reduction": "sum"}, "rule": "adascale", "loop": "reads"},
         {"options": {"noise": "differenced"}, "rule": "adascale"},
         {"options": {"find_unused_parameters": True}, "dtype": torch.float64},
+        {"controlled": True, "rule": "adascale"},
+        {"controlled": True},
     ]
     trainings = [
         Training(trace(seed, cores), **variant)  # type: ignore[arg-type]

@@ -136,6 +136,18 @@ def test_the_host_reads_only_the_progress_of_earlier_updates(
     assert delta == dict.fromkeys(delta, 0)
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(cores: int, tmp_path: Path) -> None:
+    sizes, every = tuple(random.Random(4).sample(range(1, SAMPLES + 1), 40)), 5
+    launch(watch, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 8, every=every), WARM, True), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
+    questions = [update for update in range(WARM - 1, len(sizes) - 1) if update % every == 0]
+    reads = len(sizes) - WARM + (cores > 1)  # of the progress schedule, as above
+    assert delta.pop("to host") == reads * cores + 2 * len(questions)  # on rank 0 only
+    assert delta == dict.fromkeys(delta, 0)
+
+
 @pytest.mark.parametrize(
     ("cores", "noise"), [(1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches")]
 )

@@ -82,14 +82,15 @@ def test_a_lost_decision_is_made_again() -> None:
 
     overheads = Overheads(restart=20, save_every=25)
     found = run(controller=controller, every=30, start=128, delay=5, overheads=overheads)
-    # Killed at 60, it goes back to the 29 updates of the save at 45.25, and asks again before update 30.
+    # Killed at 60, it goes back to the 29 updates of the save at 45.25, and asks question 30 again. At each restart in
+    # another world it asks again the question whose answer counts: to see that it changes, and with the present size.
     assert asked == [
         *[(0, 8, 128), (30, 8, 512)],
-        *[(29, 4, 512), (30, 4, 256)],
-        *[(34, 8, 256), (60, 8, 512), (90, 8, 512)],
+        *[(0, 4, 128), (0, 4, 512), (30, 4, 256)],
+        *[(30, 8, 256), (30, 8, 256), (60, 8, 512), (90, 8, 512)],
     ]
-    # The answers of 4 devices count from update 34 to 38, where that of the restart with 8 follows.
-    assert found.trace == BatchTrace.from_runs([128, 512, 256, 512], [5, 29, 5, 67])
+    # The answers of 4 devices count from the first update with them, as those of 8 do.
+    assert found.trace == BatchTrace.from_runs([128, 512, 256, 512], [5, 24, 10, 70])
 
 
 def test_the_answer_counts_after_the_delay() -> None:

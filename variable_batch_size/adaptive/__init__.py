@@ -1,5 +1,6 @@
 """Controllers choose the batch size of the next updates; a throughput model predicts their time. No torch."""
 
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.after import After
 from variable_batch_size.adaptive.base import ControlInput, Controller
 from variable_batch_size.adaptive.bounded import Bounded
@@ -15,6 +16,7 @@ from variable_batch_size.adaptive.smoothed import Smoothed
 from variable_batch_size.adaptive.throughput import Throughput
 
 __all__ = [
+    "AdaptiveTrace",
     "After",
     "Bounded",
     "ConstantBatch",

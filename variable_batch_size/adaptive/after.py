@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from variable_batch_size._validation import MAX_INT, check_int
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller
+from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller, needs_throughput
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.trace.batch_trace import BatchTrace
 
@@ -51,6 +51,11 @@ class After:
     def needs_noise(self) -> bool:
         """Whether one of the two uses the gradient noise."""
         return needs_noise(self.first) or needs_noise(self.then)
+
+    @property
+    def needs_throughput(self) -> bool:
+        """Whether one of the two uses the time of an update."""
+        return needs_throughput(self.first) or needs_throughput(self.then)
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the one whose turn it is.

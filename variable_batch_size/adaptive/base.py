@@ -47,13 +47,19 @@ class ControlInput:
 class Controller(Protocol):
     """Chooses the global batch size: a pure function.
 
-    The class of a controller may also define `needs_noise: ClassVar[bool] = True`, if it uses `ControlInput.noise`
-    (default: False).
+    The class of a controller may also define `needs_noise: ClassVar[bool] = True`, if it uses `ControlInput.noise`, and
+    `needs_throughput: ClassVar[bool] = True`, if it uses `ControlInput.throughput` (default: False): a training
+    measures them only then.
     """
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the number of samples of each of the next updates, >= 1."""
         ...
+
+
+def needs_throughput(controller: object) -> bool:
+    """Return whether a controller uses the time of an update."""
+    return bool(getattr(controller, "needs_throughput", False))
 
 
 def check_controller(value: object, name: str = "controller") -> None:
@@ -75,6 +81,11 @@ class OfAnother(ABC):
     def needs_noise(self) -> bool:
         """Whether the other controller uses the gradient noise."""
         return needs_noise(self.controller)
+
+    @property
+    def needs_throughput(self) -> bool:
+        """Whether the other controller uses the time of an update."""
+        return needs_throughput(self.controller)
 
     @abstractmethod
     def __call__(self, input: ControlInput, /) -> int:

@@ -118,6 +118,12 @@ class Clock:
         self.epoch, self.step, self.samples = other.epoch, other.step, other.samples
         self._committed, self.just_loaded, self.end_pending = other._committed, other.just_loaded, other.end_pending
 
+    def replan(self, plan: Plan) -> None:
+        """Go on in a plan that has the same past."""
+        begun, step = self._committed
+        begun = plan.epoch(begun.number) if begun.number >= plan.first_epoch else begun
+        self.plan, self.epoch, self._committed = plan, plan.epoch(self.epoch.number), (begun, step)
+
     def state_dict(self) -> dict[str, int]:
         """Return the position, the samples and the past of the epoch as plain integers, valid in every world."""
         epoch = self.epoch

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, final
 
-from variable_batch_size._validation import IntArray
+from variable_batch_size._validation import MAX_INT, IntArray
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Deal
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.planning import Planning
 from variable_batch_size.data.read_ahead import ReadAhead
 from variable_batch_size.world import World
 
@@ -19,9 +19,9 @@ INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for 
 class Source(Protocol):
     """What an iteration needs of its sampler."""
 
-    plan: Plan
     world: World
     clock: Clock
+    planning: Planning
     iteration: Iteration | None
 
     @property
@@ -70,7 +70,7 @@ class Iteration:
     """
 
     def __init__(self, source: Source, start: Position) -> None:
-        self.plan, self.world, self.min_microbatches = source.plan, source.world, source.min_microbatches
+        self.plan, self.world, self.min_microbatches = source.planning.plan, source.world, source.min_microbatches
         self.counts = ReadAhead()
         self.resumed = False
         self.use = Use.NEW
@@ -119,6 +119,13 @@ class Iteration:
         self._row, self._converted = 0, end
 
     def _next_deal(self) -> Deal:
+        end_step, planning = MAX_INT, self._source.planning
+        if planning.known_until is not None:
+            updates = self._source.clock.step
+            known = planning.known_plan(
+                self._epoch.number, self._next_step, updates=updates, abandoned=lambda: self.use is Use.STALE
+            )
+            self.plan, self._epoch, end_step = known
         if self._next_step == self._epoch.end_step:
             if not (self.resumed and self.counts.stepped == 0 and self._next_epoch_is_due):
                 self.counts.exhausted = True
@@ -127,7 +134,7 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
             self.counts = ReadAhead()
             self.counts.count_read()
-        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.min_microbatches)
+        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.min_microbatches, end_step)
         self._next_step += len(deal.ends)
         self._converted = self._converted if self._deal is None else 0
         return deal

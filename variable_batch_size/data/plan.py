@@ -1,8 +1,7 @@
 """Which samples make up which update: a pure function of trace, dataset size and epoch.
 
 A plan knows no device, seed or order of samples: its positions `0 .. samples - 1` are places in the order of an epoch.
-`Plan.step` describes one update and is easy to read; `Plan.deal` describes thousands at once and is fast. A test checks
-that both give the same.
+`Plan.step` describes one update; `Plan.deal`, which is fast, thousands at once. A test checks that they are the same.
 """
 
 from __future__ import annotations
@@ -186,19 +185,20 @@ class Plan:
 
     def _walk(self, number: int, through: int | None) -> Epoch:
         """Return the steps of epoch `number`; `through`: as for `_next_epoch`."""
-        if not self._latest or self._latest[0].number > number:
-            self._latest[:] = [self.begin or self._next_epoch(0, 0, 0, through=through)]
-        while (last := self._latest[0]).number < number:
+        last = self._latest[0] if self._latest else None  # another thread may replace it
+        if last is None or last.number > number:
+            last = self.begin or self._next_epoch(0, 0, 0, through=through)
+        while last.number < number:
             if self.ends_with(last):
                 offset, before = self._held.offset(last.end_step), last.samples_before + last.samples
-                following = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
+                last = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
             else:
                 alike = self._alike(last, number - last.number)
                 first_step = last.first_step + alike * (last.end_step - last.first_step)
                 before = last.samples_before + alike * last.samples
-                following = self._next_epoch(last.number + alike, first_step, before, through=through)
-            self._latest[:] = [following]
-        return self._latest[0]
+                last = self._next_epoch(last.number + alike, first_step, before, through=through)
+        self._latest[:] = [last]
+        return last
 
     def epoch_runs(self, epochs: int | None) -> Iterator[tuple[Epoch, int]]:
         """Yield the first of each run of epochs with equal numbers of steps and samples, and how many there are.
@@ -218,8 +218,6 @@ class Plan:
 
     def check_trace(self, epochs: int | None) -> None:
         """Check that a trace with `on_end="error"` lasts until the training ends, if its end is known.
-
-        Epochs of the same batch size are counted at once: the time is that of the runs of equal sizes in the trace.
 
         Args:
             epochs: number of epochs of the training, if known.
@@ -261,6 +259,10 @@ class Plan:
         if epochs:
             parts.append((epoch.number + (samples - epoch.samples_before) / self.whole_samples(epoch)) / epochs)
         return min(1.0, max(parts))
+
+    def ends_whatever_follows(self, epoch: Epoch) -> bool:
+        """Return whether an epoch ends before its `end_step`, whatever the batch size of that step is."""
+        return epoch.samples == self.dataset_size or self.ends_with(epoch)
 
     def whole_samples(self, epoch: Epoch) -> int:
         """Return the samples of an epoch, as if the training did not end in it."""
@@ -366,9 +368,11 @@ class Plan:
         """Return the samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
         return epoch.samples_before + min(epoch.samples, self._held.offset(number) - epoch.trace_offset)
 
-    def deal(self, epoch: Epoch, first_step: int, world: World, min_microbatches: int = 1) -> Deal:
-        """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, or in its remaining steps."""
-        steps = np.arange(first_step, min(epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as all below
+    def deal(
+        self, epoch: Epoch, first_step: int, world: World, min_microbatches: int = 1, end_step: int = MAX_INT
+    ) -> Deal:
+        """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, up to its end or `end_step`."""
+        steps = np.arange(first_step, min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as below
         start = self._held.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))

@@ -17,12 +17,14 @@ from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.planning import Planning, Resumed, growing_at_start
 from variable_batch_size.data.random_states import RandomStates, starts_persistent_workers
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
+from variable_batch_size.trace.growing import GrowingTrace
 from variable_batch_size.world import World
 
-TraceLike = BatchTrace | str | os.PathLike[str] | int | Sequence[int]
+TraceLike = BatchTrace | GrowingTrace | str | os.PathLike[str] | int | Sequence[int]
 
 
 @final
@@ -44,7 +46,8 @@ class CustomSampler(Sampler[list[int]]):
     Args:
         dataset_size: number of samples in the dataset, or the dataset.
         trace: path of a CSV file, `BatchTrace`, batch sizes, one batch size, or a schedule `"0:128 2000:256"`; global
-            batch sizes, in samples.
+            batch sizes, in samples. Or an `AdaptiveTrace`, whose controller chooses them: the length of an epoch is an
+            estimate then, as if the last batch size stayed.
         num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
         rank: this rank, `0 <= rank < num_replicas`.
         minibatch_size: maximum number of rows of a microbatch.
@@ -95,25 +98,49 @@ class CustomSampler(Sampler[list[int]]):
     ) -> None:
         super().__init__()
         self.world = world_of(rank, num_replicas)
-        self.plan = Plan(
-            trace=BatchTrace.of(trace, on_end=on_end),
-            dataset_size=len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size,
+        samples = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
+        growing = None
+        if isinstance(trace, GrowingTrace):
+            growing = growing_at_start(trace, self.world.size, minibatch_size, samples, on_end)
+        plan = Plan(
+            trace=BatchTrace.of(trace, on_end=on_end) if growing is None else growing.growth.trace,
+            dataset_size=samples,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
             fixed_shape=runs_on_xla() if fixed_shape is None else bool(fixed_shape),
             max_updates=max_updates,
             max_samples=max_samples,
         )
+        self.planning = Planning(plan, growing)
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
         self.epochs = None if epochs is None else check_int(epochs, "epochs")
         self.plan.check_trace(self.epochs)
-        self.clock = Clock(self.plan)
+        self.clock = self.planning.clock()
         self.iteration: Iteration | None = None  # the one that was read last
         self._restored: tuple[Position, RandomStates] | None = None
         self._attached = False  # whether an optimizer counts what is yielded
         self._followed = False  # whether the clock of that optimizer has ever been followed
         self._spread = True  # whether no optimizer depends on how a step is split
+
+    @property
+    def plan(self) -> Plan:
+        """Which samples make up which update."""
+        return self.planning.plan
+
+    @property
+    def trace(self) -> BatchTrace:
+        """The batch trace; of a growing one, the batch sizes of the updates so far.
+
+        Raises:
+            ValueError: if a growing trace has no update yet.
+        """
+        return self.planning.trace(self.clock.step)
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest batch size that an update may have, in samples."""
+        return self.planning.max_batch_size
 
     @property
     def min_microbatches(self) -> int:
@@ -137,7 +164,9 @@ class CustomSampler(Sampler[list[int]]):
             check_int(epoch, "epoch", 0, remedy="count epochs from 0") > self.clock.epoch.number
         ):  # otherwise the next iteration yields again what did not reach step()
             self._check_stepped()
-        self.clock.set_epoch(epoch)
+        skipped = self.clock.set_epoch(epoch)
+        if skipped.updates:
+            self.planning.skip_to(self.clock.step)
         self.iteration = None  # it was checked
 
     def __iter__(self) -> Iteration:
@@ -172,14 +201,15 @@ class CustomSampler(Sampler[list[int]]):
         self._attached = True
         self._spread = self._spread and spread
         self.iteration = None  # microbatches that were read before are not for this optimizer
-        clock = Clock(self.plan)
+        clock = self.planning.clock()
         clock.follow(self.clock)
         return clock
 
     def follow(self, clock: Clock) -> None:
         """Take the position and the plan of an optimizer's clock, which counts the committed updates from now on."""
         self._followed = True
-        self.adopt(clock)
+        self.planning.plan = clock.plan
+        self.clock.follow(clock)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
@@ -193,7 +223,7 @@ class CustomSampler(Sampler[list[int]]):
         """
         past, cut = {"past": self.plan.past(clock.step)}, {"fixed_shape": self.plan.fixed_shape}
         ended = {"end_pending": clock.end_pending and self.clock.end_pending}  # it may have been read since
-        return {**clock.state_dict(), **ended, **self.fingerprint(), **past, **cut}
+        return {**clock.state_dict(), **ended, **self.fingerprint(), **past, **cut, **self.planning.state()}
 
     def check_samples(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same samples up to its position, and tell if later ones differ.
@@ -203,14 +233,14 @@ class CustomSampler(Sampler[list[int]]):
         """
         own, step = self._order_of_samples(), int(state["step"])
         different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
-        if self.plan.past(step) != state["past"]:
+        if self.planning.past(state) != state["past"]:
             different.append(f"the first {step} batch sizes of the trace are not the same")
         if different:
             raise ValueError(
                 f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
                 f"these arguments, or pass strict=False to resume regardless"
             )
-        if self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
+        if self.planning.growing is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(
                 f"The trace goes on differently than in the saved run, after the {step} updates that were made; that "
                 f"is allowed",
@@ -234,25 +264,24 @@ class CustomSampler(Sampler[list[int]]):
         if not self._followed:
             if strict:
                 self.check_samples(state_dict)
-            self.adopt(self.resumed_clock(state_dict))
+            self.adopt(self.resumed(state_dict))
         self.iteration = None
 
-    def resumed_clock(self, state: dict[str, Any]) -> Clock:
+    def resumed(self, state: dict[str, Any]) -> Resumed:
         """Return a clock at a saved position, with the plan that leads on from there.
 
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
-        plan = self.plan.resumed(state)
-        plan.check_trace(self.epochs)
-        clock = Clock(plan)
-        clock.load_state_dict(state)
-        return clock
+        resumed = self.planning.resumed(state, self.world.size)
+        resumed.clock.plan.check_trace(self.epochs)
+        return resumed
 
-    def adopt(self, clock: Clock) -> None:
-        """Take the position and the plan of a clock."""
-        self.plan = clock.plan
-        self.clock.follow(clock)
+    def adopt(self, resumed: Resumed, *, followed: bool = False) -> None:
+        """Take the position and the plan of a saved state; `followed`: an optimizer counts from there."""
+        self._followed = self._followed or followed
+        self.planning.adopt(resumed)
+        self.clock.follow(resumed.clock)
 
     def check_readable(self) -> None:
         """Check that an iteration may be read now.

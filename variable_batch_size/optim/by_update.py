@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Generic, TypeVar, final
 
 from variable_batch_size._validation import type_error
@@ -64,9 +64,14 @@ class Updates(Generic[T]):
 
     def _read(self, number: int) -> Iterator[list[T]]:
         optimizer, sampler = self._optimizer, self._optimizer.sampler
-        epoch, first = sampler.plan.epoch(number), sampler.clock.step
+        first = sampler.clock.step
         microbatches, ahead, known = iter(self._loader), 0, False
-        for step in range(first, epoch.end_step):
+        for step in count(first):
+            plan, epoch = sampler.planning.known_plan(number, step, updates=optimizer.updates)[
+                :2
+            ]  # a growing trace may have moved the end of the epoch
+            if step == epoch.end_step:
+                break
             waiting = step - optimizer.updates  # updates that were read, but not made
             if known and waiting > ahead:
                 raise RuntimeError(
@@ -75,7 +80,7 @@ class Updates(Generic[T]):
                 )
             ahead = max(ahead, waiting)  # a framework may read ahead, as far as before the first update
             known = optimizer.updates > first
-            rounds = sampler.plan.step(epoch, step).rounds(sampler.world)
+            rounds = plan.step(epoch, step).rounds(sampler.world)
             update = list(islice(microbatches, rounds))
             if (iteration := sampler.iteration) is not None:
                 iteration.counts.read_by_update()

@@ -1,8 +1,7 @@
 """Accumulate, all-reduce once, scale, step: any torch optimizer with a batch size that changes.
 
-The life of an update on one rank: the `backward()` of each microbatch adds to `.grad`, and each `step()` counts and
-weighs it. The last `step()` of an update sums the gradients over the ranks, clips them, lets the rule scale the
-hyperparameters, runs the inner optimizer's `step()`, restores the hyperparameters and advances the clocks.
+The `backward()` of each microbatch adds to `.grad`, and each `step()` counts and weighs it. The last one of an update
+sums over the ranks, clips, scales by the rule, runs the inner optimizer's `step()` and advances the clocks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.data_parallel import DataParallelCheck
-from variable_batch_size.optim.loop import Loop, Phase, Watcher
+from variable_batch_size.optim.deciding import Deciding
+from variable_batch_size.optim.loop import Loop, Phase, Watcher, check_sampler
 from variable_batch_size.optim.normalization import normalizes_batches
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.report import Reporter
@@ -51,7 +51,7 @@ class CustomOptimizer(OptimizerWrapper):
         rule: a rule, or its name in `vbs.RULES`; or a sequence of these, one for each parameter group.
         noise: how to measure the gradient noise: "microbatches" compares the microbatches of each update;
             "differenced" also compares consecutive updates if one has a single microbatch, for one more copy of the
-            gradients. Default: "microbatches" if a rule needs the noise, otherwise it is not measured.
+            gradients. Default: "microbatches" if a rule or a controller needs the noise, otherwise it is not measured.
         reduction: reduction of the user's loss over the rows of a microbatch, "mean" or "sum".
         max_grad_norm: maximum norm to which the gradient of an update is clipped.
         accumulation: where the gradients of a step are accumulated: "in_place", in `.grad`, which takes no memory; or
@@ -100,17 +100,15 @@ class CustomOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(inner)
         check_objects(tracker, backend)
-        rule = "constant" if rule is None else rule
-        rules = rules_for_groups(rule, len(inner.param_groups))
+        rules = rules_for_groups("constant" if rule is None else rule, len(inner.param_groups))
         reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
         rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
-        world = None
-        if isinstance(sampler, CustomSampler):  # otherwise Loop raises
-            names: Any = rule if rule_per_group else [rule] * len(rules)
-            check_named_rules(names, rules, inner, reference, sampler.plan.trace.max_batch_size)
-            world = sampler.world
+        check_sampler(sampler)
+        names: Any = rule if rule_per_group else [rule or "constant"] * len(rules)
+        check_named_rules(names, rules, inner, reference, sampler.max_batch_size)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._backend = backend if backend is not None else detect(parameters, world)
+        self._backend = backend if backend is not None else detect(parameters, sampler.world)
+        noise = "microbatches" if noise is None and sampler.planning.needs_noise else noise
         kinds = noise, reduction, max_grad_norm, accumulation, find_unused_parameters
         options = UpdateOptions(*kinds, grad_norm, overlap, bucket_cap_mb)
         self._updater = Updater(inner, self._backend, rules, reference, options, rule_per_group=rule_per_group)
@@ -121,6 +119,7 @@ class CustomOptimizer(OptimizerWrapper):
         self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
+        self._deciding = Deciding(self._loop, self._updater, self._backend, self.tracker)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -289,6 +288,7 @@ class CustomOptimizer(OptimizerWrapper):
             raise
         self._backend.mark_step()
         if microbatch.ends_step:
+            self._deciding.after_update(step)
             self._reporter.after_update(step)
         return updated
 
@@ -337,7 +337,7 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: in the middle of a step.
         """
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        own = {**self._loop.sampler.state_of(self._loop.clock), **self._updater.state_dict()}
+        own = self._loop.sampler.state_of(self._loop.clock) | self._updater.state_dict() | self._deciding.state_dict()
         return {**self.inner.state_dict(), "vbs": own}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -351,11 +351,11 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             ValueError: if the state does not match; then nothing has changed.
         """
-        sampler, clock, position = self._loop.sampler, None, state_dict.get("vbs")
+        sampler, resumed, position = self._loop.sampler, None, state_dict.get("vbs")
         if position is not None:
             if strict:
                 sampler.check_samples(position)
-            clock = sampler.resumed_clock(position)
+            resumed = sampler.resumed(position)
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -368,14 +368,14 @@ class CustomOptimizer(OptimizerWrapper):
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {})
-        if clock is not None:
-            self._loop.clock.follow(clock)
-            sampler.follow(clock)
+        self._deciding.load_state_dict(position or {})
+        if resumed is not None:
+            sampler.adopt(resumed, followed=True)
+            self._loop.clock.follow(resumed.clock)
 
     # An update. --------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Drop the gradients of an incomplete step."""
         self._updater.clear(discarded=True)
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 

@@ -62,7 +62,7 @@ class Engine:
     restarts: int = 0
 
     def __post_init__(self) -> None:
-        self._position = Position(0, 0, 0.0, 0, self.sizes.initial)
+        self._position = Position(0, 0, 0.0, 0, ())
         self._saved = Checkpoint(0.0, self._position, 0, 0)
         self._writing: Checkpoint | None = None
         self._cause: Cause = "start"
@@ -143,15 +143,15 @@ class Engine:
             False if `limit` comes before the end of the first one: its nodes leave, or the simulation ends.
         """
         before, begin, devices = self._position, self.now, self.model.devices(nodes)
-        answers = self.sizes.answers(before.answers, self._input(devices), restarted)
-        size = answers[0][1]
+        decisions = self.sizes.decisions(before.decisions, self._input(devices), restarted)
+        size = decisions[0].batch_size
         course = self.model.course(size, devices, before)
         updates = course.ended_by(begin, limit * (1 + ROUNDING))
         if updates == 0:
             self._spend("idle" if limit == self.end else "redone", limit, nodes, size)
             return False
         unit, value = self.goal
-        ends = min(self.sizes.end, self.sizes.changes(answers, before.updates))
+        ends = min(self.sizes.end, self.sizes.changes(decisions, before.updates))
         updates = int(min(updates, ends - before.updates))
         updates = course.until(lambda n: begin + course.seconds(n), wanted * (1 - ROUNDING), updates)
         updates = course.until(
@@ -162,7 +162,7 @@ class Engine:
         made = updates, course.samples(updates), course.progress(updates)
         self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
         self.runs.append((size, updates))
-        self._position = before.after(course, updates, answers)
+        self._position = before.after(course, updates, decisions)
         if self._position.updates >= MAX_INT:
             requirement, found = "a training must have fewer than 2**53 updates", f"as many in {self.now:.6g} seconds"
             raise value_error(requirement, found, "check the throughput and the seconds")
@@ -170,7 +170,7 @@ class Engine:
 
     def _input(self, devices: int) -> ControlInput:
         done, model = self._position, self.model
-        chosen = done.answers[-1][1] if done.answers else None
+        chosen = done.decisions[-1].batch_size if done.decisions else self.sizes.start
         noise = model.noise_of(done.progress, done.updates, chosen)
         return ControlInput(
             devices, chosen, model.minibatch_size, done.updates, done.samples, done.progress, noise, model.throughput

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
-from variable_batch_size.simulation.batch_sizes import Answers
 from variable_batch_size.simulation.course import Course
+from variable_batch_size.trace.growing import Decisions
 
 
 @final
@@ -16,14 +16,14 @@ class Position(NamedTuple):
     samples: int
     progress: float
     used: int  # samples of the epoch under way
-    answers: Answers
+    decisions: Decisions
 
-    def after(self, course: Course, updates: int, answers: Answers) -> Position:
+    def after(self, course: Course, updates: int, decisions: Decisions) -> Position:
         """Return the position after the first `updates` updates of a course."""
         return Position(
             self.updates + updates,
             self.samples + course.samples(updates),
             self.progress + course.progress(updates),
             course.used(updates),
-            answers,
+            decisions,
         )

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from variable_batch_size._validation import (
     MAX_INT,
-    check_bounds,
     check_choice,
     check_int,
     check_number,
@@ -16,6 +15,7 @@ from variable_batch_size._validation import (
     type_error,
     value_error,
 )
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import Controller
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
@@ -78,16 +78,18 @@ def simulate(
 
     Args:
         capacity: seconds -> number of nodes.
-        controller: chooses the batch size of the next updates. It is asked before the first update after each start of
-            the training and, with `every`, before each update whose number is a multiple of it. A batch trace, or what
-            `BatchTrace.of` accepts, is the batch size of each kept update, and ends the training with `on_end="stop"`.
+        controller: chooses the batch size of the next updates. It is asked at the beginning, after a restart on another
+            number of devices and, with `every`, before each update whose number is a multiple of it, see
+            `AdaptiveTrace`, which may also be passed. A batch trace, or what `BatchTrace.of` accepts, is the batch size
+            of each kept update, and ends the training with `on_end="stop"`.
         throughput: the seconds of an update.
         ref_batchsize: batch size, in samples, at which progress is counted: it is 1 an update there.
         rule: the learning-rate rule, or its name, which gives the progress of an update.
         noise: the gradient noise by progress; needed by a rule that reads it, and passed to the controller.
         start: batch size before the first answer of the controller; by default, the first answer counts at once.
         bounds: least and largest batch size; answers of the controller are limited to them.
-        every: number of updates between two questions to the controller; by default it is asked only at a start.
+        every: number of updates between two questions to the controller; by default it is asked only at the beginning
+            and in a world of another size.
         delay: number of updates from a question to the first update with its answer, >= 0.
         minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
         dataset_size: samples of an epoch, whose last update is shortened; by default there are no epochs.
@@ -158,15 +160,13 @@ def _sizes(
     dataset_size: int | None,
 ) -> BatchSizes:
     """Return the batch sizes of a controller, or of a batch trace."""
-    delay = check_int(delay, "delay", 0, MAX_INT)
     if callable(controller) and not isinstance(controller, type):
-        low, high = (1, MAX_INT) if bounds is None else check_bounds(bounds)
-        interval = None if every is None else check_int(every, "every", 1, MAX_INT)
-        first = () if start is None else ((0, check_int(start, "start", low, high)),)
-        return OfController(controller, low, high, interval, delay, first)
+        return OfController(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
     for value, name in ((start, "start"), (bounds, "bounds"), (every, "every"), (delay or None, "delay")):
         if value is not None:
             raise value_error(f"{name} must be left out with a batch trace", value, "pass it with a controller")
+    if isinstance(controller, AdaptiveTrace):
+        return OfController(controller if dataset_size is None else controller.within(dataset_size))
     trace = BatchTrace.of(controller)
     if dataset_size is not None and trace.max_batch_size > dataset_size:
         requirement = f"every batch size of the trace must be at most the dataset's size of {dataset_size} samples"

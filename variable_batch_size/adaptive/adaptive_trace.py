@@ -1,0 +1,263 @@
+"""A batch trace that a controller writes while the training goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size._validation import MAX_INT, check_bounds, check_int, value_error
+from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller, needs_throughput
+from variable_batch_size.adaptive.plain import decision_of, plain_decision
+from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
+from variable_batch_size.rules.base import Noise, needs_noise
+from variable_batch_size.trace.growing import ADOPTED_AFTER, Decision, Decisions, Facts, Growth, Question, counting
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdaptiveTrace:
+    """The batch trace of a training whose controller chooses the batch size.
+
+    Pass it as `trace` to `CustomSampler`, or to `simulate` in the place of a controller. The controller is asked at the
+    beginning, and after each update t that is a multiple of `every`. Its answer, rounded to a multiple of `multiple_of`
+    and limited to `bounds`, is the batch size from update t + `delay` on, so that what a loader has read by then stays
+    right. In a training rank 0 asks it and tells the others.
+
+    A training that restarts with as many ranks as before decides as if it had not stopped. With another number, the
+    questions whose answers count, or will count, are asked again with that number, and an answer that changes counts
+    from the first update after the restart.
+
+    Source: Qiao et al. 2021, arXiv 2008.12260, section 3, whose trainings choose their batch size, too.
+
+    >>> from variable_batch_size.adaptive import PerDevice
+    >>> AdaptiveTrace(PerDevice(60), multiple_of=32).batch_size(ControlInput(devices=3))
+    192
+
+    Args:
+        controller: chooses the batch size.
+        start: batch size before the first answer, in samples; by default, the first answer counts at once.
+        bounds: least and largest batch size, in samples; by default 1 and the size of the dataset.
+        multiple_of: number of samples of which each batch size is a multiple.
+        every: number of updates between two questions; None: the controller is asked only at the beginning, and in a
+            world of another size.
+        delay: number of updates from a question to the first update with its answer; in a training, more than 3 plus
+            the updates that a loader reads ahead.
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if a number is not in its range, or no multiple is within the bounds.
+    """
+
+    controller: Controller
+    start: int | None = None
+    bounds: tuple[int, int] | None = None
+    multiple_of: int = 1
+    every: int | None = 50
+    delay: int = 16
+
+    def __post_init__(self) -> None:
+        check_controller(self.controller)
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", check_bounds(self.bounds))
+        object.__setattr__(self, "multiple_of", check_int(self.multiple_of, "multiple_of", 1, MAX_INT))
+        low, high = self._limits
+        if low > high:
+            requirement = f"the bounds must include a multiple of multiple_of={self.multiple_of}"
+            raise value_error(requirement, self.bounds, "change one of them")
+        if self.start is not None:
+            object.__setattr__(self, "start", check_int(self.start, "start", low, high, "start within the bounds"))
+        if self.every is not None:
+            object.__setattr__(self, "every", check_int(self.every, "every", 1, MAX_INT))
+        object.__setattr__(self, "delay", check_int(self.delay, "delay", 0, MAX_INT))
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """The least and the largest multiple within the bounds."""
+        low, high = self.bounds or (1, MAX_INT)
+        return -(-low // self.multiple_of) * self.multiple_of, high // self.multiple_of * self.multiple_of
+
+    # Decisions, which are the same in a simulation and in a training. -------------------------------------------------
+
+    def batch_size(self, input: ControlInput) -> int:
+        """Return the answer of the controller as a batch size: a multiple, within the bounds.
+
+        Raises:
+            TypeError, ValueError: if the answer is not an integer in [1, 2**53].
+        """
+        (low, high), multiple = self._limits, self.multiple_of
+        size = check_int(self.controller(input), "the batch size of the controller", 1, MAX_INT)
+        return min(max((size + multiple // 2) // multiple * multiple, low), high)
+
+    def first(self, input: ControlInput) -> Decisions:
+        """Return the decisions at the beginning of a training."""
+        if self.start is None:
+            return (Decision(input.updates, self.batch_size(input), input),)
+        decisions = (Decision(input.updates, self.start),)
+        return counting((*decisions, self.decided(decisions, input)), input.updates)
+
+    def decided(self, decisions: Decisions, input: ControlInput) -> Decision:
+        """Return the answer to a question.
+
+        Args:
+            decisions: the decision that counts, and later ones.
+            input: what the controller gets, but for its `batch_size`: that of the last decision.
+        """
+        asked = replace(input, batch_size=decisions[-1].batch_size)
+        return Decision(input.updates + self.delay, self.batch_size(asked), asked)
+
+    def in_world(self, decisions: Decisions, devices: int, step: int) -> Decisions:
+        """Return the decisions of a training that restarts on so many devices, and may change sizes from a step on.
+
+        A controller that gives its old answers on these devices does not read them, and its decisions stay. Another one
+        gets, as `batch_size`, the one that counts until then.
+        """
+        found: list[Decision] = []
+        changed = False
+        for decision in counting(decisions, step):
+            asked = decision.input
+            if asked is not None and asked.devices != devices:
+                asked = replace(asked, devices=devices)
+                changed = changed or self.batch_size(asked) != decision.batch_size
+                decision = replace(decision, input=asked)
+                if changed:
+                    present = found[-1].batch_size if found else decision.batch_size
+                    asked = replace(asked, batch_size=present)
+                    decision = Decision(max(decision.begins, step), self.batch_size(asked), asked)
+            found.append(decision)
+        return tuple(found)
+
+    def is_due(self, updates: int) -> bool:
+        """Return whether the controller is asked after so many updates."""
+        return self.every is not None and updates % self.every == 0
+
+    # In a training: `trace.growing.GrowingTrace`. ---------------------------------------------------------------------
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the controller uses the gradient noise."""
+        return needs_noise(self.controller)
+
+    @property
+    def largest(self) -> int:
+        """The largest batch size that may be chosen."""
+        return self._limits[1]
+
+    def for_training(self, dataset_size: int) -> AdaptiveTrace:
+        """Return `within(dataset_size)`, if it can train.
+
+        Raises:
+            ModuleNotFoundError: if the controller needs the time of an update, and scipy is not installed.
+            ValueError: if the upper bound exceeds the dataset, or `delay` is too small.
+        """
+        if self.every is not None and self.delay <= ADOPTED_AFTER:
+            raise value_error(f"delay must be > {ADOPTED_AFTER} in a training", self.delay, "pass 16, the default")
+        if needs_throughput(self.controller):
+            import_extra("scipy.optimize", "evaluation")
+        return self.within(dataset_size)
+
+    def within(self, dataset_size: int) -> AdaptiveTrace:
+        """Return the trace with batch sizes that the dataset has.
+
+        Raises:
+            ValueError: if the upper bound exceeds the dataset.
+        """
+        if self.bounds is None:
+            return replace(self, bounds=(1, dataset_size))
+        if self.largest > dataset_size:
+            requirement = f"the upper one of bounds must be at most the dataset's size of {dataset_size} samples"
+            raise value_error(requirement, self.bounds[1], "lower it, or use a larger dataset")
+        return self
+
+    def begin(self, devices: int, minibatch_size: int) -> Growth:
+        """Return the growth at the beginning of a training."""
+        noise = Noise(math.nan, math.nan) if self.needs_noise else None
+        decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise))
+        return Growth.of((), decisions, 0)
+
+    def restored(self, state: dict[str, Any], devices: int, step: int) -> Growth:
+        """Return the growth of a training that goes on from the `state_of` another one, on so many devices.
+
+        Args:
+            state: the `state_of` the other one.
+            devices: number of devices.
+            step: the first step whose batch size may change.
+        """
+        decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, step)
+        growth = Growth.of([(first, size) for first, size in state["runs"]], decisions, step)
+        asked = [Facts(**facts)._replace(devices=devices) for facts in state["questions"]]
+        questions = tuple(Question(facts.updates, partial(_same, facts)) for facts in asked)
+        return replace(growth, questions=questions, asked=state["asked"])
+
+    def constant_until(self, step: int) -> Growth:
+        """Return the growth of a training that had the batch size `start` until a step.
+
+        Raises:
+            ValueError: if there is no `start`.
+        """
+        if self.start is None:
+            requirement = "a training with a fixed trace can go on with a controller if its batch size is start"
+            raise value_error(requirement, "start=None", "pass the batch size that it had")
+        return Growth.of((), (Decision(0, self.start),), 0).moved_to(step)
+
+    def state_of(self, growth: Growth) -> dict[str, Any]:
+        """Return what `restored` needs, as plain numbers, strings, lists and dictionaries."""
+        decisions = [plain_decision(decision) for decision in growth.decisions]
+        questions = [question.read()._asdict() for question in growth.questions]
+        runs = [list(run) for run in growth.runs]
+        return {"runs": runs, "decisions": decisions, "questions": questions, "asked": growth.asked}
+
+    def known_until(self, growth: Growth) -> int | None:
+        """Return the first step whose batch size is not known; None if all are."""
+        if growth.questions:
+            return growth.questions[0].updates + self.delay
+        return None if self.every is None else (growth.asked // self.every + 1) * self.every + self.delay
+
+    def stopwatch(self) -> UpdateStopwatch | None:
+        """Return what measures the seconds of updates, if the controller needs them."""
+        return UpdateStopwatch() if needs_throughput(self.controller) else None
+
+    def answer(self, growth: Growth, minibatch_size: int, stopwatch: Any) -> str:
+        """Return the answer to the oldest question as text: a decision, or the error of the controller."""
+        facts = growth.questions[0].read()
+        throughput = None if stopwatch is None else stopwatch.throughput()
+        noise = None if facts.noise is None else Noise(*facts.noise)
+        input = ControlInput(
+            facts.devices, None, minibatch_size, facts.updates, facts.samples, facts.progress, noise, throughput
+        )
+        try:
+            return json.dumps(plain_decision(self.decided(growth.decisions, input)))
+        except Exception as error:
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    def told(self, growth: Growth, answer: str, updates: int) -> Growth:
+        """Return the growth after so many updates, when an answer is known.
+
+        Raises:
+            RuntimeError: if the controller has failed.
+        """
+        found = json.loads(answer)
+        if isinstance(found, dict):
+            raise RuntimeError(
+                f"the controller must choose a batch size, but after update {growth.questions[0].updates} it failed "
+                f"with {found['error']}; correct {self.controller} and restore the last checkpoint"
+            )
+        return growth.answered(decision_of(found), updates)
+
+    def scalars(self, decision: Decision) -> dict[str, float]:
+        """Return a decision and what it was made from, by name."""
+        input: ControlInput = decision.input
+        found: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
+        found |= {name: getattr(input, name) for name in ("devices", "updates", "samples", "progress")}
+        if input.noise is not None:
+            found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale")}
+        if input.throughput is not None:
+            found["seconds"] = input.throughput.seconds(decision.batch_size, input.devices, input.minibatch_size)
+        return found
+
+
+def _same(facts: Facts) -> Facts:
+    return facts

@@ -1,0 +1,59 @@
+"""How long updates take, measured on the host while a training runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import Any, final
+
+from variable_batch_size.adaptive.throughput import Throughput
+
+_KEPT = 31  # seconds of a kind of update: their median leaves out evaluations and saves between two updates
+_KINDS = 64  # of updates: those that were made last
+
+
+@final
+class UpdateStopwatch:
+    """Measures the seconds from the end of an update to that of the next one, by devices, rows and rounds.
+
+    On a device that executes later than the host asks, the host waits for it in the mean, so that the median is that
+    of the device. The first update of a run is left out, because it begins with what a process does once.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int, int], deque[float]] = {}
+        self._last: float | None = None
+
+    def after_update(self, devices: int, rows: int, rounds: int) -> None:
+        """Note an update that has ended now.
+
+        Args:
+            devices: number of devices.
+            rows: rows of its largest microbatch.
+            rounds: microbatches of the slowest device.
+        """
+        now = time.monotonic()
+        if self._last is not None:
+            kind = devices, rows, rounds
+            kept = self._seconds.pop(kind, None) or deque(maxlen=_KEPT)
+            kept.append(now - self._last)
+            self._seconds[kind] = kept  # as the last one
+            if len(self._seconds) > _KINDS:
+                del self._seconds[next(iter(self._seconds))]
+        self._last = now
+
+    def throughput(self) -> Throughput | None:
+        """Return the model that is closest to the medians; None before updates of two kinds were measured."""
+        medians = [(*kind, statistics.median(seconds)) for kind, seconds in self._seconds.items()]
+        measured = [row for row in medians if row[-1] > 0]
+        return Throughput.fit(measured) if len({row[1:3] for row in measured}) > 1 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, as plain numbers."""
+        return {"seconds": [[*kind, list(seconds)] for kind, seconds in self._seconds.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what an earlier run has measured."""
+        self._last = None
+        self._seconds = {(*kind,): deque(seconds, maxlen=_KEPT) for *kind, seconds in state["seconds"]}
