@@ -99,7 +99,8 @@ def test_a_simple_model_is_linear() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0), "^a microbatch must take time, got accum_base=0 and accum_row=0; pass one of them$"),
+        ((0, 0), "^a microbatch must take time, accum_base [+] accum_row >= 1e-15 seconds, got 0.0; pass one of them"),
+        ((5e-324, 0), "^a microbatch must take time, accum_base [+] accum_row >= 1e-15 seconds, got 5e-324; pass one"),
         ((-1, 1), "^accum_base must be a finite number >= 0, got -1; pass seconds"),
         ((1, 1, 0, 0, 11), r"^overlap must be in \[1, 10\], got 11\.0; pass 1 for none$"),
     ],

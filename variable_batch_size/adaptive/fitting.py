@@ -28,7 +28,7 @@ class Measured(NamedTuple):
 
 
 def measured_updates(values: npt.ArrayLike) -> Measured:
-    """Return the columns of (updates, 4); raise if a value is not finite and > 0."""
+    """Return the columns of (updates, 4); raise if a value is not finite and > 0, or a count is not whole."""
     requirement, remedy = "the measurements must have the shape (updates, 4)", "pass devices, rows, rounds and seconds"
     try:
         table = np.asarray(values, np.float64)
@@ -40,6 +40,10 @@ def measured_updates(values: npt.ArrayLike) -> Measured:
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise value_error(f"{Measured._fields[column]} in row {row} must be finite and > 0", table[row, column], remedy)
+    parts = table[:, :3] % 1 > 0
+    if parts.any():  # the columns may be in another order
+        row, column = np.argwhere(parts)[0]
+        raise value_error(f"{Measured._fields[column]} in row {row} must be whole", table[row, column], remedy)
     return Measured(*table.T)
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
+from variable_batch_size._validation import MAX_INT, value_error
 from variable_batch_size.adaptive.base import ControlInput
 from variable_batch_size.simulation.batch_sizes import BatchSizes
 from variable_batch_size.simulation.interval import Interval, State
@@ -162,6 +163,9 @@ class Engine:
         self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
         self.runs.append((size, updates))
         self._position = before.after(course, updates, decisions)
+        if self._position.updates >= MAX_INT:
+            requirement, found = "a training must have fewer than 2**53 updates", f"as many in {self.now:.6g} seconds"
+            raise value_error(requirement, found, "check the throughput and the seconds")
         return True
 
     def _input(self, devices: int) -> ControlInput:

@@ -103,8 +103,8 @@ def simulate(
 
     Raises:
         TypeError: if an argument has another type.
-        ValueError: if an argument is not in its range, a batch is larger than the dataset, or the rule needs
-            `ref_batchsize` or `noise` and there is none.
+        ValueError: if an argument is not in its range, a batch is larger than the dataset, the rule needs
+            `ref_batchsize` or `noise` and there is none, or 2**53 updates end before the training.
         TraceEndError: if a batch trace with `on_end="error"` ends before the training.
     """
     for value, name, kind in (
