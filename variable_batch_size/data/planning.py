@@ -13,7 +13,7 @@ from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.known_steps import KnownSteps
 from variable_batch_size.data.plan import Epoch, Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
-from variable_batch_size.trace.growing import ADOPTED_AFTER, GrowingTrace, Growth, so_far
+from variable_batch_size.trace.growing import ADOPTED_AFTER, GrowingTrace, Growth, Question, so_far
 
 
 @final
@@ -54,7 +54,11 @@ class Planning:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, for which nobody decides yet."""
-        return {**vars(self), "decider": None}
+        growing = self.growing
+        if growing is not None:
+            questions = tuple(Question.of(question.read()) for question in growing.growth.questions)
+            growing = growing._replace(growth=replace(growing.growth, questions=questions))
+        return {**vars(self), "decider": None, "growing": growing}
 
     def clock(self) -> Clock:
         """Return a clock, whose plan grows with this one."""
