@@ -58,7 +58,11 @@ class Planning:
         if growing is not None:
             questions = tuple(Question.of(question.read()) for question in growing.growth.questions)
             growing = growing._replace(growth=replace(growing.growth, questions=questions))
-        return {**vars(self), "decider": None, "growing": growing}
+        return {**vars(self), "decider": None, "growing": growing, "_clocks": list(self._clocks)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of another one; its clocks are copies, too."""
+        vars(self).update(state, _clocks=weakref.WeakSet(state["_clocks"]))
 
     def clock(self) -> Clock:
         """Return a clock, whose plan grows with this one."""
