@@ -199,7 +199,7 @@ def check_goodput(random: np.random.Generator) -> None:
 
     def goodput(size: int) -> float:
         gain = adascale_gain(sigma2, mu2, size, reference)
-        return size / model.seconds(size, devices, microbatch) * gain / (size / reference)
+        return size / model.seconds(size, devices, microbatch, spread=False) * gain / (size / reference)
 
     controller = Goodput((low, high), threshold)
     input = ControlInput(devices, present, microbatch, noise=Noise(sigma2, mu2), throughput=model)
@@ -215,6 +215,27 @@ def check_goodput(random: np.random.Generator) -> None:
         assert present not in sizes or best > (1 + threshold) * goodput(present) * (1 - 1e-12)
     without = controller(dataclasses.replace(input, batch_size=None))
     assert goodput(without) >= max(map(goodput, controller.candidates(None))) * (1 - 1e-12)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 10**6))
+def test_goodput_tries_other_sizes_while_it_does_not_know_the_throughput(
+    present: int, one: int, other: int, sigma2: int
+) -> None:
+    low, high = sorted([one, other])
+    input = ControlInput(devices=2, batch_size=present, noise=Noise(float(sigma2), 1.0))
+    size = Goodput((low, high))(input)
+    assert low <= size <= max(low, 2 * present)
+    assert size <= high
+    assert (size == present) == (low == high == present)
+    unknown = dataclasses.replace(input, noise=UNKNOWN)
+    assert Goodput((low, high))(unknown) == sorted([low, present, high])[1]
+
+
+def test_goodput_doubles_up_to_its_bound_and_halves_there() -> None:
+    sizes = [16]
+    for _ in range(5):
+        sizes.append(Goodput((16, 100))(ControlInput(devices=2, batch_size=sizes[-1], noise=Noise(9.0, 1.0))))
+    assert sizes == [16, 32, 64, 100, 50, 100]
 
 
 @pytest.mark.parametrize(("noise_scale", "devices", "seconds"), [(900, 4, 1), (5000, 16, 0.3), (300, 2, 9)])

@@ -25,13 +25,15 @@ class Goodput:
     grid with both bounds and the present batch size. It changes the batch size only for a goodput that is higher by
     more than `threshold`; of equal ones it takes the smaller batch.
 
-    The batch size stays what it is, within the bounds, while noise or throughput are not known. Pollux explores then:
-    it tries other numbers of devices, at most twice as many as before. Here that belongs to whoever measures the
-    throughput.
+    The batch size stays what it is, within the bounds, while the noise is not known. If the noise is known and the
+    throughput is not, the batch size doubles at each question, and at the upper bound it halves: the training measures
+    other updates, from which it learns T(B). Pollux explores so, too, with other numbers of devices, at most twice as
+    many as before.
 
     Use when: time counts, communication takes much of it, and the rule of the learning rate is AdaScale.
-    Fails when: the gain does not predict what larger batches are worth, as in language models (see `NoiseScale`), or
-    the throughput was measured at other batch sizes and devices.
+    Fails when: the gain does not predict what larger batches are worth, as in language models (see `NoiseScale`), the
+    throughput was measured at other batch sizes and devices, or the batch sizes that are allowed, by the bounds of an
+    `AdaptiveTrace`, too, give a device equally large and equally many microbatches, so that T(B) is never learned.
     Source: Qiao et al. 2021, arXiv 2008.12260, sections 3 and 4.1.
 
     >>> from variable_batch_size.rules.base import Noise
@@ -53,6 +55,7 @@ class Goodput:
     threshold: float = 0.05
 
     needs_noise: ClassVar[bool] = True
+    needs_throughput: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", check_bounds(self.bounds))
@@ -67,19 +70,29 @@ class Goodput:
         noise, model, present = required_noise(self, input), input.throughput, input.batch_size
         sigma2, mu2 = max(noise.sigma2, 0.0), max(noise.mu2, 0.0)  # of nan it is nan
         largest = max(sigma2, mu2)
-        if model is None or not (math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0):
-            return min(max(unchanged(self, input), self.bounds[0]), self.bounds[1])
+        known = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
+        if model is None or not known:
+            kept = unchanged(self, input)
+            return self._within(self._explored(kept) if known else kept)
 
         def cost(size: int) -> float:
             """Return the seconds of the progress of an update of one sample."""
             gain = adascale_gain(sigma2 / largest, mu2 / largest, size, 1)  # of their ratio; no division overflows
-            return float(model.seconds(size, input.devices, input.minibatch_size) / gain)
+            seconds = model.seconds(size, input.devices, input.minibatch_size, spread=False)  # for the noise's sake
+            return float(seconds / gain)
 
         sizes = self.candidates(present)
         best = min(sizes, key=cost)
         if present in sizes and cost(present) <= (1 + self.threshold) * cost(best):
             return present
         return best
+
+    def _within(self, size: int) -> int:
+        return min(max(size, self.bounds[0]), self.bounds[1])
+
+    def _explored(self, present: int) -> int:
+        """Return a batch size whose updates take another time."""
+        return 2 * present if present < self.bounds[1] else self.bounds[1] // 2
 
     def candidates(self, present: int | None) -> list[int]:
         """Return the batch sizes that are compared, in ascending order.

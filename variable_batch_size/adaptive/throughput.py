@@ -72,17 +72,22 @@ class Throughput:
         seconds = check_number(communication_seconds, "communication_seconds", "pass seconds")
         return cls(accum_base=0.0, accum_row=1 / rate, net_base=seconds)
 
-    def seconds(self, batch_size: int, devices: int, minibatch_size: int | None = None) -> float:
+    def seconds(
+        self, batch_size: int, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+    ) -> float:
         """Return the seconds of an update, which the device with the most rows determines.
 
         Args:
             batch_size: samples of the update, >= 1.
             devices: number of devices, >= 1.
             minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+            spread: whether a batch of fewer microbatches than devices is split further, so that each device has a
+                share; a sampler does it unless the gradient noise is measured. Without `minibatch_size` it always is.
         """
         size, number = check_int(batch_size, "batch_size", 1), check_int(devices, "devices", 1)
         most = size if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
-        microbatches = max(-(-size // most), min(size, number))
+        least = number if spread or minibatch_size is None else 1
+        microbatches = max(-(-size // most), min(size, least))
         smallest, larger = divmod(size, microbatches)
         rounds = -(-microbatches // number)
         busiest = rounds * smallest + -(-larger // number)  # the smaller microbatches are dealt first
@@ -108,8 +113,9 @@ class Throughput:
         """Return the model that is closest to measured updates, by the squares of the relative errors of their seconds.
 
         What the measurements cannot tell apart has the simplest value. Updates on one number of devices give a model
-        without communication, for this number only; `net_device` is 0 without two numbers of devices above 1, and
-        `accum_base` is 0 if all microbatches have equally many rows.
+        for this number only: without overlap, and with communication only if the rounds differ, and if it is above 1.
+        `net_device` is 0 without two numbers of devices above 1, and `accum_base` is 0 if all microbatches have equally
+        many rows.
 
         >>> model = Throughput(accum_base=0.01, accum_row=0.001, net_base=0.05)
         >>> rows = [(devices, 32, 2, model.of_rounds(64, 32, 2, devices)) for devices in (1, 2, 4)]
