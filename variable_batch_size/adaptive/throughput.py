@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import FloatArray, check_int, check_number, check_positive, value_error
+from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
 from variable_batch_size.adaptive.fitting import fitted, measured_updates
 
 
@@ -85,13 +85,21 @@ class Throughput:
                 share; a sampler does it unless the gradient noise is measured. Without `minibatch_size` it always is.
         """
         size, number = check_int(batch_size, "batch_size", 1), check_int(devices, "devices", 1)
-        most = size if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
-        least = number if spread or minibatch_size is None else 1
-        microbatches = max(-(-size // most), min(size, least))
-        smallest, larger = divmod(size, microbatches)
-        rounds = -(-microbatches // number)
-        busiest = rounds * smallest + -(-larger // number)  # the smaller microbatches are dealt first
-        return float(self.of_rounds(busiest, smallest + (larger > 0), rounds, number))
+        rows = None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
+        return float(self.of_sizes(np.array(size), number, rows, spread=spread))
+
+    def of_sizes(
+        self, batch_sizes: IntArray, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+    ) -> FloatArray:
+        """Return the `seconds` of updates of these batch sizes, which may have any shape."""
+        largest = int(batch_sizes.max())
+        most = batch_sizes if minibatch_size is None else min(minibatch_size, largest)
+        least = min(devices, largest) if spread or minibatch_size is None else 1
+        microbatches = np.maximum(-(-batch_sizes // most), np.minimum(batch_sizes, least))
+        smallest, larger = np.divmod(batch_sizes, microbatches)
+        rounds = -(-microbatches // devices)
+        busiest = rounds * smallest + -(-larger // devices)  # the smaller microbatches are dealt first
+        return self.of_rounds(busiest, smallest + (larger > 0), rounds, devices)
 
     def of_rounds(
         self, busiest: npt.ArrayLike, rows: npt.ArrayLike, rounds: npt.ArrayLike, devices: npt.ArrayLike
