@@ -42,7 +42,7 @@ class Goodput:
     >>> from variable_batch_size.adaptive.throughput import Throughput
     >>> model = Throughput.simple(samples_per_second=100, communication_seconds=1)
     >>> Goodput(bounds=(100, 900))(ControlInput(4, 100, noise=Noise(sigma2=900.0, mu2=1.0), throughput=model))
-    575
+    604
 
     Args:
         bounds: least and largest batch size, in samples.
