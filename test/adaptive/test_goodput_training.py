@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,7 +26,6 @@ from variable_batch_size.adaptive import (
 from variable_batch_size.adaptive.base import needs_throughput
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.rules import adascale_gain
-from variable_batch_size.trace.growing import Decision
 
 BOUNDS, MICROBATCH = (16, 512), 128
 
@@ -42,30 +43,43 @@ class Clock:
         self.now += seconds
 
 
-def train(model: Throughput, start: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
-    """Train in one process, whose updates take the seconds of a model, and return all decisions in their order."""
-    clock = Clock()
+@dataclass
+class Noted:
+    """Goodput, and what it was asked and answered."""
+
+    answers: list[tuple[ControlInput, int]] = field(default_factory=list)
+    needs_noise: ClassVar[bool] = Goodput.needs_noise
+    needs_throughput: ClassVar[bool] = Goodput.needs_throughput
+
+    def __call__(self, input: ControlInput) -> int:
+        self.answers.append((input, Goodput(BOUNDS)(input)))
+        return self.answers[-1][1]
+
+
+def train(
+    model: Throughput, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[tuple[ControlInput, int]], vbs.BatchTrace]:
+    """Train in one process, whose updates take the seconds of a model; return the answers and the batch sizes."""
+    clock, noted = Clock(), Noted()
     monkeypatch.setattr(adaptive_trace, "UpdateStopwatch", partial(UpdateStopwatch, clock))
     torch.manual_seed(seed)
     inputs = torch.randn(4096, 10, dtype=torch.float64)
     targets = inputs.sum(1, keepdim=True) + 2 * torch.randn(4096, 1, dtype=torch.float64)
     dataset, line = TensorDataset(inputs, targets), torch.nn.Linear(10, 1).double()
-    trace = vbs.AdaptiveTrace(Goodput(BOUNDS), start=start, bounds=BOUNDS, every=10, delay=6)
+    trace = vbs.AdaptiveTrace(noted, start=start, bounds=BOUNDS, every=10, delay=6)
     sampler = vbs.CustomSampler(
         dataset, trace, num_replicas=1, rank=0, minibatch_size=MICROBATCH, seed=seed, max_updates=300
     )
     optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(line.parameters(), lr=0.02), sampler, 16, noise="differenced")
-    loader, found = DataLoader(dataset, batch_sampler=sampler), []
+    loader = DataLoader(dataset, batch_sampler=sampler)
     while not optimizer.done:
         for x, y in loader:
             mse_loss(line(x), y).backward()
             clock.sleep(model.seconds(len(x), devices=1))
             optimizer.step()
-            assert sampler.growth is not None
-            found += [decision for decision in sampler.growth.decisions if decision not in found]
         sampler.set_epoch(sampler.epoch)
         optimizer.set_epoch(sampler.epoch)
-    return found
+    return noted.answers, sampler.trace
 
 
 def goodput(size: int, input: ControlInput, model: Throughput) -> float:
@@ -82,16 +96,17 @@ def test_it_explores_until_it_has_measured_and_then_decides(
     base: float, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Throughput(accum_base=base, accum_row=0.002)
-    first, *decisions = train(model, start, seed, monkeypatch)
-    assert first.batch_size == start
-    explored = [decision for decision in decisions if decision.input.throughput is None]
-    decided = decisions[len(explored) :]
-    assert [decision.batch_size for decision in explored] == [start, 256 if start == 512 else 2 * start]  # noise first
+    answers, trace = train(model, start, seed, monkeypatch)
+    explored = [size for input, size in answers if input.throughput is None]
+    decided = answers[len(explored) :]
+    assert explored == [start, 256 if start == 512 else 2 * start]  # the noise comes first
     assert len(decided) == 28
-    assert all(decision.input.throughput is not None for decision in decided)
-    for decision in decided[5:]:  # after it has measured what it was wrong about
-        best = max(goodput(size, decision.input, model) for size in range(*BOUNDS))
-        assert goodput(decision.batch_size, decision.input, model) > best / 1.06
+    assert all(input.throughput is not None for input, _ in decided)
+    assert trace.batch_size(0) == start
+    assert [trace.batch_size(10 * number + 15) for number in range(29)] == [size for _, size in answers[:29]]
+    for input, size in decided[5:]:  # after it has measured what it was wrong about
+        best = max(goodput(other, input, model) for other in range(*BOUNDS))
+        assert goodput(size, input, model) > best / 1.06
 
 
 def test_those_that_read_the_throughput_say_so() -> None:
