@@ -253,5 +253,6 @@ class AdaptiveTrace:
         if input.noise is not None:
             found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale")}
         if input.throughput is not None:
-            found["seconds"] = input.throughput.seconds(decision.batch_size, input.devices, input.minibatch_size)
+            parts = decision.batch_size, input.devices, input.minibatch_size
+            found["seconds"] = input.throughput.seconds(*parts, spread=not self.needs_noise)
         return found

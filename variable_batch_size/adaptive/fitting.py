@@ -62,7 +62,8 @@ def fitted(seconds_of: Callable[[FloatArray], FloatArray], updates: Measured) ->
     several = devices > 1
     terms = np.stack([rounds, rounds * rows, several, np.maximum(devices - 2, 0)], axis=1) / seconds[:, None]
     numbers, above_one = len(np.unique(devices)), len(np.unique(devices[several]))
-    known = np.array([len(np.unique(rows)) > 1, True, numbers > 1, numbers > 1 and above_one > 1, numbers > 1])
+    sums = numbers > 1 or (above_one == 1 and len(np.unique(rounds)) > 1)  # they are once an update, not once a round
+    known = np.array([len(np.unique(rows)) > 1, True, sums, numbers > 1 and above_one > 1, numbers > 1])
     scale = 1 / np.maximum(np.append(np.linalg.norm(terms, axis=0), 1.0), 1e-300)  # (5,): all are of the order of 1
     linear = np.zeros(4)
     linear[known[:4]] = optimize.nnls((terms * scale[:4])[:, known[:4]], np.ones_like(seconds))[0]

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import FloatArray, check_int, check_number, check_positive, value_error
+from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
 from variable_batch_size.adaptive.fitting import fitted, measured_updates
 from variable_batch_size.adaptive.scalars import updates_in
 
@@ -77,21 +77,34 @@ class Throughput:
         seconds = check_number(communication_seconds, "communication_seconds", "pass seconds")
         return cls(accum_base=0.0, accum_row=1 / rate, net_base=seconds)
 
-    def seconds(self, batch_size: int, devices: int, minibatch_size: int | None = None) -> float:
+    def seconds(
+        self, batch_size: int, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+    ) -> float:
         """Return the seconds of an update, which the device with the most rows determines.
 
         Args:
             batch_size: samples of the update, >= 1.
             devices: number of devices, >= 1.
             minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+            spread: whether a batch of fewer microbatches than devices is split further, so that each device has a
+                share; a sampler does it unless the gradient noise is measured. Without `minibatch_size` it always is.
         """
         size, number = check_int(batch_size, "batch_size", 1), check_int(devices, "devices", 1)
-        most = size if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
-        microbatches = max(-(-size // most), min(size, number))
-        smallest, larger = divmod(size, microbatches)
-        rounds = -(-microbatches // number)
-        busiest = rounds * smallest + -(-larger // number)  # the smaller microbatches are dealt first
-        return float(self.of_rounds(busiest, smallest + (larger > 0), rounds, number))
+        rows = None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
+        return float(self.of_sizes(np.array(size), number, rows, spread=spread))
+
+    def of_sizes(
+        self, batch_sizes: IntArray, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+    ) -> FloatArray:
+        """Return the `seconds` of updates of these batch sizes, which may have any shape."""
+        largest = int(batch_sizes.max())
+        most = batch_sizes if minibatch_size is None else min(minibatch_size, largest)
+        least = min(devices, largest) if spread or minibatch_size is None else 1
+        microbatches = np.maximum(-(-batch_sizes // most), np.minimum(batch_sizes, least))
+        smallest, larger = np.divmod(batch_sizes, microbatches)
+        rounds = -(-microbatches // devices)
+        busiest = rounds * smallest + -(-larger // devices)  # the smaller microbatches are dealt first
+        return self.of_rounds(busiest, smallest + (larger > 0), rounds, devices)
 
     def of_rounds(
         self, busiest: npt.ArrayLike, rows: npt.ArrayLike, rounds: npt.ArrayLike, devices: npt.ArrayLike
@@ -113,8 +126,9 @@ class Throughput:
         """Return the model that is closest to measured updates, by the squares of the relative errors of their seconds.
 
         What the measurements cannot tell apart has the simplest value. Updates on one number of devices give a model
-        without communication, for this number only; `net_device` is 0 without two numbers of devices above 1, and
-        `accum_base` is 0 if all microbatches have equally many rows.
+        for this number only: without overlap, and with communication only if the rounds differ, and if it is above 1.
+        `net_device` is 0 without two numbers of devices above 1, and `accum_base` is 0 if all microbatches have equally
+        many rows.
 
         >>> model = Throughput(accum_base=0.01, accum_row=0.001, net_base=0.05)
         >>> rows = [(devices, 32, 2, model.of_rounds(64, 32, 2, devices)) for devices in (1, 2, 4)]
