@@ -22,7 +22,7 @@ from helpers.elastic_cluster import Cause, Start, assert_replayed, replay
 from records import Measured
 from results import LOST, OWN, SIMULATED, record
 from variable_batch_size import cluster
-from variable_batch_size.adaptive import ConstantBatch, Throughput
+from variable_batch_size.adaptive import ConstantBatch, ControlInput, Controller, PerDevice, Throughput
 from variable_batch_size.simulation import Overheads, Run, simulate
 
 BATCH_SIZE, MICROBATCH, WIDTH = 16384, 256, 512  # what a core computes at once fits its cache
@@ -34,11 +34,11 @@ SECONDS = Throughput.seconds  # without the factors of `Model`
 FLAGS = [f"--microbatch={MICROBATCH}", f"--width={WIDTH}", f"--save-every={SAVE_EVERY}"]
 
 
-def update_seconds(starts: Sequence[Start]) -> dict[int, float]:
+def update_seconds(starts: Sequence[Start], controller: Controller) -> dict[int, float]:
     """Return the median seconds of a full update by the number of nodes."""
     seconds: dict[int, list[float]] = defaultdict(list)
     for start in starts:
-        seconds[start.nodes] += start.seconds_of(BATCH_SIZE)
+        seconds[start.nodes] += start.seconds_of(controller(ControlInput(start.nodes)))
     return {nodes: statistics.median(values) for nodes, values in seconds.items() if values}
 
 
@@ -50,25 +50,27 @@ class Model:
         throughput: the seconds of an update.
         restarts: the seconds of a restart by its cause and the number of nodes.
         save_every: the seconds from one save to the next: the interval, and what the ranks take to agree.
+        controller: chooses the batch size.
         factors: by the number of nodes, what the seconds of `throughput` are multiplied with; 1 without a row.
     """
 
     throughput: Throughput
     restarts: Mapping[tuple[Cause, int], float]
     save_every: float
+    controller: Controller
     factors: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def fit(cls, starts: Sequence[Start]) -> Model:
+    def fit(cls, starts: Sequence[Start], controller: Controller) -> Model:
         """Return the model of the starts of a training."""
-        microbatches = BATCH_SIZE // MICROBATCH
-        updates = update_seconds(starts)
-        rows = [(nodes, MICROBATCH, -(-microbatches // nodes), value) for nodes, value in updates.items()]
+        updates = update_seconds(starts, controller)
+        sizes = {nodes: controller(ControlInput(nodes)) for nodes in updates}
+        rows = [(nodes, MICROBATCH, -(-sizes[nodes] // MICROBATCH // nodes), value) for nodes, value in updates.items()]
         throughput = Throughput.fit(rows)
         print(f"updates: {rows}, error of the fit {throughput.error(rows):.1%}")
         between = [value for start in starts for value in start.seconds_between_saves]
         print(f"between saves: {between}")
-        model = cls(throughput, {}, statistics.mean(between))
+        model = cls(throughput, {}, statistics.mean(between), controller)
         return replace(model, restarts=model.restarts_of(starts))
 
     def with_own_seconds(self, starts: Sequence[Start]) -> tuple[Model, float]:
@@ -76,7 +78,9 @@ class Model:
 
         With a number of nodes with which they made none, updates are slower by the median ratio of the others.
         """
-        own = {nodes: value / self.seconds(BATCH_SIZE, nodes) for nodes, value in update_seconds(starts).items()}
+        found = update_seconds(starts, self.controller)
+        sizes = {nodes: self.controller(ControlInput(nodes)) for nodes in found}
+        own = {nodes: value / self.seconds(sizes[nodes], nodes) for nodes, value in found.items()}
         ratio = statistics.median(own.values())
         print(f"updates, relative to the measurements: {own}")
         model = replace(self, factors={nodes: own.get(nodes, ratio) for nodes in range(1, NODES + 1)})
@@ -109,10 +113,12 @@ class Model:
 
         A save takes no time of its own: a thread writes it, and before a stop its time is that of the restart.
         """
-        with mock.patch.object(Throughput, "seconds", lambda _, *update: self.seconds(*update)):  # with the factors
+        with mock.patch.object(
+            Throughput, "seconds", lambda _, *update, **_how: self.seconds(*update)
+        ):  # with the factors
             return simulate(
                 capacity,
-                ConstantBatch(BATCH_SIZE),
+                self.controller,
                 throughput=self.throughput,
                 ref_batchsize=BATCH_SIZE,
                 minibatch_size=MICROBATCH,
@@ -131,9 +137,10 @@ def stairs(seconds: float) -> cluster.CapacityTrace:
     return cluster.CapacityTrace([number * seconds for number in range(len(nodes))], nodes, end=len(nodes) * seconds)
 
 
-def train(capacity: cluster.CapacityTrace, folder: Path, notice: float) -> list[Start]:
+def train(capacity: cluster.CapacityTrace, folder: Path, controller: Controller, notice: float) -> list[Start]:
     folder.mkdir()
-    return replay(capacity, folder, [*FLAGS, f"--trace=0:{BATCH_SIZE}"], notice=notice, grow_every=GROW_EVERY)
+    own = f"--per-device={controller.samples}" if isinstance(controller, PerDevice) else f"--trace=0:{BATCH_SIZE}"
+    return replay(capacity, folder, [*FLAGS, own], notice=notice, grow_every=GROW_EVERY)
 
 
 def lost_updates(starts: Sequence[Start]) -> list[tuple[float, int]]:
@@ -227,14 +234,18 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the capacity traces")
     parser.add_argument("--seconds", type=float, default=240.0, help="length of a capacity trace")
     parser.add_argument("--replay", action="store_true", help="train in one process, too, under the simulated traces")
+    parser.add_argument(
+        "--per-device", type=int, help="samples of each process in an update; else the batch is constant"
+    )
     options = parser.parse_args()
     separate, own = [], []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        model = Model.fit(train(stairs(25), place / "measurements", options.notice))
+        controller = ConstantBatch(BATCH_SIZE) if options.per_device is None else PerDevice(options.per_device)
+        model = Model.fit(train(stairs(25), place / "measurements", controller, options.notice), controller)
         for seed in options.seeds:
             folder, capacity = place / f"training-{seed}", capacity_of(seed, options.seconds)
-            starts = train(capacity, folder, options.notice)
+            starts = train(capacity, folder, controller, options.notice)
             print(f"starts: {[(start.cause, start.nodes, round(start.begun, 2)) for start in starts]}")
             model_of_its_own, ratio = model.with_own_seconds(starts)
             comparison, run = compare(capacity, options.notice, starts, model, ratio)
@@ -244,6 +255,6 @@ if __name__ == "__main__":
                 updates, difference = assert_replayed(run.trace, folder, place / f"alone-{seed}", FLAGS)
                 print(f"one process: the same {updates} updates; parameters differ by at most {difference:.1e}")
                 assert difference < 1e-6
-    ending = "SIGTERM" if options.notice else "SIGKILL"
+    ending = ("SIGTERM" if options.notice else "SIGKILL") + ", PerDevice" * (options.per_device is not None)
     report(separate, ending, own_seconds=False)
     report(own, ending, own_seconds=True)

@@ -67,12 +67,13 @@ def test_the_seconds_of_a_training_take_the_place_of_those_of_another_one(monkey
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("replay")
     computed, communication = 6.4, 0.2
+    constant = ConstantBatch(benchmark.BATCH_SIZE)
 
     def second(nodes: int) -> float:
         return computed * -(-64 // nodes) / 64 + communication * (nodes > 1)
 
     before = [start_of("growth", nodes, 100.0, nodes, second(nodes), benchmark) for nodes in (1, 2, 3, 4)]
-    model = benchmark.Model.fit([*before, start_of("start", 1, 0.0, 9.0, second(1), benchmark)])
+    model = benchmark.Model.fit([*before, start_of("start", 1, 0.0, 9.0, second(1), benchmark)], constant)
     assert model.restarts == pytest.approx({**{("growth", nodes): nodes for nodes in (1, 2, 3, 4)}, ("start", 1): 9})
     assert model.save_every == pytest.approx(2.875 * second(2), rel=1)
     own, ratio = model.with_own_seconds(
