@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -170,3 +171,8 @@ def _power(number: int) -> str:
         if base >= 2**32 and base & (base - 1) == 0:
             return f"2**{base.bit_length() - 1}{suffix}"
     return str(number)
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of objects without memory addresses, which differ between ranks and runs."""
+    return re.sub(r"(?i) at 0x[0-9a-f]+", "", text)

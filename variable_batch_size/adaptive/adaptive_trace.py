@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import MAX_INT, check_bounds, check_int, value_error
+from variable_batch_size._validation import MAX_INT, check_bounds, check_int, value_error, without_addresses
 from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller, needs_throughput
 from variable_batch_size.adaptive.plain import decision_of, plain_decision
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
+from variable_batch_size.rules.adascale import measured_gain
 from variable_batch_size.rules.base import Noise, needs_noise
 from variable_batch_size.trace.growing import ADOPTED_AFTER, Decision, Decisions, Facts, Growth, Question, counting
 
@@ -24,11 +26,11 @@ class AdaptiveTrace:
     Pass it as `trace` to `CustomSampler`, or to `simulate` in the place of a controller. The controller is asked at the
     beginning, and after each update t that is a multiple of `every`. Its answer, rounded to a multiple of `multiple_of`
     and limited to `bounds`, is the batch size from update t + `delay` on, so that what a loader has read by then stays
-    right. In a training rank 0 asks it and tells the others.
+    right. In a training rank 0 asks it and tells the others; at the beginning and at a restart each rank asks.
 
-    A training that restarts with as many ranks as before decides as if it had not stopped. With another number, the
-    questions whose answers count, or will count, are asked again with that number, and an answer that changes counts
-    from the first update after the restart.
+    A training that restarts with as many ranks as before decides as if it had not stopped. With another number, or
+    another controller, the questions whose answers count, or will count, are asked again. If the answer that counts
+    changes, it does so with the first update after the restart.
 
     Source: Qiao et al. 2021, arXiv 2008.12260, section 3, whose trainings choose their batch size, too.
 
@@ -40,7 +42,8 @@ class AdaptiveTrace:
         controller: chooses the batch size.
         start: batch size before the first answer, in samples; by default, the first answer counts at once.
         bounds: least and largest batch size, in samples; by default 1 and the size of the dataset.
-        multiple_of: number of samples of which each batch size is a multiple.
+        multiple_of: number of samples of which each batch size is a multiple; a controller that moves by less than half
+            of it stays where it is.
         every: number of updates between two questions; None: the controller is asked only at the beginning, and in a
             world of another size.
         delay: number of updates from a question to the first update with its answer; in a training, more than 3 plus
@@ -69,6 +72,9 @@ class AdaptiveTrace:
             raise value_error(requirement, self.bounds, "change one of them")
         if self.start is not None:
             object.__setattr__(self, "start", check_int(self.start, "start", low, high, "start within the bounds"))
+            if self.start % self.multiple_of:
+                requirement = f"start must be a multiple of multiple_of={self.multiple_of}"
+                raise value_error(requirement, self.start, f"pass {self._allowed(self.start)}")
         if self.every is not None:
             object.__setattr__(self, "every", check_int(self.every, "every", 1, MAX_INT))
         object.__setattr__(self, "delay", check_int(self.delay, "delay", 0, MAX_INT))
@@ -87,8 +93,11 @@ class AdaptiveTrace:
         Raises:
             TypeError, ValueError: if the answer is not an integer in [1, 2**53].
         """
+        return self._allowed(check_int(self.controller(input), "the batch size of the controller", 1, MAX_INT))
+
+    def _allowed(self, size: int) -> int:
+        """Return the nearest multiple within the bounds."""
         (low, high), multiple = self._limits, self.multiple_of
-        size = check_int(self.controller(input), "the batch size of the controller", 1, MAX_INT)
         return min(max((size + multiple // 2) // multiple * multiple, low), high)
 
     def first(self, input: ControlInput) -> Decisions:
@@ -108,17 +117,25 @@ class AdaptiveTrace:
         asked = replace(input, batch_size=decisions[-1].batch_size)
         return Decision(input.updates + self.delay, self.batch_size(asked), asked)
 
-    def in_world(self, decisions: Decisions, devices: int, step: int) -> Decisions:
+    def in_world(self, decisions: Decisions, devices: int, step: int, *, changed: bool = False) -> Decisions:
         """Return the decisions of a training that restarts on so many devices, and may change sizes from a step on.
 
         A controller that gives its old answers on these devices does not read them, and its decisions stay. Another one
         gets, as `batch_size`, the one that counts until then.
+
+        Args:
+            decisions: those of the training that stopped.
+            devices: number of devices.
+            step: the first step whose batch size may change.
+            changed: whether another controller, or another one of its limits, decides from now on.
         """
         found: list[Decision] = []
-        changed = False
         for decision in counting(decisions, step):
             asked = decision.input
-            if asked is not None and asked.devices != devices:
+            if asked is None:
+                allowed = self._allowed(decision.batch_size)
+                decision = decision if allowed == decision.batch_size else Decision(step, allowed)
+            elif changed or asked.devices != devices:
                 asked = replace(asked, devices=devices)
                 changed = changed or self.batch_size(asked) != decision.batch_size
                 decision = replace(decision, input=asked)
@@ -134,6 +151,12 @@ class AdaptiveTrace:
         return self.every is not None and updates % self.every == 0
 
     # In a training: `trace.growing.GrowingTrace`. ---------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        """What decides, in words that are the same on all ranks."""
+        limits = f"bounds={self.bounds}, multiple_of={self.multiple_of}"
+        return without_addresses(f"{self.controller!r}, start={self.start}, {limits}")
 
     @property
     def needs_noise(self) -> bool:
@@ -177,18 +200,30 @@ class AdaptiveTrace:
         decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise))
         return Growth.of((), decisions, 0)
 
-    def restored(self, state: dict[str, Any], devices: int, step: int) -> Growth:
+    def restored(self, state: dict[str, Any], devices: int, updates: int, step: int) -> Growth:
         """Return the growth of a training that goes on from the `state_of` another one, on so many devices.
 
         Args:
             state: the `state_of` the other one.
             devices: number of devices.
+            updates: number of updates so far.
             step: the first step whose batch size may change.
         """
-        decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, step)
+        changed = state["decides"] != self.description
+        decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, step, changed=changed)
         growth = Growth.of([(first, size) for first, size in state["runs"]], decisions, step)
         asked = [Facts(**facts)._replace(devices=devices) for facts in state["questions"]]
-        return replace(growth, questions=tuple(map(Question.of, asked)), asked=state["asked"])
+        return replace(growth, questions=tuple(map(Question.of, asked)), asked=updates)
+
+    def warn_if_changed(self, state: dict[str, Any]) -> None:
+        """Warn if another controller decides than in the training whose `state_of` this is."""
+        if state["decides"] != self.description:
+            warnings.warn(
+                f"The training goes on differently: its batch sizes were chosen by {state['decides']}, and are by "
+                f"{self.description} from now on",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def constant_until(self, step: int) -> Growth:
         """Return the growth of a training that had the batch size `start` until a step.
@@ -206,7 +241,7 @@ class AdaptiveTrace:
         decisions = [plain_decision(decision) for decision in growth.decisions]
         questions = [question.read()._asdict() for question in growth.questions]
         runs = [list(run) for run in growth.runs]
-        return {"runs": runs, "decisions": decisions, "questions": questions, "asked": growth.asked}
+        return {"runs": runs, "decisions": decisions, "questions": questions, "decides": self.description}
 
     def known_until(self, growth: Growth) -> int | None:
         """Return the first step whose batch size is not known; None if all are."""
@@ -222,7 +257,7 @@ class AdaptiveTrace:
         """Return the answer to the oldest question as text: a decision, or the error of the controller."""
         facts = growth.questions[0].read()
         throughput = None if stopwatch is None else stopwatch.throughput()
-        noise = None if facts.noise is None else Noise(*facts.noise)
+        noise = None if facts.noise is None else _noise(facts, growth.decisions[-1].batch_size)
         input = ControlInput(
             facts.devices, None, minibatch_size, facts.updates, facts.samples, facts.progress, noise, throughput
         )
@@ -239,9 +274,10 @@ class AdaptiveTrace:
         """
         found = json.loads(answer)
         if isinstance(found, dict):
+            controller = without_addresses(str(self.controller))
             raise RuntimeError(
                 f"the controller must choose a batch size, but after update {growth.questions[0].updates} it failed "
-                f"with {found['error']}; correct {self.controller} and restore the last checkpoint"
+                f"with {found['error']}; correct {controller} and restore the last checkpoint"
             )
         return growth.answered(decision_of(found), updates)
 
@@ -251,8 +287,17 @@ class AdaptiveTrace:
         found: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
         found |= {name: getattr(input, name) for name in ("devices", "updates", "samples", "progress")}
         if input.noise is not None:
-            found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale")}
+            found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale", "gain")}
+            found["estimates"] = input.noise.updates
         if input.throughput is not None:
             parts = decision.batch_size, input.devices, input.minibatch_size
             found["seconds"] = input.throughput.seconds(*parts, spread=not self.needs_noise)
         return found
+
+
+def _noise(facts: Facts, batch_size: int) -> Noise:
+    """Return the noise of some facts, with the gain of an update of `batch_size`."""
+    assert facts.noise is not None
+    sigma2, mu2, updates = facts.noise
+    gain = measured_gain(sigma2, mu2, batch_size, facts.ref_batchsize or batch_size)
+    return Noise(sigma2, mu2, gain, int(updates))

@@ -120,10 +120,10 @@ class Iteration:
 
     def _next_deal(self) -> Deal:
         end_step, planning = MAX_INT, self._source.planning
-        if planning.known_until is not None:
-            updates = self._source.clock.step
+        if planning.growing is not None:
+            ahead = self.counts.yielded - self.counts.stepped + 1
             known = planning.known_plan(
-                self._epoch.number, self._next_step, updates=updates, abandoned=lambda: self.use is Use.STALE
+                self._epoch.number, self._next_step, ahead, abandoned=lambda: self.use is Use.STALE
             )
             self.plan, self._epoch, end_step = known
         if self._next_step == self._epoch.end_step:

@@ -13,21 +13,25 @@ _POLL_SECONDS = 0.5  # after which a reader looks whether the training has ended
 class KnownSteps:
     """Lets a loader that reads in a thread of its own wait for batch sizes that are not chosen yet.
 
-    A reader in the thread of the training cannot wait for it: it raises.
+    The thread of the training cannot wait for itself. Before its first update nobody knows which one it is: only a
+    thread that does not keep the process alive, as that of a loader, may wait then.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._trained_in = threading.get_ident()
+        self._trained_in: int | None = None
 
     def __reduce__(self) -> tuple[type[KnownSteps], tuple[()]]:
         """A copy has no readers yet."""
         return KnownSteps, ()
 
+    def is_trained_here(self) -> None:
+        """Note that this thread trains."""
+        self._trained_in = threading.get_ident()
+
     def notify(self) -> None:
-        """Note that the training, in this thread, has learnt more."""
+        """Note that more is known."""
         with self._changed:
-            self._trained_in = threading.get_ident()
             self._changed.notify_all()
 
     def wait_for(self, known: Callable[[], bool], abandoned: Callable[[], bool]) -> bool:
@@ -39,7 +43,11 @@ class KnownSteps:
         """
         with self._changed:
             while not known():
-                if threading.get_ident() == self._trained_in or not threading.main_thread().is_alive() or abandoned():
+                if self._is_in_vain() or abandoned():
                     return False
                 self._changed.wait(_POLL_SECONDS)
         return True
+
+    def _is_in_vain(self) -> bool:
+        unknown = self._trained_in is None and not threading.current_thread().daemon
+        return unknown or threading.get_ident() == self._trained_in or not threading.main_thread().is_alive()

@@ -42,23 +42,24 @@ class Planning:
 
     Attributes:
         plan: the plan, as far as it is known.
-        growing: the growing trace; None if the whole trace is known.
-        decider: who has later batch sizes decided.
+        growing: the growing trace, and what is decided of it; None if the whole trace is known.
+        decided_at: number of updates at which it was last looked after; several optimizers may share a sampler.
     """
 
     def __init__(self, plan: Plan, growing: Growing | None) -> None:
         self.plan, self.growing = plan, growing
-        self.decider: weakref.ref[object] | None = None
+        self.decided_at = 0
+        self._moved: Growth | None = None  # where an epoch was chosen that is not trained yet
         self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
         self._known_steps = KnownSteps()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, for which nobody decides yet."""
+        """Return the state of a copy, in which the questions hold what is known."""
         growing = self.growing
         if growing is not None:
             questions = tuple(Question.of(question.read()) for question in growing.growth.questions)
             growing = growing._replace(growth=replace(growing.growth, questions=questions))
-        return {**vars(self), "decider": None, "growing": growing, "_clocks": list(self._clocks)}
+        return {**vars(self), "growing": growing, "_clocks": list(self._clocks)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of another one; its clocks are copies, too."""
@@ -87,7 +88,13 @@ class Planning:
     @property
     def known_until(self) -> int | None:
         """The first step whose batch size is not known yet; None if all are."""
-        return None if self.growing is None else self.growing.trace.known_until(self.growing.growth)
+        growing, growth = self.growing, self.growth
+        return None if growing is None or growth is None else growing.trace.known_until(growth)
+
+    @property
+    def growth(self) -> Growth | None:
+        """What is decided, where the training is."""
+        return self._moved or (None if self.growing is None else self.growing.growth)
 
     def grow(self, growth: Growth) -> None:
         """Plan with what was asked or decided since; what lies before the position of any clock is the same."""
@@ -99,22 +106,27 @@ class Planning:
             for clock in self._clocks:
                 clock.replan(self.plan)
         self.growing = self.growing._replace(growth=growth)  # after the plan, which a thread that sees it reads
+        self._moved = None
         self._known_steps.notify()
 
-    def skip_to(self, updates: int) -> None:
-        """Note that the training has left out what lies before so many updates."""
-        if self.growing is not None:
-            self.grow(self.growing.growth.moved_to(updates))
+    def skip_to(self, updates: int | None) -> None:
+        """Note that the training will leave out what lies before so many updates; None: it will not."""
+        growing = self.growing
+        self._moved = None if growing is None or updates is None else growing.growth.moved_to(updates)
+
+    def is_trained_here(self) -> None:
+        """Note that this thread trains."""
+        self._known_steps.is_trained_here()
 
     def known_plan(
-        self, number: int, step: int, *, updates: int, abandoned: Callable[[], bool] = lambda: False
+        self, number: int, step: int, ahead: int, *, abandoned: Callable[[], bool] = lambda: False
     ) -> tuple[Plan, Epoch, int]:
         """Return a plan in which the batch size of a step is known, or the epoch is known to have ended before it.
 
         Args:
             number: number of the epoch.
             step: the step.
-            updates: number of updates so far.
+            ahead: number of microbatches, or of updates, that were read and not trained on, with this one.
             abandoned: function that returns whether nobody reads what the caller would read.
 
         Returns:
@@ -130,7 +142,7 @@ class Planning:
             if step < end_step or (step == epoch.end_step and plan.ends_whatever_follows(epoch)):
                 return plan, epoch, end_step
             if not self._known_steps.wait_for(partial(self._knows_more, end), abandoned):
-                raise self._reads_too_far(step, end_step, updates)
+                raise self._reads_too_far(step, end_step, ahead)
 
     def resumed(self, state: dict[str, Any], devices: int) -> Resumed:
         """Return a clock at a saved position, with the plan that leads on from there on so many devices.
@@ -157,33 +169,35 @@ class Planning:
 
     def adopt(self, resumed: Resumed) -> None:
         """Take the plan of a saved state, and what is decided."""
-        self.plan, self.growing = resumed.clock.plan, resumed.growing
+        self.plan, self.growing, self._moved = resumed.clock.plan, resumed.growing, None
+        self.decided_at = resumed.clock.step
         self._known_steps.notify()
 
     def state(self) -> dict[str, Any]:
         """Return what is decided of a growing trace, as plain numbers; of another one, nothing."""
-        return {} if self.growing is None else {"growth": self.growing.trace.state_of(self.growing.growth)}
+        growing, growth = self.growing, self.growth
+        return {} if growing is None or growth is None else {"growth": growing.trace.state_of(growth)}
 
     def _knows_more(self, known_until: int | None) -> bool:
         return self.known_until != known_until
 
-    def _reads_too_far(self, step: int, known_until: int, updates: int) -> RuntimeError:
+    def _reads_too_far(self, step: int, known_until: int, ahead: int) -> RuntimeError:
         delay = 0 if self.growing is None else self.growing.trace.delay
-        needed = max(delay + step - known_until, step - updates + ADOPTED_AFTER) + 1
         return RuntimeError(
-            f"a loader must not read updates whose batch size is not chosen yet, but it reads update {step} when "
-            f"{updates} are made, and the batch sizes are known up to update {known_until - 1}; pass delay={needed} to "
-            f"the AdaptiveTrace, or let the loader prefetch less"
+            f"a loader must not read updates whose batch size is not chosen yet, but it reads update {step}, {ahead} "
+            f"reads ahead of step(), and the batch sizes are known up to update {known_until - 1}; pass "
+            f"delay={max(delay + 1, ahead + ADOPTED_AFTER)} to the AdaptiveTrace (num_workers * prefetch_factor + 4 is "
+            f"always enough), or let the loader prefetch less"
         )
 
 
 def _resumed_growth(trace: GrowingTrace, state: dict[str, Any], devices: int, dataset_size: int) -> Growth:
-    step = check_int(state["step"], "step")
+    updates = check_int(state["step"], "step")
     if "growth" not in state:  # that of a fixed trace
-        return trace.constant_until(step)
+        return trace.constant_until(updates)
     # With drop_last, the size of the next step has ended an epoch of which a rest is left: it stays.
     by_size = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
-    return trace.restored(state["growth"], devices, step + by_size)
+    return trace.restored(state["growth"], devices, updates, updates + by_size)
 
 
 def growing_at_start(

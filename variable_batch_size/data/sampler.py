@@ -100,7 +100,7 @@ class CustomSampler(Sampler[list[int]]):
         self.world = world_of(rank, num_replicas)
         samples = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
         growing = None
-        if isinstance(trace, GrowingTrace):
+        if isinstance(trace, GrowingTrace) and not isinstance(trace, type):
             growing = growing_at_start(trace, self.world.size, minibatch_size, samples, on_end)
         plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end) if growing is None else growing.growth.trace,
@@ -165,8 +165,7 @@ class CustomSampler(Sampler[list[int]]):
         ):  # otherwise the next iteration yields again what did not reach step()
             self._check_stepped()
         skipped = self.clock.set_epoch(epoch)
-        if skipped.updates:
-            self.planning.skip_to(self.clock.step)
+        self.planning.skip_to(self.clock.step if skipped.updates else None)
         self.iteration = None  # it was checked
 
     def __iter__(self) -> Iteration:
@@ -273,7 +272,9 @@ class CustomSampler(Sampler[list[int]]):
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
-        resumed = self.planning.resumed(state, self.world.size)
+        resumed, growing = self.planning.resumed(state, self.world.size), self.planning.growing
+        if growing is not None and "growth" in state and self.world.rank == 0:
+            growing.trace.warn_if_changed(state["growth"])
         resumed.clock.plan.check_trace(self.epochs)
         return resumed
 

@@ -67,9 +67,8 @@ class Updates(Generic[T]):
         first = sampler.clock.step
         microbatches, ahead, known = iter(self._loader), 0, False
         for step in count(first):
-            plan, epoch = sampler.planning.known_plan(number, step, updates=optimizer.updates)[
-                :2
-            ]  # a growing trace may have moved the end of the epoch
+            # A growing trace may have moved the end of the epoch.
+            plan, epoch, _ = sampler.planning.known_plan(number, step, step - optimizer.updates + 1)
             if step == epoch.end_step:
                 break
             waiting = step - optimizer.updates  # updates that were read, but not made

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.data_parallel import REDUCED_TWICE
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.normalization import check_seen, remember
-from variable_batch_size.optim.update import Updater, without_addresses
+from variable_batch_size.optim.update import Updater
 
 _DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
 
@@ -135,7 +136,8 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
 
 def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
     """Return what samplers must have in common, as integers below 2**64."""
-    plan, samples = sampler.plan, sampler.fingerprint()
+    plan, samples, growing = sampler.plan, sampler.fingerprint(), sampler.planning.growing
+    controller = "" if growing is None else f"{growing.trace.description} {growing.trace.every} {growing.trace.delay}"
     return {
         **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
         "trace": int(samples["trace"][:16], 16),
@@ -144,6 +146,7 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
         "max_updates": plan.max_updates or 0,
         "max_samples": plan.max_samples or 0,
         "minimum number of microbatches": sampler.min_microbatches,
+        "controller": zlib.crc32(controller.encode()),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 from uuid import uuid4
@@ -13,17 +13,19 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
+from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Facts, GrowingTrace, Growth, Question
 from variable_batch_size.tracker import Tracker
 
-_KEPT = 8  # answers in the store; all ranks have read earlier ones
+_KEPT = 64  # answers in the store; hosts of devices that execute later may be some updates apart
+_REPEATED = 3  # questions without a new estimate of the noise, after which the user is warned
 
 
 @final
 class Deciding:
     """Has the batch sizes of later updates decided, if the sampler's trace is growing, and tells them to all ranks.
 
-    Of several optimizers of a sampler, the one that makes the first update does it.
+    Of several optimizers of a sampler, the one that makes an update first does it.
 
     Args:
         loop: the loop, which has the sampler.
@@ -40,6 +42,7 @@ class Deciding:
         self._oldest: Question | None = None  # of those that are not answered, as it was after the last update
         self._number = 0  # of that one
         self._answer: str | None = None  # to it, on rank 0
+        self._estimates: list[float] = []  # at the questions since the last new one
 
     def after_update(self, step: Step) -> None:
         """Ask, answer and adopt what is due after an update.
@@ -48,8 +51,11 @@ class Deciding:
             RuntimeError: on every rank, if the controller has failed.
         """
         planning, updates = self._loop.sampler.planning, self._loop.clock.step
-        if planning.growing is None or not self._decides:
+        growing, growth = planning.growing, planning.growth
+        if growing is None or growth is None or updates <= planning.decided_at:
             return
+        planning.decided_at = updates
+        planning.is_trained_here()
         world = self._backend.world
         if self._store is None and world.size > 1:
             token = self._backend.all_gather_bytes(uuid4().hex.encode())[0].decode()
@@ -57,7 +63,7 @@ class Deciding:
         if self._stopwatch is not None:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
-        trace, growth = planning.growing
+        trace = growing.trace
         if trace.is_due(updates):
             growth = growth.with_question(Question(updates, self._facts()))
         while growth.questions and updates >= growth.questions[0].updates + READ_AFTER:
@@ -65,7 +71,7 @@ class Deciding:
             if updates < growth.questions[0].updates + ADOPTED_AFTER:
                 break
             growth = self._adopt(trace, growth, updates)
-        if growth is not planning.growing.growth:
+        if growth is not growing.growth:
             planning.grow(growth)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,26 +83,17 @@ class Deciding:
         if self._stopwatch is not None and "stopwatch" in state:
             self._stopwatch.load_state_dict(state["stopwatch"])
 
-    @property
-    def _decides(self) -> bool:
-        """Whether this object decides for the sampler: the first one that asks does."""
-        planning = self._loop.sampler.planning
-        decider = None if planning.decider is None else planning.decider()
-        if decider is None:
-            planning.decider = weakref.ref(self)
-        return decider is None or decider is self
-
     def _facts(self) -> Callable[[], Facts]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
         clock, updater, devices = self._loop.clock, self._updater, self._backend.world.size
         updates, samples, progress = clock.step, clock.samples, updater.progress.later()
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
+        reference = updater.ref_batchsize
 
         def read() -> Facts:
             found = None if noise is None else noise()
-            numbers = None if found is None else [float(n) for n in (found.sigma2, found.mu2, found.gain)]
-            estimates = None if found is None or numbers is None else [*numbers, int(found.updates)]
-            return Facts(devices, updates, samples, float(progress()), estimates)
+            estimates = None if found is None else [float(found.sigma2), float(found.mu2), int(found.updates)]
+            return Facts(devices, updates, samples, float(progress()), estimates, reference)
 
         return read
 
@@ -119,7 +116,22 @@ class Deciding:
             assert self._store is not None
             answer = self._store.get(str(self._number)).decode()
         known = trace.told(growth, answer, updates)
+        self._warn_if_unmeasured(trace.scalars(known.decisions[-1]).get("estimates"))
         if self._tracker is not None and self._backend.world.rank == 0:
             scalars = trace.scalars(known.decisions[-1])
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
         return known
+
+    def _warn_if_unmeasured(self, estimates: float | None) -> None:
+        """Warn once if a controller gets the same noise again and again, because nothing measures it any more."""
+        if estimates is None or not estimates:
+            return
+        self._estimates = [*(known for known in self._estimates if known == estimates), estimates]
+        if len(self._estimates) == _REPEATED + 1 and self._backend.world.rank == 0:
+            warnings.warn(
+                f"The controller got the same gradient noise {_REPEATED + 1} times, because no update since the first "
+                f'of them had two microbatches; pass a smaller minibatch_size to the sampler, noise="differenced" to '
+                f"the optimizer, or larger bounds to the AdaptiveTrace",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from variable_batch_size.rules import Noise, adascale_gain
+from variable_batch_size.rules.adascale import measured_gain
 
 Number: TypeAlias = float | Tensor
 Vector: TypeAlias = NDArray[np.float64] | Tensor
@@ -154,11 +155,8 @@ def gain(averages: Vector, batch_size: Number, ref: Number) -> Number:
         sigma2, mu2 = torch.where(measured, parts / total, 1.0).unbind()
         bound = ratio.clamp(max=1) if isinstance(ratio, Tensor) else min(1.0, ratio)
         return torch.where(measured, adascale_gain(sigma2, mu2, batch_size, ref), bound)
-    variance, square = (max(average, 0.0) for average in averages[:2].tolist())
-    both = variance + square
-    if both == 0:
-        return min(1.0, float(ratio))
-    return float(adascale_gain(variance / both, square / both, batch_size, ref))
+    sigma2, mu2 = averages[:2].tolist()
+    return measured_gain(sigma2, mu2, float(batch_size), float(ref))
 
 
 def debiased(averages: Vector, own_gain: Number) -> Noise:

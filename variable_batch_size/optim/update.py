@@ -12,7 +12,6 @@ The stages of `Updater.apply`, in their order:
 from __future__ import annotations
 
 import math
-import re
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.accumulation import gradients_of, multiply
@@ -291,8 +291,3 @@ class Updater:
             known = isinstance(factor, Tensor)
             factors[name] = like * (factor if known else self._backend.scalar(factor, like, f"{name} {group}"))
         return replace(scaling, **factors)
-
-
-def without_addresses(text: str) -> str:
-    """Return the text of objects without memory addresses, which differ between ranks and runs."""
-    return re.sub(r"(?i) at 0x[0-9a-f]+", "", text)

@@ -24,6 +24,22 @@ def adascale_gain(sigma2: Any, mu2: Any, batch_size: Any, ref_batchsize: Any) ->
     return (sigma2 / ref_batchsize + mu2) / (sigma2 / batch_size + mu2)
 
 
+def measured_gain(sigma2: float, mu2: float, batch_size: float, ref_batchsize: float) -> float:
+    """Return AdaScale's gain of estimates; min(1, B / ref) before the first one, and if all gradients were 0.
+
+    Negative estimates count as 0. There is no other bound: the gain does not depend on the scale of the loss.
+
+    >>> measured_gain(sigma2=-1.0, mu2=4.0, batch_size=100, ref_batchsize=50)
+    1.0
+    """
+    variance, square = max(sigma2, 0.0), max(mu2, 0.0)
+    both = variance + square
+    if not both > 0:  # nan before the first estimate
+        return min(1.0, batch_size / ref_batchsize)
+    # Dividing by the sum of both keeps the quotients of small numbers from underflowing.
+    return float(adascale_gain(variance / both, square / both, batch_size, ref_batchsize))
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class AdaScaleRule:

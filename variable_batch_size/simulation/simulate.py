@@ -167,7 +167,7 @@ def _sizes(
         return OfController(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
     for value, name in ((start, "start"), (bounds, "bounds"), (every, "every"), (delay or None, "delay")):
         if value is not None:
-            raise value_error(f"{name} must be left out with a batch trace", value, "pass it with a controller")
+            raise value_error(f"{name} must be left out with a trace", value, "pass it with a controller")
     if isinstance(controller, AdaptiveTrace):
         return OfController(controller if dataset_size is None else controller.within(dataset_size))
     trace = BatchTrace.of(controller)

@@ -55,7 +55,8 @@ class Facts(NamedTuple):
         updates: number of updates so far.
         samples: number of samples of these updates.
         progress: how far the training is, in updates at the reference batch size.
-        noise: sigma^2, mu^2, the gain, and the number of updates that gave an estimate; None if it is not measured.
+        noise: sigma^2, mu^2, and the number of updates that gave an estimate; None if it is not measured.
+        ref_batchsize: the reference batch size, in samples; None if there is none.
     """
 
     devices: int
@@ -63,6 +64,7 @@ class Facts(NamedTuple):
     samples: int
     progress: float
     noise: Sequence[float] | None
+    ref_batchsize: int | None
 
 
 @final
@@ -125,8 +127,10 @@ class Growth:
 
     def answered(self, decision: Decision, updates: int) -> Growth:
         """Return the growth after so many updates, when the answer to the oldest question is known."""
-        decisions, trace = counting((*self.decisions, decision), updates), self.trace
-        if decision.batch_size != self.decisions[-1].batch_size:
+        last, trace = self.decisions[-1], self.trace
+        earlier = [known for known in self.decisions if known.begins < decision.begins]  # the newest one counts
+        decisions = counting((*earlier, decision), updates)
+        if decision.batch_size != last.batch_size or decision.begins <= last.begins:
             trace = Growth.of(self.runs, decisions, updates).trace
         return replace(self, trace=trace, decisions=decisions, questions=self.questions[1:])
 
@@ -167,6 +171,16 @@ class GrowingTrace(Protocol):
     """What a sampler and an optimizer need of a trace that grows."""
 
     @property
+    def description(self) -> str:
+        """What decides, and within which limits, in words that are the same on all ranks."""
+        ...
+
+    @property
+    def every(self) -> int | None:
+        """The number of updates between two questions; None: there is only that at the beginning."""
+        ...
+
+    @property
     def delay(self) -> int:
         """The number of updates from a question to the first one with its answer."""
         ...
@@ -189,15 +203,19 @@ class GrowingTrace(Protocol):
         """Return the growth at the beginning of a training."""
         ...
 
-    def restored(self, state: dict[str, Any], devices: int, step: int) -> Growth:
+    def restored(self, state: dict[str, Any], devices: int, updates: int, step: int) -> Growth:
         """Return the growth of a training that goes on from the `state_of` another one, on so many devices.
 
         Args:
             state: the `state_of` the other one.
             devices: number of devices.
+            updates: number of updates so far.
             step: the first step whose batch size may change.
         """
         ...
+
+    def warn_if_changed(self, state: dict[str, Any]) -> None:
+        """Warn if another controller decides than in the training whose `state_of` this is."""
 
     def constant_until(self, step: int) -> Growth:
         """Return the growth of a training that had the batch size to start with until a step.

@@ -1,0 +1,397 @@
+"""A controller in a user's loop: loaders that read ahead, restored states, and mistakes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.adaptive_training import DATA, SAMPLES, TARGETS, Setting, Wild, part, read_ahead, trained
+from helpers.loops import InThread
+from variable_batch_size.adaptive import ConstantBatch, ControlInput, NoiseScale, PerDevice
+from variable_batch_size.rules.adascale import measured_gain
+from variable_batch_size.testing import ThreadBackend, run_ranks
+from variable_batch_size.trace.growing import Decision
+from variable_batch_size.world import World
+
+# What a loader reads. ------------------------------------------------------------------------------------------------
+
+
+def small(every: int = 10, delay: int = 8, **options: Any) -> Setting:
+    trace = vbs.AdaptiveTrace(Wild(3, needs_noise=False), every=every, delay=delay, **options)
+    return Setting(trace, minibatch_size=4, fixed_shape=False, rule="linear")
+
+
+def build(setting: Setting, **options: Any) -> tuple[torch.nn.Linear, vbs.CustomSampler, vbs.CustomOptimizer]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(3, 1, bias=False).double()
+    sampler = vbs.CustomSampler(SAMPLES, setting.trace, 1, 0, setting.minibatch_size, seed=5, **options)
+    inner = torch.optim.SGD(model.parameters(), lr=0.003)
+    return model, sampler, vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=setting.rule, **{"noise": None})
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Indices as a dataset, for loaders with workers."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def train(model: torch.nn.Linear, optimizer: vbs.CustomOptimizer, batch: Any) -> None:
+    rows = torch.as_tensor(batch)
+    ((model(DATA[rows])[:, 0] - TARGETS[rows]) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def runs_of(sampler: vbs.CustomSampler) -> list[tuple[int, int]]:
+    return [(int(first), int(size)) for first, size in zip(*sampler.trace.runs, strict=True)]
+
+
+EXPECTED = trained(small(), [(1, 60)])[2]
+
+
+@pytest.mark.parametrize("workers", range(5))
+def test_workers_change_nothing(workers: int) -> None:
+    model, sampler, optimizer = build(small(delay=16))
+    expected = trained(small(delay=16), [(1, 40)])[2]
+    data = torch.utils.data.DataLoader(Samples(), batch_sampler=sampler, num_workers=workers)
+    for _ in vbs.remaining_epochs(sampler, optimizer, until=40, by="updates"):
+        for batch in data:
+            if optimizer.updates < 40:
+                train(model, optimizer, batch)
+        if optimizer.updates >= 40:
+            break
+    assert [run for run in runs_of(sampler) if run[0] < 40] == expected
+
+
+def test_a_loader_that_reads_in_a_thread_waits_for_the_decisions() -> None:
+    model, sampler, optimizer = build(small(delay=4), max_updates=60)
+    for _ in vbs.remaining_epochs(sampler, optimizer):
+        for batch in InThread(sampler, 1000):
+            train(model, optimizer, batch)
+    assert optimizer.updates == 60
+    assert runs_of(sampler) == trained(small(delay=4), [(1, 60)])[2]
+
+
+def read_all(setting: Setting, ahead: int) -> int:
+    """Train with a loader that reads ahead; return the number of updates."""
+    model, sampler, optimizer = build(setting, max_updates=60)
+    for _ in vbs.remaining_epochs(sampler, optimizer):
+        for batch in read_ahead(sampler, ahead):
+            train(model, optimizer, batch)
+    return optimizer.updates
+
+
+@pytest.mark.parametrize("ahead", [6, 12, 30])
+@pytest.mark.parametrize("every", [1, 3, 20])
+def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every: int, ahead: int) -> None:
+    """Step by step, because the first reads do not tell yet how far the loader goes; and by a formula, at once."""
+    delays, done = [4], False
+    while not done:
+        try:
+            done = read_all(small(every=every, delay=delays[-1], bounds=(1, 9)), ahead) == 60
+        except RuntimeError as error:
+            found = re.fullmatch(
+                r"a loader must not read updates whose batch size is not chosen yet, but it reads update \d+, \d+ "
+                r"reads ahead of step\(\), and the batch sizes are known up to update \d+; pass delay=(\d+) to the "
+                r"AdaptiveTrace \(num_workers \* prefetch_factor \+ 4 is always enough\), or let the loader prefetch "
+                r"less",
+                str(error),
+            )
+            assert found is not None
+            delays.append(int(found[1]))
+    assert delays == sorted(set(delays))
+    assert delays[-1] <= ahead + 4
+    assert read_all(small(every=every, delay=ahead + 4, bounds=(1, 9)), ahead) == 60
+
+
+def test_a_list_of_the_sampler_in_another_thread_does_not_hang() -> None:
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        _, sampler, _ = build(small(every=3, delay=4))
+        try:
+            list(sampler)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+
+
+def test_updates_reads_by_update() -> None:
+    model, sampler, optimizer = build(small(), max_updates=60)
+    loader = torch.utils.data.DataLoader(Samples(), batch_sampler=sampler)
+    lengths = []
+    while not optimizer.done:
+        updates = vbs.updates(loader, optimizer)
+        lengths.append(len(updates))
+        for update in updates:
+            for batch in update:
+                train(model, optimizer, batch)
+    assert runs_of(sampler) == EXPECTED
+    plan, numbers = sampler.plan, range(len(lengths))
+    assert sum(lengths) != 60  # an estimate, as if the last batch size stayed
+    assert plan.epoch(numbers[-1]).end_step == 60
+
+
+# Beginning, stopping, failing. ---------------------------------------------------------------------------------------
+
+
+def test_the_record_is_a_trace(tmp_path: Path) -> None:
+    model, sampler, optimizer = build(small())
+    with pytest.raises(ValueError, match=r"^the trace of what has happened needs at least one update, but there was"):
+        _ = sampler.trace
+    for batch in sampler:
+        train(model, optimizer, batch)
+    sampler.trace.to_csv(tmp_path / "trace.csv")
+    again = vbs.BatchTrace.from_csv(tmp_path / "trace.csv")
+    assert again == sampler.trace
+    assert len(again) == optimizer.updates
+
+
+def test_a_skipped_epoch_drops_its_questions() -> None:
+    model, sampler, optimizer = build(small(every=5, delay=6))
+    for batch in sampler:
+        train(model, optimizer, batch)
+        if optimizer.updates == 6 and not optimizer.inside_step:  # the question of update 5 is not answered
+            break
+    sampler.set_epoch(2)
+    with pytest.warns(UserWarning, match=r"^set_epoch\(2\) skips"):
+        optimizer.set_epoch(2)
+    first = optimizer.updates
+    for batch in sampler:
+        train(model, optimizer, batch)
+    assert optimizer.updates > first + 5
+    sizes = [size for begin, size in runs_of(sampler) if begin <= first]
+    assert len(sizes) == 1  # the first answer, which the answer to update 0 is
+
+
+def test_a_training_with_a_fixed_trace_goes_on_with_a_controller() -> None:
+    fixed = Setting(8, minibatch_size=4, fixed_shape=False, rule="linear")
+    state, weights, _ = trained(fixed, [(1, 33)])
+    adaptive = small(start=8)
+    results = run_ranks(lambda backend: part(adaptive, backend.world, backend, state, 60, weights), 2)
+    (_, _, runs), (_, _, others) = results
+    assert runs == others
+    assert runs[0] == (0, 8)
+    assert runs[1][0] == 48  # asked at 40
+    for start, match in (
+        (
+            None,
+            r"^a training with a fixed trace can go on with a controller if its batch size is start, got start=None",
+        ),
+        (9, r"^a state can be restored only with the samples .* first 33 batch sizes of the trace are not the same"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            part(small(start=start), World(), None, state, 60, weights)
+
+
+def test_a_look_at_later_epochs_changes_nothing() -> None:
+    model, sampler, optimizer = build(small(every=4, delay=6), max_updates=60)
+    for epoch in (*range(5), 0):
+        sampler.set_epoch(epoch)
+    while not optimizer.done:
+        sampler.set_epoch(optimizer.epoch + 3)
+        sampler.set_epoch(optimizer.epoch)
+        optimizer.set_epoch(optimizer.epoch)
+        for number, batch in enumerate(sampler):
+            train(model, optimizer, batch)
+            if number > 6 and not optimizer.inside_step:
+                break
+    assert runs_of(sampler) == trained(small(every=4, delay=6), [(1, 60)])[2]
+
+
+def test_another_optimizer_goes_on_asking() -> None:
+    trace = vbs.AdaptiveTrace(lambda input: 4 + input.updates % 9, every=4, delay=6)
+    setting = replace(small(), trace=trace)
+    model, sampler, first = build(setting, max_updates=60)
+    optimizer = first
+    for _ in vbs.remaining_epochs(sampler, first):
+        for batch in sampler:
+            train(model, optimizer, batch)
+            if optimizer.updates == 9:
+                break
+        break
+    second = vbs.CustomOptimizer(torch.optim.SGD(model.parameters(), lr=0.003), sampler, 8, rule="linear")
+    for _ in vbs.remaining_epochs(sampler, second):
+        for batch in sampler:
+            train(model, second, batch)
+    assert first.updates == 9
+    assert runs_of(sampler) == trained(setting, [(1, 60)])[2]
+
+
+@pytest.mark.parametrize("before", [{"every": 20, "delay": 9}, {"every": 1, "delay": 30}, {"every": None, "delay": 5}])
+@pytest.mark.parametrize("after", [{"every": 3, "delay": 5}, {"every": 7, "delay": 20}, {"every": None, "delay": 5}])
+@pytest.mark.parametrize("stop", [23, 40])
+def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int) -> None:
+    state, weights, first = trained(small(**before), [(1, stop)])
+    _, _, runs = part(small(**after), World(), None, state, 120, weights)
+    assert runs[: len(first)] == first
+    if after["every"] is None:
+        return
+    controller = Wild(3, needs_noise=False)
+    model, sampler, optimizer = build(small(**after))
+    optimizer.load_state_dict(state)
+    asked = [Decision(0, 0)]
+    for _ in vbs.remaining_epochs(sampler, optimizer, until=100):
+        for batch in sampler:
+            train(model, optimizer, batch)
+            growth = sampler.planning.growth
+            assert growth is not None
+            decision = growth.decisions[-1]
+            if decision.begins != asked[-1].begins and decision.input.updates > stop:
+                asked.append(decision)
+        if optimizer.updates > 120:
+            break
+    for decision, later in itertools.pairwise(asked[1:]):
+        assert decision.begins == decision.input.updates + after["delay"]
+        sizes = sampler.plan.trace.batch_sizes(range(decision.begins, later.begins)).tolist()
+        assert set(sizes) == {controller(decision.input)}
+
+
+def test_a_resumed_run_may_have_another_controller_or_other_bounds() -> None:
+    constant = small(every=None, start=None)
+    state, weights, runs = trained(
+        Setting(vbs.AdaptiveTrace(ConstantBatch(20), every=None), 4, False, "linear"), [(1, 9)]
+    )
+    assert runs == [(0, 20)]
+    for trace, size in (
+        (vbs.AdaptiveTrace(ConstantBatch(20), bounds=(1, 12), every=None), 12),
+        (vbs.AdaptiveTrace(ConstantBatch(7), every=None), 7),
+        (vbs.AdaptiveTrace(ConstantBatch(7), start=20, every=None), 7),
+    ):
+        with pytest.warns(UserWarning, match=r"^The training goes on differently: its batch sizes were chosen by C"):
+            _, _, runs = part(replace(constant, trace=trace), World(), None, state, 30, weights)
+        assert runs == [(0, 20), (9, size)]
+
+
+def test_ranks_that_ask_at_other_times_are_refused() -> None:
+    def rank(backend: ThreadBackend) -> None:
+        setting = small(every=5 + backend.world.rank, start=8)
+        part(setting, backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
+
+    with pytest.raises(RuntimeError, match=r"^all ranks must train with the same controller"):
+        run_ranks(rank, 2)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A controller that keeps what it gets, and chooses a batch that measures nothing."""
+
+    inputs: list[ControlInput]
+    size: int
+    needs_noise = True
+
+    def __call__(self, input: ControlInput) -> int:
+        self.inputs.append(input)
+        return self.size
+
+
+def test_noise_that_nothing_measures_any_more_is_told() -> None:
+    setting = Setting(vbs.AdaptiveTrace(Seen([], 4), start=16, every=4, delay=5), 4, False, "linear")
+    with pytest.warns(UserWarning, match=r"^The controller got the same gradient noise 4 times, because no update"):
+        trained(setting, [(1, 60)])
+
+
+def test_the_gain_is_that_of_the_present_batch_size() -> None:
+    seen = Seen([], 24)
+    trained(Setting(vbs.AdaptiveTrace(seen, start=16, every=4, delay=5), 4, False, "linear"), [(1, 30)])
+    assert len(seen.inputs) == 8
+    for input in seen.inputs[1:]:
+        assert input.noise is not None
+        assert input.batch_size in (16, 24)
+        expected = measured_gain(input.noise.sigma2, input.noise.mu2, input.batch_size, 8)
+        assert input.noise.gain == pytest.approx(expected)
+
+
+@dataclass(frozen=True)
+class Failing:
+    def __call__(self, input: ControlInput) -> int:
+        if input.updates == 10:
+            raise ZeroDivisionError("no machines")
+        return 8
+
+
+@pytest.mark.parametrize("answer", [0, -3, 2.5, "8", None, True])
+def test_a_wrong_answer_is_refused(answer: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^the batch size of the controller must be an integer >= 1"):
+        vbs.CustomSampler(SAMPLES, vbs.AdaptiveTrace(lambda input: answer), 1, 0)
+
+
+def test_all_ranks_raise_when_a_controller_fails() -> None:
+    setting = Setting(vbs.AdaptiveTrace(Failing(), every=5, delay=5), 4, fixed_shape=False, rule="linear")
+
+    def rank(backend: ThreadBackend) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            part(setting, backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
+        return str(caught.value)
+
+    messages = run_ranks(rank, 3)
+    assert set(messages) == {
+        "the controller must choose a batch size, but after update 10 it failed with ZeroDivisionError: no machines; "
+        "correct Failing() and restore the last checkpoint"
+    }
+
+
+def test_bad_arguments() -> None:
+    wild = Wild(1, needs_noise=False)
+    for error, match, arguments in (
+        (
+            ValueError,
+            r"^the bounds must include a multiple of multiple_of=64",
+            {"bounds": (65, 127), "multiple_of": 64},
+        ),
+        (ValueError, r"^start must be an integer >= 8", {"start": 4, "bounds": (8, 16)}),
+        (ValueError, r"^start must be a multiple of multiple_of=8, got 20; pass 24", {"start": 20, "multiple_of": 8}),
+        (ValueError, r"^every must be an integer >= 1", {"every": 0}),
+        (TypeError, r"^delay must be an integer >= 0", {"delay": 2.5}),
+    ):
+        with pytest.raises(error, match=match):
+            vbs.AdaptiveTrace(wild, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^controller must be a callable object such as PerDevice\(64\)"):
+        vbs.AdaptiveTrace(64)  # type: ignore[arg-type]
+    for match, trace in (
+        (r"^delay must be > 3 in a training, got 3; pass 16", vbs.AdaptiveTrace(wild, delay=3)),
+        (
+            r"^the upper one of bounds must be at most the dataset's size of 120",
+            vbs.AdaptiveTrace(wild, bounds=(1, 121)),
+        ),
+        (r"needs a batch size to keep while it knows too little", vbs.AdaptiveTrace(NoiseScale())),
+    ):
+        with pytest.raises(ValueError, match=match):
+            vbs.CustomSampler(SAMPLES, trace, 1, 0)
+    for wrong in (PerDevice(8), vbs.AdaptiveTrace, PerDevice):
+        with pytest.raises(TypeError, match=r"^trace must be a path, .*; a controller needs an AdaptiveTrace"):
+            vbs.CustomSampler(SAMPLES, wrong, 1, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^on_end must be left out with a trace that never ends"):
+        vbs.CustomSampler(SAMPLES, vbs.AdaptiveTrace(wild), 1, 0, on_end="stop")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_of_a_sampler_goes_on_by_itself(copied: Callable[[vbs.CustomSampler], vbs.CustomSampler]) -> None:
+    model, sampler, optimizer = build(small())
+    for batch in sampler:
+        train(model, optimizer, batch)
+    other = copied(sampler)
+    other.set_epoch(1)
+    sampler.set_epoch(1)
+    assert list(other) == list(sampler)
+    assert runs_of(other) == runs_of(sampler)
