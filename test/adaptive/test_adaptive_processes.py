@@ -42,7 +42,11 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
     assert measured == pytest.approx(measured_alone[-len(measured) :], rel=1e-9)
     found = rows(tmp_path)
     assert [int(row["update"]) for row in found] == list(range(1, 61))
-    chosen = [row for row in found if row["decision/batch_size"]]
+    first, *later = [row for row in found if row["decision/batch_size"]]
+    assert (first["update"], first["decision/batch_size"], first["decision/noise_scale"]) == ("1", "8", "")
+    starts = {int(row["update"]): row for row in later if int(row["update"]) in (24, 42)}  # of the processes
+    assert {update: int(row["decision/begins"]) < update for update, row in starts.items()} == {24: True, 42: True}
+    chosen = [row for row in later if int(row["update"]) not in starts]
     assert [int(float(row["decision/updates"])) for row in chosen] == list(range(5, 58, 5))
     assert [int(row["update"]) for row in chosen] == list(range(8, 61, 5))
     for row in chosen:

@@ -53,7 +53,8 @@ class TraceCase:
 
     def argument(self) -> int | str | list[int] | vbs.AdaptiveTrace:
         if self.asked is not None:
-            return vbs.AdaptiveTrace(self, start=self.asked.start, every=self.asked.every, delay=self.asked.delay)
+            bounds = 1, max(self.sizes)  # by which a rule that scales betas is checked
+            return vbs.AdaptiveTrace(self, self.asked.start, bounds, every=self.asked.every, delay=self.asked.delay)
         if self.kind == "constant":
             return self.sizes[0]
         if self.kind == "list":

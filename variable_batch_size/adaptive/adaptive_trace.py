@@ -256,12 +256,12 @@ class AdaptiveTrace:
     def answer(self, growth: Growth, minibatch_size: int, stopwatch: Any) -> str:
         """Return the answer to the oldest question as text: a decision, or the error of the controller."""
         facts = growth.questions[0].read()
-        throughput = None if stopwatch is None else stopwatch.throughput()
-        noise = None if facts.noise is None else _noise(facts, growth.decisions[-1].batch_size)
-        input = ControlInput(
-            facts.devices, None, minibatch_size, facts.updates, facts.samples, facts.progress, noise, throughput
-        )
         try:
+            throughput = None if stopwatch is None else stopwatch.throughput()
+            noise = None if facts.noise is None else _noise(facts, growth.decisions[-1].batch_size)
+            input = ControlInput(
+                facts.devices, None, minibatch_size, facts.updates, facts.samples, facts.progress, noise, throughput
+            )
             return json.dumps(plain_decision(self.decided(growth.decisions, input)))
         except Exception as error:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
@@ -283,8 +283,10 @@ class AdaptiveTrace:
 
     def scalars(self, decision: Decision) -> dict[str, float]:
         """Return a decision and what it was made from, by name."""
-        input: ControlInput = decision.input
+        input: ControlInput | None = decision.input
         found: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
+        if input is None:
+            return found
         found |= {name: getattr(input, name) for name in ("devices", "updates", "samples", "progress")}
         if input.noise is not None:
             found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale", "gain")}

@@ -50,7 +50,7 @@ class UpdateStopwatch:
         self._last = now
 
     def throughput(self) -> Throughput | None:
-        """Return the model that is closest to the medians; None before updates of two kinds were measured.
+        """Return the model that is closest to the medians; None if no model fits, or updates of two kinds are missing.
 
         A kind counts with its third update. Two kinds differ in rows or rounds: from updates that only the number of
         devices distinguishes, nothing can be told of other batch sizes.
@@ -58,7 +58,12 @@ class UpdateStopwatch:
         counted = {kind: seconds for kind, seconds in self._seconds.items() if len(seconds) >= _LEAST}
         medians = [(*kind, statistics.median(seconds)) for kind, seconds in counted.items()]
         measured = [row for row in medians if row[-1] > 0]
-        return Throughput.fit(measured) if len({row[1:3] for row in measured}) > 1 else None
+        if len({row[1:3] for row in measured}) < 2:
+            return None
+        try:
+            return Throughput.fit(measured)
+        except ValueError:  # noise hides that more rounds take longer
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, as plain numbers."""

@@ -14,7 +14,7 @@ from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.user_line import stacklevel_of_user
-from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Facts, GrowingTrace, Growth, Question
+from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Decision, Facts, GrowingTrace, Growth, Question
 from variable_batch_size.tracker import Tracker
 
 _KEPT = 64  # answers in the store; hosts of devices that execute later may be some updates apart
@@ -43,6 +43,7 @@ class Deciding:
         self._number = 0  # of that one
         self._answer: str | None = None  # to it, on rank 0
         self._estimates: list[float] = []  # at the questions since the last new one
+        self._begun = False  # whether it has looked after an update
 
     def after_update(self, step: Step) -> None:
         """Ask, answer and adopt what is due after an update.
@@ -64,6 +65,9 @@ class Deciding:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
         trace = growing.trace
+        if not self._begun:  # what was decided at the beginning, or at a restart
+            self._begun = True
+            self._log(trace, growth.decisions[0], updates)
         if trace.is_due(updates):
             growth = growth.with_question(Question(updates, self._facts()))
         while growth.questions and updates >= growth.questions[0].updates + READ_AFTER:
@@ -117,10 +121,14 @@ class Deciding:
             answer = self._store.get(str(self._number)).decode()
         known = trace.told(growth, answer, updates)
         self._warn_if_unmeasured(trace.scalars(known.decisions[-1]).get("estimates"))
-        if self._tracker is not None and self._backend.world.rank == 0:
-            scalars = trace.scalars(known.decisions[-1])
-            self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
+        self._log(trace, known.decisions[-1], updates)
         return known
+
+    def _log(self, trace: GrowingTrace, decision: Decision, updates: int) -> None:
+        """Log a decision and what it was made from, on rank 0."""
+        if self._tracker is not None and self._backend.world.rank == 0:
+            scalars = trace.scalars(decision)
+            self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:
         """Warn once if a controller gets the same noise again and again, because nothing measures it any more."""
