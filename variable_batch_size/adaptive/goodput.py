@@ -53,6 +53,7 @@ class Goodput:
     threshold: float = 0.05
 
     needs_noise: ClassVar[bool] = True
+    needs_throughput: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds", check_bounds(self.bounds))
