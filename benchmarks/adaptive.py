@@ -3,10 +3,10 @@
     PYTHONPATH=test python benchmarks/adaptive.py --fashion-dir DIR
 
 A run trains one of the tasks of test/helpers/adaptive_tasks.py on one core until its validation loss, evaluated every
-`Task.between` samples, is at most `Task.target`, or `Task.samples` are used. The batch size is constant, the least or
-the largest one, or that of a controller with these bounds, asked every 20 updates. All follow the same rule: AdaScale
-around SGD, at a constant learning rate of the reference; the root rule around AdamW, with a warm-up and a cosine in
-samples. AdamW's target has to be reached within the schedule.
+`Task.between` samples, is at most `Task.target`, or `Task.samples` are used. The batch size is constant: the least, the
+largest, or one between them; or that of a controller with these bounds, which is asked every 20 updates. All of a task
+follow the same rule: AdaScale around SGD, at a constant learning rate of the reference; the root rule around AdamW,
+with a warm-up and a cosine in samples, in which the target has to be reached.
 
 Time is simulated: `Throughput.seconds`, summed over the updates up to the target, once by a model of this core, which
 is fitted to measured updates; and once by a model of 64 devices, each as fast as this core, whose communication takes
@@ -63,7 +63,7 @@ from variable_batch_size.simulation import NoiseCurve, simulate
 
 FOLDER = Path(__file__).parent
 RUNS, SIZES = FOLDER / "adaptive.csv", FOLDER / "adaptive_sizes.csv"
-SMALL, LARGE = "smallest", "largest"
+SMALL, MIDDLE, LARGE = "smallest", "middle", "largest"
 DEVICES, NET_BASE, NET_DEVICE = 64, 0.01, 0.0001
 EVERY, DELAY = 20, 8  # updates
 EXPLORED = 2048  # samples before `Goodput` decides
@@ -121,7 +121,8 @@ def traces(task: Task, core: Throughput) -> dict[str, int | vbs.AdaptiveTrace]:
         name: vbs.AdaptiveTrace(controller, task.small, bounds, task.microbatch, EVERY, DELAY)
         for name, controller in controllers.items()
     }
-    return {SMALL: task.small, LARGE: task.large, **adaptive}
+    middle = round((task.small * task.large) ** 0.5 / task.microbatch) * task.microbatch
+    return {SMALL: task.small, MIDDLE: middle, LARGE: task.large, **adaptive}
 
 
 # A run, in a process of its own. --------------------------------------------------------------------------------------
@@ -254,17 +255,23 @@ def predict(cell: Cell, result: Result, core: Throughput, flags: argparse.Namesp
         rule=task.rule,
         noise=NoiseCurve.from_csv(other.file(flags.folder).with_suffix("") / "scalars.csv"),
         minibatch_size=task.microbatch,
-        dataset_size=60_000 if not task.scheduled else 32_768,
+        dataset_size=task.dataset_size,
         until=result.end[1],
         by="samples",
     ).trace
 
 
-def at_samples(sizes: Iterable[tuple[int, int]], places: Sequence[float]) -> Any:
-    """Return the batch sizes of runs of equal updates, (batch size, updates), after so many samples."""
+def at_samples(sizes: Iterable[tuple[int, int]], places: Sequence[float], dataset_size: int) -> Any:
+    """Return the batch sizes after so many samples, of runs of equal updates: (batch size, updates).
+
+    An update that the end of an epoch has shortened counts as the next one.
+    """
     size, updates = np.array(list(sizes)).T  # (runs,), (runs,)
     ends = np.cumsum(size * updates)
-    return size[np.minimum(np.searchsorted(ends, places, side="right"), len(size) - 1)]
+    whole = (updates > 1) | (ends % dataset_size > 0)
+    whole[-1] = True
+    rows = np.searchsorted(ends[whole], places, side="right")
+    return size[whole][np.minimum(rows, whole.sum() - 1)]
 
 
 def runs_of(trace: vbs.BatchTrace) -> list[tuple[int, int]]:
@@ -284,12 +291,12 @@ def report(cells: Sequence[Cell], models: dict[str, Throughput], flags: argparse
         row["core"] = result.time(core, 1, microbatch)
         row["devices"] = result.time(cluster_of(core), DEVICES, microbatch)
         places = np.linspace(0, result.end[1], 200, endpoint=False)
-        real = at_samples(result.sizes, places)
+        real = at_samples(result.sizes, places, TASKS[cell.task].dataset_size)
         row["from_smallest"] = float(np.median(np.log2(real / TASKS[cell.task].small)))
         courses = {"training": real}
-        if cell.trace not in (SMALL, LARGE):
+        if cell.trace not in (SMALL, MIDDLE, LARGE):
             trace = predict(cell, result, core, flags)
-            courses["simulation"] = at_samples(runs_of(trace), places)
+            courses["simulation"] = at_samples(runs_of(trace), places, TASKS[cell.task].dataset_size)
             row["doublings"] = float(np.median(np.abs(np.log2(courses["simulation"] / real))))
             row["predicted_updates"] = len(trace) / result.end[0]
         rows.append({name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in row.items()})

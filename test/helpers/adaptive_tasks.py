@@ -34,6 +34,7 @@ class Task:
         target: loss of the validation data that ends a training.
         samples: those after which a training ends without the target, and the length of the schedule.
         between: samples between two evaluations.
+        dataset_size: samples to train on.
         scheduled: whether the learning rate follows `gpt.warmup_cosine`.
         microbatch: largest number of rows of a microbatch.
     """
@@ -46,6 +47,7 @@ class Task:
     target: float
     samples: int
     between: int
+    dataset_size: int
     scheduled: bool = False
     microbatch: int = 16
 
@@ -58,9 +60,9 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("MNIST", 32, 1024, "adascale", 2**-7, 0.12, 300_000, 2048),
-        Task("Fashion-MNIST", 32, 1024, "adascale", 2**-7, 0.48, 300_000, 2048),
-        Task("GPT", 16, 128, "root", 2**-9, 2.35, 8192, 512, scheduled=True, microbatch=8),
+        Task("MNIST", 32, 1024, "adascale", 2**-7, 0.12, 300_000, 2048, 60_000),
+        Task("Fashion-MNIST", 32, 1024, "adascale", 2**-7, 0.48, 300_000, 2048, 60_000),
+        Task("GPT", 16, 128, "root", 2**-9, 2.35, 8192, 512, 32_768, scheduled=True, microbatch=8),
     )
 }
 
@@ -73,7 +75,7 @@ class Training:
         self.task, self.loss_of = task, gpt.loss_of if task.name == "GPT" else image_loss
         if task.name == "GPT":
             self.model: nn.Module = gpt.GPT(width=128, layers=5)
-            self.data, self.validation = standard_library()
+            self.data, self.validation = standard_library(task.dataset_size)
             groups: Any = gpt.parameter_groups(self.model)
             self.inner: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95))
         else:
@@ -122,7 +124,7 @@ def image_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def standard_library(samples: int = 32_768, validation: int = 128) -> tuple[tuple[Tensor], tuple[Tensor]]:
+def standard_library(samples: int, validation: int = 128) -> tuple[tuple[Tensor], tuple[Tensor]]:
     """Return blocks of the modules of Python's standard library, int64 (n, 65), to train and to validate with.
 
     Every eighth module, in the order of their names, is for validation. The blocks are taken at equal distances.

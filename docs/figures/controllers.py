@@ -1,0 +1,145 @@
+"""Draw docs/_static/controllers.svg, and print the table of docs/controllers.md, of what benchmarks/adaptive.py found.
+
+python docs/figures/controllers.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator
+
+ROOT = Path(__file__).parents[2]
+FIGURE = ROOT / "docs" / "_static" / "controllers.svg"
+RUNS, SIZES = (ROOT / "benchmarks" / f"{name}.csv" for name in ("adaptive", "adaptive_sizes"))
+CONSTANT = SMALL, *_ = "smallest", "middle", "largest"
+COLORS = {
+    SMALL: "#808890",
+    "middle": "#808890",
+    "largest": "#808890",
+    "NoiseScale": "#26a269",
+    "NormTest": "#d9822b",
+    "Goodput": "#2f8fdd",
+    "Goodput (64)": "#9c6ade",
+    "Seesaw": "#d0406c",
+}  # legible on white and on black
+NEUTRAL = COLORS[SMALL]
+COSTS = {"updates": "updates", "samples": "samples", "core": "s on one core", "devices": "s on 64 devices"}
+
+
+def ratios(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the costs relative to the run with the smallest batches and the same seed; nan without the target."""
+    keyed = runs.set_index(["task", "trace", "seed"])
+    small = keyed.xs(SMALL, level="trace")[list(COSTS)]
+    reached = keyed[list(COSTS)].where(keyed["reached"] == 1)
+    return reached.div(small).reorder_levels(["task", "trace", "seed"]).loc[keyed.index]
+
+
+def table(runs: pd.DataFrame) -> list[str]:
+    """Return the lines of a Markdown table with medians over the seeds."""
+    relative = ratios(runs).reset_index()
+    lines = [
+        _line("task", "batch sizes", *COSTS.values(), "simulated batch sizes"),
+        _line("---", "---", *["--:"] * len(COSTS), "--:"),
+    ]
+    for (task, trace), own in runs.groupby(["task", "trace"], sort=False):
+        found = relative[(relative["task"] == task) & (relative["trace"] == trace)]
+        cells = [_cost(own[cost], found[cost], cost, trace) for cost in COSTS]
+        predicted = own["doublings"].median()
+        simulated = "" if pd.isna(predicted) else f"{2**predicted:.2f}x"
+        lines.append(_line(str(task) if trace == SMALL else "", str(trace), *cells, simulated))
+    return lines
+
+
+def _cost(absolute: pd.Series, relative: pd.Series, cost: str, trace: object) -> str:
+    if trace == SMALL:
+        return f"{absolute.median():,.{1 if cost in ('core', 'devices') else 0}f}"
+    if relative.isna().all():
+        return "not reached"
+    missing = f" ({relative.notna().sum()} of {len(relative)})" if relative.isna().any() else ""
+    return f"{relative.median():.2f}x{missing}"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def draw(runs: pd.DataFrame, sizes: pd.DataFrame, file: Path) -> None:
+    """Draw the batch sizes of one seed above, and the simulated times of all seeds below."""
+    names = ["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"]
+    mpl.rcParams.update(dict.fromkeys(names, NEUTRAL))
+    mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    mpl.rcParams.update({"svg.hashsalt": "controllers", "svg.fonttype": "none", "font.family": "sans-serif"})
+    tasks = runs["task"].unique()
+    shape = {"height_ratios": [3, 2], "width_ratios": [1] * len(tasks)}
+    figure, panels = plt.subplots(
+        2, len(tasks), figsize=(10, 6), layout="constrained", gridspec_kw=shape, squeeze=False
+    )
+    for (above, below), task in zip(panels.T, tasks, strict=True):
+        courses(above, sizes[sizes["task"] == task])
+        above.set(title=task, yscale="log", xlabel="samples")
+        times(below, ratios(runs).xs(task, level="task"))
+    panels[0, 0].set(ylabel="batch size (samples)")
+    panels[0, 0].legend(handles=[_key("-", "training"), _key(":", "simulation")], frameon=False, loc="lower right")
+    keys = [_key("", "one core", markerfacecolor="none"), _key("", "64 devices")]
+    panels[1, 0].legend(handles=keys, frameon=False, loc="lower right", handletextpad=0)
+    figure.savefig(file, transparent=True, metadata={"Date": None})
+
+
+def _key(style: str, label: str, **more: str) -> Line2D:
+    return Line2D(
+        [], [], linestyle=style, marker="" if style else "o", color=NEUTRAL, label=label, markersize=5, **more
+    )
+
+
+def courses(axes: Axes, sizes: pd.DataFrame) -> None:
+    """Draw the batch sizes of trainings, and dashed those of simulations."""
+    for (trace, course), own in sizes.groupby(["trace", "course"], sort=False):
+        if trace in CONSTANT:
+            continue
+        style = "-" if course == "training" else ":"
+        axes.step(own["samples"], own["batch_size"], style, where="post", color=COLORS[str(trace)], linewidth=1.2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set(xscale="log", xlim=(300, None))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def times(axes: Axes, relative: pd.DataFrame) -> None:
+    """Draw the simulated times of all seeds, open for one core and filled for 64 devices."""
+    places = {trace: -row for row, trace in enumerate(list(COLORS)[1:])}
+    for trace, place in places.items():
+        if trace in relative.index:
+            own = relative.loc[trace]
+            for cost, fill, shift in (("core", "none", 0.15), ("devices", COLORS[trace], -0.15)):
+                heights = [place + shift] * len(own)
+                axes.scatter(own[cost], heights, s=22, facecolors=fill, edgecolors=COLORS[trace], linewidths=1)
+    axes.axvline(1, color=NEUTRAL, linewidth=0.8)
+    axes.set(xscale="log", xlabel="time to the target / smallest batches", yticks=[*places.values()])
+    axes.set(ylim=(min(places.values()) - 0.5, 0.5))
+    for label, trace in zip(axes.set_yticklabels(list(places)), places, strict=True):
+        label.set_color(COLORS[trace])
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.label_outer()
+    axes.tick_params("x", labelbottom=True)
+
+
+def main() -> None:
+    """Draw, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FIGURE, help="the file to draw")
+    runs = pd.read_csv(RUNS)
+    draw(runs, pd.read_csv(SIZES), parser.parse_args().out)
+    print("\n".join(table(runs)))
+
+
+if __name__ == "__main__":
+    main()
