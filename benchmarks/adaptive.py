@@ -4,16 +4,17 @@
 
 A run trains one of the tasks of test/helpers/adaptive_tasks.py on one core until its validation loss, evaluated every
 `Task.between` samples, is at most `Task.target`, or `Task.samples` are used. The batch size is constant: the least, the
-largest, or one between them; or that of a controller with these bounds, which is asked every 20 updates. All of a task
-follow the same rule: AdaScale around SGD, at a constant learning rate of the reference; the root rule around AdamW,
-with a warm-up and a cosine in samples, in which the target has to be reached.
+largest, or three times the least; or that of a controller with these bounds, which is asked every 20 updates. All of a
+task follow the same rule: AdaScale around SGD, at a constant learning rate of the reference; the root rule around
+AdamW, with a warm-up and a cosine in samples. These trainings go on to the end of the schedule, where their losses can
+be compared, too.
 
 Time is simulated: `Throughput.seconds`, summed over the updates up to the target, once by a model of this core, which
 is fitted to measured updates; and once by a model of 64 devices, each as fast as this core, whose communication takes
 `NET_BASE` and `NET_DEVICE` seconds: a sum over 64 devices takes 16 ms.
 
 `Goodput` measures the throughput itself, in a training of one core; "Goodput (64)" chooses for the 64 devices of the
-model. A throughput needs updates of several sizes: "Goodput" begins with batches of 32, 48 and 64 samples.
+model. A throughput needs updates of several sizes: "Goodput" begins with some that are 16 and 32 samples larger.
 
 The prediction: `simulate` gets the controller, the fitted throughput, and the noise curve of a training with the least
 batch size and another seed. It is compared with the training by samples: "doublings" are the median of
@@ -77,6 +78,7 @@ MEASURED = (
     256,
 )  # batch sizes of the updates whose time is measured: the shortest, because other processes share the cores
 QUESTION, PREDICTED = "to the target / with the smallest batches", "batch sizes of a simulation"
+SCHEDULED = "at the end of the schedule"
 UNITS = {"updates": "updates", "samples": "samples", "core": "s", "devices": "s"}
 
 
@@ -121,8 +123,7 @@ def traces(task: Task, core: Throughput) -> dict[str, int | vbs.AdaptiveTrace]:
         name: vbs.AdaptiveTrace(controller, task.small, bounds, task.microbatch, EVERY, DELAY)
         for name, controller in controllers.items()
     }
-    middle = round((task.small * task.large) ** 0.5 / task.microbatch) * task.microbatch
-    return {SMALL: task.small, MIDDLE: middle, LARGE: task.large, **adaptive}
+    return {SMALL: task.small, MIDDLE: 3 * task.small, LARGE: task.large, **adaptive}
 
 
 # A run, in a process of its own. --------------------------------------------------------------------------------------
@@ -183,13 +184,16 @@ def train(cell: Cell, core: Throughput, flags: argparse.Namespace) -> None:
     )
     logdir = cell.file(flags.folder).with_suffix("")
     with vbs.Tracker(logdir, progress=False) as tracker:
-        result = run(training, sampler, *training.optimizer(sampler, tracker=tracker), goes_on=cell.trace == SMALL)
+        result = run(training, sampler, *training.optimizer(sampler, tracker=tracker), 1 + (cell.trace == SMALL))
     cell.file(flags.folder).write_text(json.dumps(asdict(result)))
     print(cell, result.end, f"{result.seconds:.0f} s", flush=True)
 
 
-def run(training: Training, sampler: vbs.CustomSampler, optimizer: Any, schedule: Any, goes_on: bool) -> Result:
-    """Train until the target, or twice as long, for a noise curve that ends later than other runs."""
+def run(training: Training, sampler: vbs.CustomSampler, optimizer: Any, schedule: Any, longer: int = 1) -> Result:
+    """Train until the target, or `longer` times as long, for a noise curve that ends later than other runs.
+
+    A training with a schedule ends with it.
+    """
     task, result, made = training.task, Result([], [], None, 0.0), [0]
     begin = time.perf_counter()
     for _ in vbs.remaining_epochs(sampler, optimizer):
@@ -206,7 +210,7 @@ def run(training: Training, sampler: vbs.CustomSampler, optimizer: Any, schedule
                     result.reached = len(result.evaluations)
                 result.evaluations.append((optimizer.updates, optimizer.samples, optimizer.progress, loss))
                 begin = time.perf_counter()
-            if result.reached is not None and made[-1] >= result.end[1] * (1 + goes_on):
+            if result.reached is not None and made[-1] >= result.end[1] * longer and not task.scheduled:
                 break
         else:
             continue
@@ -243,7 +247,7 @@ def measure(task: Task, flags: argparse.Namespace) -> Throughput:
 # The prediction, and the report. --------------------------------------------------------------------------------------
 
 
-def predict(cell: Cell, result: Result, core: Throughput, flags: argparse.Namespace) -> vbs.BatchTrace:
+def predict(cell: Cell, samples: int, core: Throughput, flags: argparse.Namespace) -> vbs.BatchTrace:
     """Return the batch sizes of a simulation with the noise of a constant run with another seed."""
     task = TASKS[cell.task]
     other = cell._replace(trace=SMALL, seed=(cell.seed + 1) % flags.seeds)
@@ -256,7 +260,7 @@ def predict(cell: Cell, result: Result, core: Throughput, flags: argparse.Namesp
         noise=NoiseCurve.from_csv(other.file(flags.folder).with_suffix("") / "scalars.csv"),
         minibatch_size=task.microbatch,
         dataset_size=task.dataset_size,
-        until=result.end[1],
+        until=samples,
         by="samples",
     ).trace
 
@@ -290,21 +294,23 @@ def report(cells: Sequence[Cell], models: dict[str, Throughput], flags: argparse
         row |= dict(zip(("updates", "samples", "progress", "loss"), result.end, strict=True))
         row["core"] = result.time(core, 1, microbatch)
         row["devices"] = result.time(cluster_of(core), DEVICES, microbatch)
-        places = np.linspace(0, result.end[1], 200, endpoint=False)
+        last = result.evaluations[-1] if TASKS[cell.task].scheduled else result.end
+        row |= {"last_updates": last[0], "last_loss": last[3]}
+        places = np.linspace(0, last[1], 200, endpoint=False)
         real = at_samples(result.sizes, places, TASKS[cell.task].dataset_size)
         row["from_smallest"] = float(np.median(np.log2(real / TASKS[cell.task].small)))
         courses = {"training": real}
         if cell.trace not in (SMALL, MIDDLE, LARGE):
-            trace = predict(cell, result, core, flags)
+            trace = predict(cell, last[1], core, flags)
             courses["simulation"] = at_samples(runs_of(trace), places, TASKS[cell.task].dataset_size)
             row["doublings"] = float(np.median(np.abs(np.log2(courses["simulation"] / real))))
-            row["predicted_updates"] = len(trace) / result.end[0]
+            row["predicted_updates"] = len(trace) / last[0]
         rows.append({name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in row.items()})
         for course, found in courses.items():
             if cell.seed == 0:
                 changes = np.flatnonzero(np.diff(found, prepend=0))
                 sizes += [(*cell[:2], course, round(places[place]), found[place]) for place in changes]
-                sizes.append((*cell[:2], course, result.end[1], found[-1]))
+                sizes.append((*cell[:2], course, last[1], found[-1]))
     names = list(dict.fromkeys(name for row in rows for name in row))
     write(RUNS, names, ([row.get(name, "") for name in names] for row in rows))
     write(SIZES, ["task", "trace", "course", "samples", "batch_size"], sizes)
@@ -333,6 +339,9 @@ def record_all(rows: Sequence[dict[str, Any]]) -> None:
                 record(QUESTION, measured=spread(ratios), case=case, note=note, **own)
         if not reached:
             record(QUESTION, measured=Measured(0, n=len(found)), unit="runs that reached it", **own)
+        if TASKS[name].scheduled:
+            for case, unit in (("updates", "updates"), ("loss", "nats per byte")):
+                record(SCHEDULED, measured=spread([row[f"last_{case}"] for row in found]), unit=unit, case=case, **own)
         if "doublings" in found[0]:
             doublings = [row["doublings"] for row in found]
             away = statistics.median(row["from_smallest"] for row in found)

@@ -1,4 +1,4 @@
-"""Draw docs/_static/controllers.svg, and print the table of docs/controllers.md, of what benchmarks/adaptive.py found.
+"""Draw docs/_static/controllers.svg, and print the tables of docs/controllers.md, of what benchmarks/adaptive.py found.
 
 python docs/figures/controllers.py
 """
@@ -31,6 +31,7 @@ COLORS = {
 }  # legible on white and on black
 NEUTRAL = COLORS[SMALL]
 COSTS = {"updates": "updates", "samples": "samples", "core": "s on one core", "devices": "s on 64 devices"}
+AT_END = {"last_updates": "updates at the end", "last_loss": "loss at the end"}  # of a schedule
 
 
 def ratios(runs: pd.DataFrame) -> pd.DataFrame:
@@ -54,6 +55,17 @@ def table(runs: pd.DataFrame) -> list[str]:
         predicted = own["doublings"].median()
         simulated = "" if pd.isna(predicted) else f"{2**predicted:.2f}x"
         lines.append(_line(str(task) if trace == SMALL else "", str(trace), *cells, simulated))
+    return lines
+
+
+def table_at_end(runs: pd.DataFrame) -> list[str]:
+    """Return the lines of a table of the task with a schedule, in which all runs use the same samples."""
+    own = runs[runs["task"] == "GPT"].groupby("trace", sort=False)[list(AT_END)]
+    lines = [_line("GPT", *AT_END.values()), _line("---", "--:", "--:")]
+    for trace, found in own:
+        low, high = found["last_loss"].min(), found["last_loss"].max()
+        loss = f"{found['last_loss'].median():.2f} ({low:.2f} to {high:.2f})"
+        lines.append(_line(str(trace), f"{found['last_updates'].median():,.0f}", loss))
     return lines
 
 
@@ -82,13 +94,13 @@ def draw(runs: pd.DataFrame, sizes: pd.DataFrame, file: Path) -> None:
         2, len(tasks), figsize=(10, 6), layout="constrained", gridspec_kw=shape, squeeze=False
     )
     for (above, below), task in zip(panels.T, tasks, strict=True):
+        above.set(title=task, xlabel="samples")
         courses(above, sizes[sizes["task"] == task])
-        above.set(title=task, yscale="log", xlabel="samples")
         times(below, ratios(runs).xs(task, level="task"))
     panels[0, 0].set(ylabel="batch size (samples)")
     panels[0, 0].legend(handles=[_key("-", "training"), _key(":", "simulation")], frameon=False, loc="lower right")
     keys = [_key("", "one core", markerfacecolor="none"), _key("", "64 devices")]
-    panels[1, 0].legend(handles=keys, frameon=False, loc="lower right", handletextpad=0)
+    panels[1, 0].legend(handles=keys, frameon=False, loc="lower center", handletextpad=0, ncols=2)
     figure.savefig(file, transparent=True, metadata={"Date": None})
 
 
@@ -105,9 +117,10 @@ def courses(axes: Axes, sizes: pd.DataFrame) -> None:
             continue
         style = "-" if course == "training" else ":"
         axes.step(own["samples"], own["batch_size"], style, where="post", color=COLORS[str(trace)], linewidth=1.2)
+    axes.set(xscale="log", yscale="log", xlim=(300, None))
+    axes.set_yticks([16, 32, 64, 128, 256, 512, 1024])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
-    axes.set(xscale="log", xlim=(300, None))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -133,12 +146,12 @@ def times(axes: Axes, relative: pd.DataFrame) -> None:
 
 
 def main() -> None:
-    """Draw, and print the table."""
+    """Draw, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FIGURE, help="the file to draw")
     runs = pd.read_csv(RUNS)
     draw(runs, pd.read_csv(SIZES), parser.parse_args().out)
-    print("\n".join(table(runs)))
+    print("\n".join(table(runs)), "\n".join(table_at_end(runs)), sep="\n\n")
 
 
 if __name__ == "__main__":
