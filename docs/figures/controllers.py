@@ -46,7 +46,7 @@ def table(runs: pd.DataFrame) -> list[str]:
     """Return the lines of a Markdown table with medians over the seeds."""
     relative = ratios(runs).reset_index()
     lines = [
-        _line("task", "batch sizes", *COSTS.values(), "simulated batch sizes"),
+        _line("task", "batch sizes", *COSTS.values(), "simulation off by"),
         _line("---", "---", *["--:"] * len(COSTS), "--:"),
     ]
     for (task, trace), own in runs.groupby(["task", "trace"], sort=False):
@@ -98,7 +98,7 @@ def draw(runs: pd.DataFrame, sizes: pd.DataFrame, file: Path) -> None:
         courses(above, sizes[sizes["task"] == task])
         times(below, ratios(runs).xs(task, level="task"))
     panels[0, 0].set(ylabel="batch size (samples)")
-    panels[0, 0].legend(handles=[_key("-", "training"), _key(":", "simulation")], frameon=False, loc="lower right")
+    panels[0, -1].legend(handles=[_key("-", "training"), _key(":", "simulation")], frameon=False, loc="upper left")
     keys = [_key("", "one core", markerfacecolor="none"), _key("", "64 devices")]
     panels[1, 0].legend(handles=keys, frameon=False, loc="lower center", handletextpad=0, ncols=2)
     figure.savefig(file, transparent=True, metadata={"Date": None})
@@ -117,11 +117,12 @@ def courses(axes: Axes, sizes: pd.DataFrame) -> None:
             continue
         style = "-" if course == "training" else ":"
         axes.step(own["samples"], own["batch_size"], style, where="post", color=COLORS[str(trace)], linewidth=1.2)
-    axes.set(xscale="log", yscale="log", xlim=(300, None))
+    axes.set(xscale="log", yscale="log", xlim=(300, 300_000), ylim=(14, 1200))
     axes.set_yticks([16, 32, 64, 128, 256, 512, 1024])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_formatter("")
 
 
 def times(axes: Axes, relative: pd.DataFrame) -> None:
@@ -134,7 +135,7 @@ def times(axes: Axes, relative: pd.DataFrame) -> None:
                 heights = [place + shift] * len(own)
                 axes.scatter(own[cost], heights, s=22, facecolors=fill, edgecolors=COLORS[trace], linewidths=1)
     axes.axvline(1, color=NEUTRAL, linewidth=0.8)
-    axes.set(xscale="log", xlabel="time to the target / smallest batches", yticks=[*places.values()])
+    axes.set(xscale="log", xlim=(0.11, 9), xlabel="time to the target / smallest batches", yticks=[*places.values()])
     axes.set(ylim=(min(places.values()) - 0.5, 0.5))
     for label, trace in zip(axes.set_yticklabels(list(places)), places, strict=True):
         label.set_color(COLORS[trace])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import runpy
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.nn import functional as F
 
 import variable_batch_size as vbs
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "language_model"))
-import gpt
 
+# The model of docs/language_model.md, which is no package.
+gpt: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "language_model" / "gpt.py")))
 Images = tuple[Tensor, Tensor]  # float32 (n, 1, 28, 28), and labels, int64 (n,)
 
 
