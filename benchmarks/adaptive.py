@@ -21,7 +21,7 @@ batch size and another seed. It is compared with the training by samples: "doubl
 |log2(simulated / real batch size)| at 200 equally spaced numbers of samples.
 
 A run that is done is a file in `--folder` and is not repeated. The last step writes adaptive.csv (a row for each run)
-and adaptive_sizes.csv (the batch sizes of the first seed), from which docs/figures/controllers.py draws, and records.
+and adaptive_sizes.csv (the batch sizes of the first seed), from which docs/figures/adaptive.py draws, and records.
 """
 
 from __future__ import annotations

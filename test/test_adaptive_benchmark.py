@@ -21,7 +21,7 @@ from helpers.pages import DOCS, ROOT
 from variable_batch_size.adaptive import Throughput
 
 TASK = replace(TASKS["MNIST"], small=8, large=64, target=0.5, samples=4000, between=100, lr=0.01, microbatch=4)
-FIGURE = DOCS / "figures" / "controllers.py"
+FIGURE = DOCS / "figures" / "adaptive.py"
 RUNS = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9)), min_size=1, max_size=9)  # batch sizes, updates
 
 
@@ -101,11 +101,11 @@ def test_a_shortened_update_at_the_end_of_an_epoch_counts_as_the_next_one(adapti
 
 def test_the_page_shows_what_was_measured(adaptive: Any, tmp_path: Any) -> None:
     """And the committed picture has the labels of the one that is drawn now."""
-    out = tmp_path / "controllers.svg"
+    out = tmp_path / "adaptive.svg"
     done = subprocess.run([sys.executable, str(FIGURE), "--out", str(out)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     page = (DOCS / "controllers.md").read_text()
-    assert all(part in page for part in done.stdout.strip().split("\n\n")), "run: python docs/figures/controllers.py"
+    assert all(part in page for part in done.stdout.strip().split("\n\n")), "run: python docs/figures/adaptive.py"
     runs = pd.read_csv(adaptive.RUNS)
-    for text in (out.read_text(), (DOCS / "_static" / "controllers.svg").read_text()):
+    for text in (out.read_text(), (DOCS / "_static" / "adaptive.svg").read_text()):
         assert all(f">{name}<" in text for name in [*runs["task"].unique(), "NoiseScale", "Seesaw"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch.nn import functional as F
 
 import variable_batch_size as vbs
 
-
-# The model of docs/language_model.md, which is no package.
-gpt: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "language_model" / "gpt.py")))
+# The model of docs/language_model.md, whose folder is no package.
+_PLACE = Path(__file__).parents[2] / "examples" / "language_model" / "gpt.py"
+_spec: Any = spec_from_file_location("gpt", _PLACE)
+gpt: Any = module_from_spec(_spec)
+_spec.loader.exec_module(gpt)
 Images = tuple[Tensor, Tensor]  # float32 (n, 1, 28, 28), and labels, int64 (n,)
 
 

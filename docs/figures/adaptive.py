@@ -1,6 +1,6 @@
-"""Draw docs/_static/controllers.svg, and print the tables of docs/controllers.md, of what benchmarks/adaptive.py found.
+"""Draw docs/_static/adaptive.svg, and print the tables of docs/controllers.md, of what benchmarks/adaptive.py found.
 
-python docs/figures/controllers.py
+python docs/figures/adaptive.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
 ROOT = Path(__file__).parents[2]
-FIGURE = ROOT / "docs" / "_static" / "controllers.svg"
+FIGURE = ROOT / "docs" / "_static" / "adaptive.svg"
 RUNS, SIZES = (ROOT / "benchmarks" / f"{name}.csv" for name in ("adaptive", "adaptive_sizes"))
 CONSTANT = SMALL, *_ = "smallest", "middle", "largest"
 COLORS = {
@@ -87,7 +87,7 @@ def draw(runs: pd.DataFrame, sizes: pd.DataFrame, file: Path) -> None:
     names = ["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"]
     mpl.rcParams.update(dict.fromkeys(names, NEUTRAL))
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    mpl.rcParams.update({"svg.hashsalt": "controllers", "svg.fonttype": "none", "font.family": "sans-serif"})
+    mpl.rcParams.update({"svg.hashsalt": "adaptive", "svg.fonttype": "none", "font.family": "sans-serif"})
     tasks = runs["task"].unique()
     shape = {"height_ratios": [3, 2], "width_ratios": [1] * len(tasks)}
     figure, panels = plt.subplots(
