@@ -13,8 +13,8 @@ Time is simulated: `Throughput.seconds`, summed over the updates up to the targe
 is fitted to measured updates; and once by a model of 64 devices, each as fast as this core, whose communication takes
 `NET_BASE` and `NET_DEVICE` seconds: a sum over 64 devices takes 16 ms.
 
-`Goodput` measures the throughput itself, in a training of one core; "Goodput (64)" chooses for the 64 devices of the
-model. A throughput needs updates of several sizes: "Goodput" begins with some that are 16 and 32 samples larger.
+`Goodput` measures the throughput itself, in a training of one core, for which it begins with larger batches; "Goodput
+(64)" chooses for the 64 devices of the model.
 
 The prediction: `simulate` gets the controller, the fitted throughput, and the noise curve of a training with the least
 batch size and another seed. It is compared with the training by samples: "doublings" are the median of
@@ -67,7 +67,6 @@ RUNS, SIZES = FOLDER / "adaptive.csv", FOLDER / "adaptive_sizes.csv"
 SMALL, MIDDLE, LARGE = "smallest", "middle", "largest"
 DEVICES, NET_BASE, NET_DEVICE = 64, 0.01, 0.0001
 EVERY, DELAY = 20, 8  # updates
-EXPLORED = 2048  # samples before `Goodput` decides
 MEASURED = (
     4,
     8,
@@ -108,11 +107,10 @@ def cluster_of(core: Throughput) -> Throughput:
 def traces(task: Task, core: Throughput) -> dict[str, int | vbs.AdaptiveTrace]:
     """Return the batch sizes that are compared, by name."""
     bounds = task.small, task.large
-    explored = vbs.BatchTrace.of(f"0:{bounds[0]} 20:{bounds[0] + 16} 40:{bounds[0] + 32}", on_end="hold")
     controllers: dict[str, Controller] = {
         "NoiseScale": NoiseScale(),
         "NormTest": NormTest(0.5),
-        "Goodput": After(EXPLORED, explored, Goodput(bounds)),
+        "Goodput": Goodput(bounds),
         f"Goodput ({DEVICES})": Elsewhere(Goodput(bounds), DEVICES, cluster_of(core)),
     }
     if task.scheduled:

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import variable_batch_size as vbs
 from records import Measured, spread
 from results import record
+from variable_batch_size.adaptive import NoiseScale
 from variable_batch_size.backend import current_world
 
 ROWS = 32
@@ -59,13 +60,14 @@ def perceptron(width: int, hidden: int) -> nn.Module:
 
 
 def with_library(
-    rule: str, make: Make, batches: Batches, *, logs: bool = False, overlap: bool = True
+    rule: str, make: Make, batches: Batches, *, logs: bool = False, overlap: bool = True, controlled: bool = False
 ) -> Callable[[], None]:
-    """Return a function that makes one update with the library."""
+    """Return a function that makes one update with the library; `controlled`: a controller chooses the batch size."""
     model, world = make().to(batches[0][0].device), current_world()
     vbs.broadcast_parameters(model)  # XLA cores on a CPU are threads, which share one random generator
     size = ROWS * len(batches) * world.size
-    sampler = vbs.CustomSampler(size * 1_000_000, size, world.size, world.rank, ROWS)
+    trace = vbs.AdaptiveTrace(NoiseScale(), start=size, bounds=(size, size), every=8) if controlled else size
+    sampler = vbs.CustomSampler(size * 1_000_000, trace, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
     logging = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if logs else {}
     optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, overlap=overlap, **logging)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import variable_batch_size as vbs
 from helpers.pages import DOCS
 from helpers.processes import spawn
+from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
+from variable_batch_size.tracker import SCALARS, read_scalars
 
 PAGE = (DOCS / "coming_from.md").read_text()
 BY_HAND = "Accumulation written by hand"
@@ -176,6 +179,43 @@ def test_adaptdl_rounds_the_batch_to_equal_local_batches() -> None:
     assert math.ceil(64 / 3) * 3 == 66
     ours = [next(iter(vbs.CustomSampler(1000, 64, 3, rank, fixed_shape=False))) for rank in range(3)]
     assert sum(map(len, ours)) == 64
+
+
+def test_the_lines_for_adaptdl_choose_batch_sizes_and_log_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever time the updates take: the controller never learns it, and doubles the batch size."""
+    monkeypatch.setattr(UpdateStopwatch, "throughput", lambda self: None)
+    torch.manual_seed(0)
+    dataset, folders = TensorDataset(torch.randn(1000, 20), torch.randint(3, (1000,))), iter(["scalars", "checkpoints"])
+    names: dict[str, Any] = {**NAMES, "vbs": vbs, "torch": torch, "dataset": dataset, "model": nn.Linear(20, 3)}
+    names |= {"cross_entropy": cross_entropy, "tempfile": Namespace(mkdtemp=lambda: str(tmp_path / next(folders)))}
+    rows = "rows=float(optimizer.microbatch.rows == len(data))"
+    exec(columns("AdaptDL")[1].replace("train.add(loss=loss)", f"train.add(loss=loss, {rows})"), names)
+    assert names["optimizer"].samples == 12 * 1000
+    assert names["train"].read()["rows"] == 1
+    assert len(capsys.readouterr().out.splitlines()) >= 2 * 12
+    logged = [row.get("decision/batch_size") for row in read_scalars(tmp_path / "scalars" / SCALARS)[1]]
+    chosen = [int(size) for size in logged if size]
+    assert chosen[0] == 128
+    assert names["sampler"].trace.runs[1].tolist() == [64, *chosen][: len(chosen) + 1]
+
+
+def test_adaptdl_multiplies_an_accumulated_gradient_twice() -> None:
+    """By the rule, and as a sum: what its 0.2.11 does with microbatches of `batch_size` samples."""
+    assert "an update moves a weight\n  16 times as far as one does" in PAGE
+    ref, accumulated = 8, 4
+    theirs = sum(1.0 for _ in range(accumulated)) * accumulated  # means of gradients of 1, and LinearScale
+    moved = []
+    for size in (ref, accumulated * ref):
+        sampler = vbs.CustomSampler(size, size, num_replicas=1, rank=0, minibatch_size=ref)
+        model = Weights(size)
+        optimizer = vbs.LinearRuleOptimizer(SGD(model.parameters(), lr=1.0), sampler, ref)
+        for indices in sampler:
+            model(torch.tensor(indices)).mean().backward()
+            optimizer.step()
+        moved.append(-model.moved.sum().item())
+    assert (theirs, moved[1] / moved[0]) == (16, pytest.approx(4))
 
 
 def test_run_ai_rounds_down() -> None:

@@ -12,6 +12,7 @@ import pytest
 import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
 
+CONTROLLERS = DOCS / "_static" / "controllers.svg"
 MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "dist"}
 LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
@@ -81,6 +82,16 @@ def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
     texts = [(tmp_path / "tour.svg").read_text(), (DOCS / "_static" / "tour.svg").read_text()]
     for label in ("batch size", "learning rate", "noise scale", "accuracy (%)", "linear", "root", "adascale"):
         assert all(label in text for text in texts)
+
+
+def test_the_picture_of_the_controllers_is_drawn_from_simulations(tmp_path: Path) -> None:
+    figure = tmp_path / "controllers.svg"
+    command = [sys.executable, str(DOCS / "figures" / "controllers.py"), "--out", str(figure)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    new, shown = (re.findall(r">([^<>]+: [\d.]+ hours)<", text.read_text()) for text in (figure, CONTROLLERS))
+    assert new == shown
+    assert len(shown) == 6
 
 
 @pytest.mark.parametrize("page", [DOCS / "quickstart.md"], ids=lambda page: page.stem)

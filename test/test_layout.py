@@ -33,7 +33,7 @@ WITHOUT_TORCH = {
     "_extras",
     "_files",
 } | {
-    *(f"data.{module}" for module in ("plan", "microbatching", "deal", "clock", "shuffle")),
+    *(f"data.{module}" for module in ("plan", "planning", "known_steps", "microbatching", "deal", "clock", "shuffle")),
 }
 NAMES_NO_TORCH = {
     "tracker",

@@ -83,6 +83,9 @@ def test_a_record_is_appended_and_shown(
     assert line.startswith("| CPU, 1 process, one / other | 1.10, 2.00 | step.py ")
     results.record("time of an update", "one / other", 1.0, case="x1", note=records.RETIRED, **own)
     assert "1.10" not in results.RESULTS.read_text()
+    results.record("time of an update", "one / other", 7.77, case=f"x4, {results.OWN}", **own)
+    assert records.newest(records.read())[-1].value == 7.77
+    assert "7.77" not in results.RESULTS.read_text()  # only the pages have it
 
 
 def test_a_table_sorts_sizes_as_numbers_and_lists_cases(modules: Any) -> None:

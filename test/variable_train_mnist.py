@@ -27,7 +27,7 @@ from helpers import mnist
 from variable_batch_size.backend import xla
 
 TRACES = Path(__file__).parent.parent / "traces"
-RULES_FOR_ADAM = {"sqrt-sde", "adamscale"}  # this script pairs all other rules with SGD
+RULES_FOR_ADAM = {"sqrt-sde", "root-half-life", "adamscale", "surge"}  # this script pairs all other rules with SGD
 
 
 def train(flags: argparse.Namespace) -> None:
@@ -157,9 +157,10 @@ def make_optimizer(
     else:
         inner = torch.optim.SGD(model.parameters(), lr=flags.lr or 0.01, momentum=flags.momentum)
     options = {"tracker": tracker, "log_steps": flags.log_steps}
-    if flags.rule == "legw":  # the one rule with an argument, so its name alone is not enough
+    if flags.rule == "legw":  # a rule with an argument, so its name alone is not enough
         return vbs.LEGWRuleOptimizer(inner, sampler, flags.ref_batchsize, warmup_epochs=flags.warmup_epochs, **options)
-    return vbs.CustomOptimizer(inner, sampler, flags.ref_batchsize, rule=flags.rule, **options)
+    rule = vbs.PowerRule(flags.exponent) if flags.rule == "power" else flags.rule
+    return vbs.CustomOptimizer(inner, sampler, flags.ref_batchsize, rule=rule, **options)
 
 
 def make_scheduler(
@@ -231,6 +232,7 @@ def parse() -> argparse.Namespace:
     add("--momentum", type=float, default=0.5)
     add("--ref-batchsize", type=int, default=128, help="batch size at which lr was tuned")
     add("--warmup-epochs", type=float, default=0.5, help="of the rule legw, at ref-batchsize")
+    add("--exponent", type=float, default=0.75, help="of the rule power")
     add("--cosine", action="store_true", help="decay lr along a cosine that follows the progress of the training")
     add("--microbatch", type=int, default=32, help="rows per forward and backward on a rank")
     add("--device", choices=["xla", "cuda", "cpu"], default=default_device())

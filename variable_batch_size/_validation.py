@@ -86,7 +86,7 @@ def check_int(
     return number
 
 
-def check_bounds(value: object) -> tuple[int, int]:
+def check_bounds(value: object, name: str = "bounds") -> tuple[int, int]:
     """Return the least and the largest batch size, in samples.
 
     Raises:
@@ -94,9 +94,9 @@ def check_bounds(value: object) -> tuple[int, int]:
         ValueError: if they are not in [1, 2**53] and in this order.
     """
     if not (isinstance(value, Sequence) and len(value) == 2):
-        raise type_error("bounds must be two integers", value, "pass (least, largest)")
-    low = check_int(value[0], "the lower one of bounds", 1, MAX_INT)
-    return low, check_int(value[1], "the upper one of bounds", low, MAX_INT)
+        raise type_error(f"{name} must be two integers", value, "pass (least, largest)")
+    low = check_int(value[0], f"the lower one of {name}", 1, MAX_INT)
+    return low, check_int(value[1], f"the upper one of {name}", low, MAX_INT)
 
 
 def check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

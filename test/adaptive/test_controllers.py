@@ -178,15 +178,18 @@ def geometric(low: int, high: int) -> set[int]:
     return {*np.rint(np.geomspace(low, high)).astype(int).tolist(), low, high}
 
 
-@given(st.integers(1, 10**5), st.integers(0, 10**6), st.none() | SIZES)
-def test_the_candidates_are_a_grid_with_the_bounds_and_the_present_size(
-    low: int, more: int, present: int | None
+@given(INPUTS, st.integers(1, 10**5), st.integers(0, 10**6), st.booleans())
+def test_the_candidates_are_a_grid_with_the_bounds_full_rounds_and_the_present_size(
+    input: ControlInput, low: int, more: int, known: bool
 ) -> None:
-    high = low + more
-    found = Goodput((low, high)).candidates(present)
+    high, present = low + more, input.batch_size if known else None
+    controller = Goodput((low, high))
+    found = controller.candidates(dataclasses.replace(input, batch_size=present)).tolist()
     assert found == sorted(set(found))
     assert (found[0], found[-1]) == (low, high)
-    assert (present in found) == (present is not None and low <= present <= high)
+    assert present is None or (present in found) == (low <= present <= high)
+    full = input.devices * (input.minibatch_size or 1)
+    assert high < full or high - high % full < low or any(size % full == 0 for size in found)
     ratio = (high / low) ** (1 / 49)
     assert all(after <= (before + 0.5) * ratio + 0.5001 for before, after in itertools.pairwise(found))
 
@@ -208,11 +211,11 @@ def check_goodput(random: np.random.Generator) -> None:
 
     def goodput(size: int) -> float:
         gain = adascale_gain(sigma2, mu2, size, reference)
-        return size / model.seconds(size, devices, microbatch) * gain / (size / reference)
+        return size / model.seconds(size, devices, microbatch, spread=False) * gain / (size / reference)
 
     controller = Goodput((low, high), threshold)
     input = ControlInput(devices, present, microbatch, noise=Noise(sigma2, mu2), throughput=model)
-    sizes = controller.candidates(present)
+    sizes = controller.candidates(input).tolist()
     assert geometric(low, high) <= set(sizes)
     best = max(map(goodput, sizes))
     found = controller(input)
@@ -223,7 +226,28 @@ def check_goodput(random: np.random.Generator) -> None:
         assert goodput(found) >= best * (1 - 1e-12)
         assert present not in sizes or best > (1 + threshold) * goodput(present) * (1 - 1e-12)
     without = controller(dataclasses.replace(input, batch_size=None))
-    assert goodput(without) >= max(map(goodput, controller.candidates(None))) * (1 - 1e-12)
+    assert goodput(without) >= max(map(goodput, geometric(low, high))) * (1 - 1e-12)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 10**6))
+def test_goodput_tries_other_sizes_while_it_does_not_know_the_throughput(
+    present: int, one: int, other: int, sigma2: int
+) -> None:
+    low, high = sorted([one, other])
+    input = ControlInput(devices=2, batch_size=present, noise=Noise(float(sigma2), 1.0))
+    size = Goodput((low, high))(input)
+    assert low <= size <= max(low, 2 * present)
+    assert size <= high
+    assert (size == present) == (low == high == present)
+    unknown = dataclasses.replace(input, noise=UNKNOWN)
+    assert Goodput((low, high))(unknown) == sorted([low, present, high])[1]
+
+
+def test_goodput_doubles_up_to_its_bound_and_halves_there() -> None:
+    sizes = [16]
+    for _ in range(5):
+        sizes.append(Goodput((16, 100))(ControlInput(devices=2, batch_size=sizes[-1], noise=Noise(9.0, 1.0))))
+    assert sizes == [16, 32, 64, 100, 50, 100]
 
 
 @pytest.mark.parametrize(("noise_scale", "devices", "seconds"), [(900, 4, 1), (5000, 16, 0.3), (300, 2, 9)])

@@ -79,14 +79,18 @@ def test_the_time_is_that_of_the_model(
     assert seconds >= rounds * accum * (1 - 1e-12)
 
 
-@given(st.integers(1, 3000), st.integers(1, 50), st.integers(1, 100))
-def test_the_rows_are_those_of_the_busiest_rank(batch_size: int, devices: int, minibatch_size: int) -> None:
-    split = cut(batch_size, minibatch_size, fixed_shape=False, min_microbatches=devices)
+@given(st.integers(1, 3000), st.integers(1, 50), st.integers(1, 100), st.booleans())
+def test_the_rows_are_those_of_the_busiest_rank(
+    batch_size: int, devices: int, minibatch_size: int, spread: bool
+) -> None:
+    split = cut(batch_size, minibatch_size, fixed_shape=False, min_microbatches=devices if spread else 1)
     sizes = [split.locate(number)[1] for number in range(split.microbatches)]
     ranks = [sizes[rank::devices] for rank in range(devices)]
     busiest = max(ranks, key=lambda rank: (sum(rank), len(rank)))
     throughput = Throughput(accum_base=1.0, accum_row=0.25)
-    assert throughput.seconds(batch_size, devices, minibatch_size) == len(busiest) + 0.25 * sum(busiest)
+    seconds = throughput.seconds(batch_size, devices, minibatch_size, spread=spread)
+    assert seconds == len(busiest) + 0.25 * sum(busiest)
+    assert throughput.seconds(batch_size, devices, spread=spread) == throughput.seconds(batch_size, devices)
 
 
 def test_a_simple_model_is_linear() -> None:
@@ -99,7 +103,8 @@ def test_a_simple_model_is_linear() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0), "^a microbatch must take time, got accum_base=0 and accum_row=0; pass one of them$"),
+        ((0, 0), "^a microbatch must take time, accum_base [+] accum_row >= 1e-15 seconds, got 0.0; pass one of them"),
+        ((5e-324, 0), "^a microbatch must take time, accum_base [+] accum_row >= 1e-15 seconds, got 5e-324; pass one"),
         ((-1, 1), "^accum_base must be a finite number >= 0, got -1; pass seconds"),
         ((1, 1, 0, 0, 11), r"^overlap must be in \[1, 10\], got 11\.0; pass 1 for none$"),
     ],

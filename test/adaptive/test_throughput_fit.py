@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,32 @@ def test_predictions_from_noisy_measurements(model: Throughput) -> None:
     assert found.error(measure(model)) < 0.06  # also of 3 and of 16 devices
 
 
-@given(MODELS, st.sampled_from([(1,), (4,)]))
-def test_one_number_of_devices_gives_no_communication(model: Throughput, devices: tuple[int, ...]) -> None:
-    found = Throughput.fit(measure(model, devices=devices))
+@given(MODELS)
+def test_one_device_has_no_communication(model: Throughput) -> None:
+    found = Throughput.fit(measure(model, devices=(1,)))
     assert (found.net_base, found.net_device, found.overlap) == (0, 0, 1)
-    if devices == (1,):
-        assert found.error(measure(model, devices=devices)) < 1e-9
+    assert found.error(measure(model, devices=(1,))) < 1e-9
+
+
+@given(MODELS, st.integers(2, 64))
+def test_rounds_tell_the_communication_of_one_number_of_devices(model: Throughput, devices: int) -> None:
+    """It comes once an update. With overlap a part of it is hidden, the more the longer a microbatch takes."""
+    without_overlap = dataclasses.replace(model, overlap=1)
+    found = Throughput.fit(measure(without_overlap, devices=(devices,)))
+    assert found.net_base == pytest.approx(model.net_base + model.net_device * (devices - 2), rel=1e-6)
+    assert (found.net_device, found.overlap) == (0, 1)
+    assert found.error(measure(without_overlap, devices=(devices,))) < 1e-9
+    hidden = Throughput.fit(measure(model, devices=(devices,)))
+    assert hidden.net_base <= found.net_base * (1 + 1e-9)
+    assert hidden.error(measure(model, devices=(devices,))) < 0.25
+
+
+@given(MODELS)
+def test_communication_needs_two_numbers_of_rounds(model: Throughput) -> None:
+    """Otherwise it is a part of what a microbatch costs."""
+    measured = measure(model, devices=(4,))
+    one = measured[measured[:, 2] == 2]
+    assert Throughput.fit(one).net_base == 0
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3, 4])
@@ -76,6 +97,17 @@ def test_few_updates(updates: int) -> None:
         ([["a", 1, 1, 1]], TypeError, r"^the measurements must have"),
         ([[1, 8, 1, 1], [1, 8, 1, 0]], ValueError, r"^seconds in row 1 must be finite and > 0, got 0.0; pass devices"),
         ([[1, np.nan, 1, 1]], ValueError, r"^rows in row 0 must be finite"),
+        (
+            [[1, 8, 1, 0.5], [0.5, 1, 8, 1]],
+            ValueError,
+            r"^devices in row 1 must be whole, got 0.5; pass devices, rows, ",
+        ),
+        ([[2, 8, 1.5, 1]], ValueError, r"^rounds in row 0 must be whole"),
+        (
+            [[2, 64, 1, 1], [2, 8, 2, 1], [4, 32, 1, 1.2], [4, 16, 2, 1.2]],
+            ValueError,
+            r"^the measurements must show how long a microbatch takes, got sec",
+        ),
     ],
 )
 def test_wrong_measurements(measured: Any, error: type[Exception], message: str) -> None:

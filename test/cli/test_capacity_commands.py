@@ -48,8 +48,8 @@ def test_options_of_the_formats_are_passed_on(tmp_path: Path) -> None:
     assert run_json("capacity", "show", path, "--inverted", 4)["mean"] == 2.5
     assert run_json("capacity", "show", path, "--format", "skypilot")["mean"] == 1.5
     status, message = error_of("capacity", "show", path, "--max-gap", 5)
-    assert (status, message[:40]) == (1, "max_gap must be left out except for the ")
-    assert error_of("capacity", "show", path, "--format", "aws")[1].startswith('format must be "csv", "skypilot"')
+    assert (status, message[:42]) == (1, "--max-gap must be left out except for the ")
+    assert error_of("capacity", "show", path, "--format", "aws")[1].startswith('--format must be "csv", "skypilot"')
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_public_traces_are_listed_and_named() -> None:
         ),
         (["convert", LOG, "-o", "x.csv", "--communication-seconds", 5], "--communication-seconds needs the rate of a"),
         (["fetch", "--out", "x.csv"], "--out needs the name of a public trace, got none; pass one of"),
-        (["convert", LOG, "-o", "x.csv", "--start", 200000], "start must be < stop, within the 172800.0 seconds of"),
+        (["convert", LOG, "-o", "x.csv", "--start", 200000], "--start must be < stop, within the 172800.0 seconds of"),
     ],
 )
 def test_errors_are_one_line(arguments: list[Any], message: str) -> None:

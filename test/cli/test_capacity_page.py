@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 import variable_batch_size as vbs
 from helpers.commands import run
-from helpers.pages import DOCS, ROOT, TOUR, commands
+from helpers.pages import DOCS, ROOT, TOUR, blocks, commands
 
 TRACES = "replayed", "spot"
 SHORT = ["--samples", "3000", "--epochs", "2", "--target", "0"]  # of the training
@@ -18,6 +20,14 @@ def test_the_commands_of_the_page_of_controllers() -> None:
         done = run(*shlex.split(command), cwd=ROOT)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.split()[:3] == ["constant:512", "noise-scale:1", "goodput:64-4096"]
+
+
+def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, object] = {}
+    for block in blocks(DOCS / "capacity.md", "python"):
+        exec(block, names)
+    assert {"day", "own", "trace", "replayed", "measured", "same"} <= set(names)
 
 
 def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:

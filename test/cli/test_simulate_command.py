@@ -6,14 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import variable_batch_size as vbs
-from helpers.commands import run
+from helpers.commands import run as command_run
 from helpers.console import error_of, run_json, run_main
 from helpers.pages import ROOT
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
+from variable_batch_size.adaptive.scalars import updates_in
 from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.simulation import NoiseCurve, Overheads, compare, means, simulate, sweep
 
@@ -119,8 +121,57 @@ def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path
 def test_what_a_preemption_loses_without_checkpoints_is_said() -> None:
     said = "No --save-every and no --notice: a preemption loses everything since the last stop.\n"
     command = ["simulate", LOG, *RATE, "--policy", NAMES[0]]
-    assert run_main(*command)[2] == said
+    assert run_main(*command, "--restart", 0)[2] == run_main(*command, "--save", 9)[2] == said
     assert run_main(*command, "--save-every", 60)[2] == run_main(*command, "--notice", 60)[2] == ""
+
+
+def test_without_overheads_nothing_interrupts_the_training() -> None:
+    """As in Python; any of their options is enough."""
+    command = ["simulate", LOG, *RATE, "--policy", NAMES[0]]
+    arguments = {"throughput": Throughput.simple(20), "ref_batchsize": 128}
+    alone = simulate(cluster.read(LOG), PerDevice(16), **arguments)
+    killed = simulate(cluster.read(LOG), PerDevice(16), **arguments, overheads=Overheads())
+    assert alone.summary["redone"] == 0 < killed.summary["redone"]
+    assert run_json(*command)[NAMES[0]] == dict(alone.summary)
+    for option in ("--restart", "--save", "--grow-every", "--notice"):
+        assert run_json(*command, option, 0)[NAMES[0]] == dict(killed.summary)
+    assert run_json(*command, "--least-nodes", 1)[NAMES[0]] == dict(killed.summary)
+    assert (
+        run_main(*command)[2]
+        == "No overheads such as --restart: changes of the nodes lose no update and cost no time.\n"
+    )
+
+
+def test_the_seconds_of_a_training(tmp_path: Path) -> None:
+    """--throughput fits them; its error is told, and that there are more devices than it has measured."""
+    scalars = ROOT / "traces" / "throughput_example.csv"
+    command = ["simulate", LOG, "--throughput", scalars, "--ref-batchsize", 128, *COSTS, "--policy", NAMES[0]]
+    model, measured = Throughput.from_csv(scalars), updates_in(scalars)
+    overheads = Overheads(60, 600, 10, notice=20, least_nodes=2, grow_every=900)
+    run = simulate(cluster.read(LOG), PerDevice(16), throughput=model, ref_batchsize=128, overheads=overheads)
+    assert run_json(*command)[NAMES[0]] == dict(run.summary)
+    note = f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on 1 to 4 devices"
+    assert run_main(*command)[2] == f"{note}; the simulation has up to 8.\n"
+    few = tmp_path / "few.csv"
+    cluster.read(LOG).clip(max=4).to_csv(few)
+    assert run_main("simulate", few, *command[2:])[2] == f"{note}.\n"
+    table = pd.read_csv(scalars)
+    table[table["vbs/world_size"] == 1].to_csv(tmp_path / "alone.csv", index=False)
+    alone = run_main("simulate", few, "--throughput", tmp_path / "alone.csv", *command[4:])[2]
+    assert alone.endswith(" on 1 device; the simulation has up to 4.\n")
+    both = "--throughput takes the place of {}, got both; leave out one of them"
+    assert error_of(*command, "--samples-per-second", 9) == (1, both.format("--samples-per-second"))
+    assert error_of(*command, "--communication-seconds", 9) == (1, both.format("--communication-seconds"))
+    message = "a simulation needs the time of an update, got none; pass --samples-per-second, or --throughput FILE"
+    assert error_of("simulate", LOG, *command[4:]) == (1, message)
+
+
+def test_a_trace_on_standard_output_is_alone() -> None:
+    command = ["vbs", "simulate", LOG, *RATE, *COSTS, "--policy", NAMES[0], "--max-progress", 3, "--trace-out", "-"]
+    done = command_run(*map(str, command))
+    assert done.stdout.splitlines()[:2] == ["step,batchsize", "0,96"]
+    assert {line.count(",") for line in done.stdout.splitlines()} == {1}
+    assert "preemptions" in done.stderr
 
 
 def test_a_sweep_has_each_run_and_the_statistics(tmp_path: Path) -> None:
@@ -179,7 +230,7 @@ def test_noise_chooses_the_rule(tmp_path: Path) -> None:
     short = tmp_path / "scalars.csv"
     short.write_text("vbs/progress,vbs/sigma2,vbs/mu2\n0,100,1\n300,2000,1\n")
     assert re.fullmatch(
-        rf"{short} ends at a progress of 300 updates; its last row holds up to [0-9.e+]+\.\n",
+        r"--noise ends at a progress of 300 updates; its last row holds up to [0-9.e+]+\.\n",
         run_main(*command, "--noise", short)[2],
     )
     assert run_main("simulate", LOG, *RATE, *COSTS, "--policy", NAMES[0])[2] == ""
@@ -205,9 +256,24 @@ def test_the_number_of_seeds_has_a_default() -> None:
     ("arguments", "status", "message"),
     [
         (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, "),
-        (["--policy", "norm-test:1"], 1, "NormTest(eta=1.0) needs the gradient noise, got noise=None; measure it, or"),
-        (["--policy", "constant:3", "--bounds", 9, 8], 1, "the upper one of bounds must be an integer >= 9, got 8; "),
-        (["--policy", "constant:3", "--rule", "adascale"], 1, "AdaScaleRule() needs the gradient noise, got"),
+        (["--policy", "norm-test:1"], 1, "--policy norm-test:1 needs the gradient noise, got no --noise; pass --noise"),
+        (["--policy", "constant:3", "--bounds", 9, 8], 1, "the upper one of --bounds must be an integer >= 9, got 8; "),
+        (["--policy", "constant:3", "--rule", "adascale"], 1, "--rule adascale needs the gradient noise, got no --noi"),
+        (
+            ["--policy", "constant:3", "--rule", "legw"],
+            1,
+            "--rule must be one of constant, linear, root, linear-moment",
+        ),
+        (["--policy", "constant:3", "--max-progress", 0], 1, "--max-progress must be > 0, got 0.0; pass a positive "),
+        (["--policy", "constant:3", "--save-every", 0], 1, "--save-every must be > 0, got 0.0; pass a positive number"),
+        (["--policy", "constant:3", "--on-demand", "inf"], 1, "--on-demand must be a finite number >= 0, got inf; pa"),
+        (["--policy", "constant:3", "--price", "inf"], 1, "--price must be a finite number >= 0, got inf; pass the pr"),
+        (["--policy", "constant:3", "--start", 1e9], 1, "--start must be < stop, within the 172800.0 seconds of the "),
+        (
+            ["--policy", "constant:3", "--dataset-size", 2],
+            1,
+            "a batch must have at most the 2 samples of the dataset, got 3 on 6 devices; limit it with --bounds, or us",
+        ),
         (
             ["--policy", "constant:3", "--policy", "constant:4", "--trace-out", "a.csv"],
             1,
@@ -239,7 +305,7 @@ def test_the_number_of_seeds_has_a_default() -> None:
             1,
             "synthetic traces need --nodes, --mean-up, --mean-down and --duration, got no --mean-down; pass all",
         ),
-        (["--policy", "constant:3", "--scale-time", 0], 1, "factor must be > 0"),
+        (["--policy", "constant:3", "--scale-time", 0], 1, "--scale-time must be > 0"),
         (["--policy", "constant:3", "--png", "a.svg"], 1, "--png must be a file that ends in .png, got 'a.svg'"),
         (["--policy", "constant:3", "--least-nodes", 0], 2, "Invalid value for '--least-nodes'"),
         ([], 2, "Missing option '--policy'"),
@@ -262,12 +328,16 @@ def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
     message = f"per-device:16 under {LOG}: a batch must have at most the 100 samples of the dataset, got "
     found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--dataset-size", 100)
     assert found[1].startswith(message)
+    found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--on-demand", "inf")
+    assert found[1].startswith(f"per-device:16 under {small}: --on-demand must be a finite number >= 0, got inf; ")
+    small.write_text("seconds,nodes\n0,4\n9,x\n")  # what a file has to hold is no option
+    assert " (" + str(small) + ":3): nodes must be" in error_of("simulate", small, *RATE, *policy_flags(NAMES))[1]
 
 
 def test_unix_times_are_told(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("seconds,nodes\n1792393391,4\n1792393991,2\n1792394591,2\n")
-    done = run("vbs", "simulate", str(path), *map(str, (*RATE, *COSTS)), "--policy", NAMES[0])
+    done = command_run("vbs", "simulate", str(path), *map(str, (*RATE, *COSTS)), "--policy", NAMES[0])
     assert done.returncode == 0
     expected = "there are no nodes before second 1,792,393,391, which looks like a Unix time; let the times of"
     assert done.stderr == f"vbs: warning: {expected} {path} begin at 0\n"

@@ -50,7 +50,7 @@ def test_infinite_traces_are_shown(source: str, tmp_path: Path) -> None:
 def test_errors_are_one_line(tmp_path: Path) -> None:
     assert error_of("trace", "make", "5:8", "--steps", 3, "-o", tmp_path / "a.csv")[0] == 1
     assert error_of("trace", "make", SCHEDULE, "--steps", 3, "-o", tmp_path / "a.csv")[1].startswith(
-        "steps must be > 10"
+        "--steps must be > 10"
     )
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()

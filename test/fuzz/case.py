@@ -58,6 +58,7 @@ FEATURES = {
     "misuse": 0.1,  # zero_grad of the model inside a step, step() without backward()
     "in_place": 0.1,  # gradients changed in place, in the first updates
     "ends": 0.2,  # max_updates, max_samples, on_end="stop"
+    "controller": 0.25,  # the batch sizes are chosen while the training goes on
     "by_update": 0.2,  # a loop over vbs.updates
     "closure": 0.15,  # step(closure)
     "log": 0.25,  # optimizer.log

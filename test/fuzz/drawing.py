@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuzz.case import NOISE_RULES, OPTIMIZERS, RULES, Case, Draw, Event, RuleCase, Segment
-from fuzz.plan import TraceCase, planned_updates
+from fuzz.plan import Asked, TraceCase, planned_updates
 
 MOST_MICROBATCHES = 60  # of a training, so that a case takes milliseconds
 
@@ -93,6 +93,15 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
 
 
 def _trace(draw: Draw, dataset_size: int, epochs: int, drop_last: bool) -> TraceCase:
+    trace = _fixed_trace(draw, dataset_size, epochs, drop_last)
+    if not draw.feature("controller", trace.on_end in ("hold", "cycle")):
+        return trace
+    start = draw.choice("start", [None, trace.sizes[0]])
+    asked = Asked(draw.integer("every", 1, 9), draw.integer("delay", 9, 20), start)
+    return replace(trace, asked=asked)
+
+
+def _fixed_trace(draw: Draw, dataset_size: int, epochs: int, drop_last: bool) -> TraceCase:
     kind = draw.choice("trace", ["constant", "list", "list", "list", "schedule"])
     largest = draw.integer("largest batch", max(1, dataset_size // 8), min(dataset_size, 40))
     rng = draw.rng("sizes")
@@ -170,7 +179,7 @@ def _rules(draw: Draw, optimizer: str, groups: int, *, noise: bool, betas: bool)
     if optimizer == "SGD":
         names += ["linear-momentum"]
     if betas and optimizer in ("Adam", "AdamW", "RMSprop"):
-        names += ["sqrt-sde"]
+        names += ["sqrt-sde", "root-half-life"]
     if draw.feature("noise_rules", noise):
         names = list(NOISE_RULES)
     timescale = draw.feature("timescale")

@@ -78,7 +78,7 @@ def create_sampler(case: Case, segment: Segment, world: World) -> vbs.CustomSamp
         case.sampler_seed,
         shuffle=case.shuffle,
         drop_last=case.drop_last,
-        on_end=case.trace.on_end if case.trace.kind == "list" else None,  # type: ignore[arg-type]
+        on_end=case.trace.on_end if case.trace.kind == "list" and case.trace.asked is None else None,  # type: ignore[arg-type]
         fixed_shape=segment.fixed_shape,
         epochs=case.epochs,
         max_updates=case.max_updates,

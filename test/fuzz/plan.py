@@ -6,26 +6,54 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import variable_batch_size as vbs
 from helpers.shuffle_twin import Twin as OrderTwin
 from helpers.splitting import rows_of, split_sizes
+from variable_batch_size.adaptive import ControlInput
+
+
+@dataclass(frozen=True)
+class Asked:
+    """When a controller is asked, and when its answers count."""
+
+    every: int
+    delay: int
+    start: int | None
 
 
 @dataclass(frozen=True)
 class TraceCase:
-    """A batch trace: sizes that end, are held or are cycled, written as a user may write them."""
+    """A batch trace: sizes that end, are held or are cycled, written as a user may write them, or by a controller."""
 
     kind: str  # "constant", "list", "schedule"
     sizes: tuple[int, ...]  # of steps 0, 1, ...
     on_end: str  # "error", "stop", "hold", "cycle"
+    asked: Asked | None = None  # what a controller answers: the size of the step from which its answer counts
 
     def batch_size(self, step: int) -> int:
+        asked = self.asked
+        if asked is None:
+            return self.listed(step)
+        if step < asked.delay and asked.start is not None:
+            return asked.start
+        question = max(step - asked.delay, 0) // asked.every * asked.every
+        return self.listed(question + asked.delay)
+
+    def listed(self, step: int) -> int:
         if step < len(self.sizes):
             return self.sizes[step]
         if self.on_end in ("error", "stop"):
             raise IndexError(f"the trace has {len(self.sizes)} steps, and step {step} was asked for")
         return self.sizes[-1] if self.on_end == "hold" else self.sizes[step % len(self.sizes)]
 
-    def argument(self) -> int | str | list[int]:
+    def __call__(self, input: ControlInput) -> int:
+        """Answer as a controller."""
+        assert self.asked is not None
+        return self.listed(input.updates + self.asked.delay)
+
+    def argument(self) -> int | str | list[int] | vbs.AdaptiveTrace:
+        if self.asked is not None:
+            return vbs.AdaptiveTrace(self, start=self.asked.start, every=self.asked.every, delay=self.asked.delay)
         if self.kind == "constant":
             return self.sizes[0]
         if self.kind == "list":

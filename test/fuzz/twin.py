@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Factors:
     one_minus_beta: float = 1.0
     eps: float = 1.0
     progress: float = 1.0
+    beta2_power: float = 1.0
 
 
 class NoiseAverages:
@@ -174,9 +175,10 @@ class Twin:
         if "eps" in values:
             values["eps"] *= by.eps
         if "betas" in values:
-            values["betas"] = tuple(1 - by.one_minus_beta * (1 - beta) for beta in values["betas"])
+            beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in values["betas"])
+            values["betas"] = beta1, beta2**by.beta2_power
         if "alpha" in values:
-            values["alpha"] = 1 - by.one_minus_beta * (1 - values["alpha"])
+            values["alpha"] = (1 - by.one_minus_beta * (1 - values["alpha"])) ** by.beta2_power
         return values
 
 
@@ -196,13 +198,14 @@ def factors_of(case: Case, rule: RuleCase, batch_size: int, number: int, gain: f
         "root": Factors(lr=k**0.5, progress=k),
         "linear-momentum": Factors(gradient=k, weight_decay=k, progress=k),
         "sqrt-sde": Factors(lr=k**0.5, one_minus_beta=k, eps=k**-0.5, progress=k),
+        "root-half-life": Factors(lr=k**0.5, beta2_power=k, progress=k),
         "legw": Factors(lr=k**0.5 * warmup, progress=k),
         "adascale": Factors(lr=gain, progress=gain),
         "adamscale": Factors(lr=gain**0.5, progress=gain),
     }[rule.name]
     if not rule.timescale:
         return by
-    return Factors(by.lr, by.gradient, k / by.lr, by.one_minus_beta, by.eps, by.progress)
+    return replace(by, weight_decay=k / by.lr)
 
 
 def clipped(gradients: Gradients, most: float | None) -> Gradients:

@@ -57,10 +57,15 @@ class Start:
     samples: list[int]
     saves: list[int]
 
-    @property
-    def seconds(self) -> list[float]:
-        """The seconds of each update but the first one, which begins with what a process does once."""
-        return [end - begin for begin, end in zip(self.ends[1:], self.ends[2:], strict=False)]
+    def seconds_of(self, batch_size: int) -> list[float]:
+        """Return the seconds of each update of so many samples, but not of the first one, in which a process does more.
+
+        Args:
+            batch_size: samples of an update; the last one of an epoch has fewer.
+        """
+        rows = zip(itertools.pairwise(self.ends), itertools.pairwise(self.samples), strict=True)
+        sizes = [(end - begin, after - before) for (begin, end), (before, after) in rows]
+        return [seconds for seconds, samples in sizes[1:] if samples == batch_size]
 
     @property
     def seconds_between_saves(self) -> list[float]:

@@ -21,13 +21,16 @@ from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from helpers import mnist
+from variable_batch_size.adaptive import PerDevice
 
 
 def train(flags: argparse.Namespace) -> None:
     dataset = mnist.load(train=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, flags.width), nn.ReLU(), nn.Linear(flags.width, 10)).double()
-    trace = vbs.BatchTrace.of(flags.trace, on_end="stop")
+    trace: vbs.BatchTrace | vbs.AdaptiveTrace = vbs.BatchTrace.of(flags.trace, on_end="stop")
+    if flags.per_device is not None:
+        trace = vbs.AdaptiveTrace(PerDevice(flags.per_device), every=None)
     sampler = vbs.CustomSampler(dataset, trace=trace, minibatch_size=flags.microbatch, max_updates=flags.updates)
     loader = DataLoader(dataset, batch_sampler=sampler)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -53,7 +56,8 @@ def train(flags: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the checkpoints and of the journals")
-    parser.add_argument("--trace", required=True, help="a batch size, a schedule or a CSV file")
+    parser.add_argument("--trace", default="0:1024", help="a batch size, a schedule or a CSV file")
+    parser.add_argument("--per-device", type=int, help="samples of an update that each process computes, instead")
     parser.add_argument("--updates", type=int, default=10**9, help="most updates")
     parser.add_argument("--number", type=int, default=0, help="number of this start")
     parser.add_argument("--microbatch", type=int, default=256)

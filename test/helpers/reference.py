@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,10 +41,19 @@ class Update:
     u: int  # the number of the update; the first is 1
     epoch: float  # dataset_size / ref_batchsize: an epoch in updates at the reference
     gain: float = 1.0  # AdaScale's
+    noise: float = math.nan  # B_noise / ref_batchsize; nan before the first estimate
 
     @staticmethod
-    def of(batch_size: int, u: int, dataset_size: int, ref_batchsize: int = REF, gain: float = 1.0) -> Update:
-        return Update(batch_size / ref_batchsize, u, dataset_size / ref_batchsize, gain)
+    def of(
+        batch_size: int,
+        u: int,
+        dataset_size: int,
+        ref_batchsize: int = REF,
+        gain: float = 1.0,
+        noise_scale: float = math.nan,
+    ) -> Update:
+        k, epoch = batch_size / ref_batchsize, dataset_size / ref_batchsize
+        return Update(k, u, epoch, gain, noise_scale / ref_batchsize)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,34 @@ class Equation:
 
 
 WARMUP = 5.5  # epochs
+EXPONENT = 0.3
+
+
+# Rules without an optimizer of their own in the package.
+class PowerOptimizer(vbs.CustomOptimizer):
+    rule_name = "power"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, rule=vbs.PowerRule(EXPONENT), **options)
+
+
+class RootHalfLifeOptimizer(NamedOptimizer):
+    rule_name = "root-half-life"
+
+
+class SurgeOptimizer(NamedOptimizer):
+    rule_name = "surge"
+
+
+def surge(at: Update) -> float:
+    """f(B) / f(ref), f(B) = 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)), and its limits; sizes are those over ref."""
+    if math.isnan(at.noise):
+        return min(1, at.k) ** 0.5
+    if at.noise in (0, math.inf):
+        return at.k**0.5 if at.noise else at.k**-0.5
+    f_of_k, f_of_1 = (2 / ((at.noise / size) ** 0.5 + (size / at.noise) ** 0.5) for size in (at.k, 1))
+    return f_of_k / f_of_1
+
 
 # The equations of the papers, written independently of the package. Every rule in `vbs.RULES` gets every test of
 # test_contract.py: one that is not listed here is compared with what its own class returns.
@@ -69,6 +107,7 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
     vbs.RootRuleOptimizer: Equation(  # Krizhevsky 2014, section 5
         lambda at: vbs.Scaling(lr=at.k**0.5, progress=at.k)
     ),
+    PowerOptimizer: Equation(lambda at: vbs.Scaling(lr=at.k**EXPONENT, progress=at.k)),
     vbs.LinearRuleMomentumOptimizer: Equation(  # Goyal et al. 2017, equation 9
         lambda at: vbs.Scaling(gradient=at.k, weight_decay=at.k, progress=at.k),
         inners=(torch.optim.SGD,),
@@ -76,6 +115,11 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
     ),
     vbs.SqrtSDERuleOptimizer: Equation(  # Malladi et al. 2022, section 5
         lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, progress=at.k),
+        inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
+        any_inner=False,
+    ),
+    RootHalfLifeOptimizer: Equation(  # Marek et al. 2025, equation 2
+        lambda at: vbs.Scaling(lr=at.k**0.5, beta2_power=at.k, progress=at.k),
         inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
         any_inner=False,
     ),
@@ -91,6 +135,11 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
     ),
     vbs.AdamScaleOptimizer: Equation(  # Qiao et al. 2021, section 3.2
         lambda at: vbs.Scaling(lr=at.gain**0.5, progress=at.gain),
+        inners=(torch.optim.Adam, torch.optim.AdamW),
+        noise=True,
+    ),
+    SurgeOptimizer: Equation(  # Li et al. 2024, equation 13
+        lambda at: vbs.Scaling(lr=surge(at), progress=at.gain),
         inners=(torch.optim.Adam, torch.optim.AdamW),
         noise=True,
     ),
@@ -283,7 +332,8 @@ def twin(
             (len(samples), np.concatenate([g.ravel() for g in gradient(weights, x[samples], target[samples])]))
             for samples in split_batch(batch, minibatch_size, fixed_shape)
         ]
-        taken.append(factors(Update.of(len(batch), u, dataset_size, gain=noise.update(groups))))
+        gain = noise.update(groups)
+        taken.append(factors(Update.of(len(batch), u, dataset_size, gain=gain, noise_scale=noise.noise_scale)))
         return clipped(gradient(weights, x[batch], target[batch]), max_grad_norm), taken[-1]
 
     updates = (

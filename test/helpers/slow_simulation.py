@@ -10,7 +10,7 @@ from typing import Any
 from variable_batch_size.adaptive import ControlInput, Throughput
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.rules import Rule, RuleInput, adascale_gain
-from variable_batch_size.rules.base import Noise
+from variable_batch_size.rules.base import Noise, needs_noise
 from variable_batch_size.simulation import NoiseCurve, Overheads
 from variable_batch_size.trace import BatchTrace
 
@@ -196,7 +196,8 @@ class SlowSimulation:
         samples = size
         if self.dataset_size is not None:
             samples = min(size, self.dataset_size - self.samples % self.dataset_size)
-        ends = self.now + Fraction(self.throughput.seconds(samples, devices, self.minibatch_size))
+        spread = not (needs_noise(self.rule) or needs_noise(self.controller))
+        ends = self.now + Fraction(self.throughput.seconds(samples, devices, self.minibatch_size, spread=spread))
         if ends > min(kill, self.end):
             self.spend("redone" if kill < self.end else "idle", min(kill, self.end))
             if kill < self.end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -71,6 +72,7 @@ def adam(
     for update in updates:
         gradients, by = update(weights)
         beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in betas)
+        beta2 **= by.beta2_power
         rate, decay = by.lr * lr, by.weight_decay * weight_decay
         gradients = [by.gradient * (-g if maximize else g) for g in gradients]
         if decoupled:
@@ -97,7 +99,7 @@ def rmsprop(
     v = [np.zeros_like(w) for w in weights]
     for update in updates:
         gradients, by = update(weights)
-        moved = 1 - by.one_minus_beta * (1 - alpha)
+        moved = (1 - by.one_minus_beta * (1 - alpha)) ** by.beta2_power
         decay = by.weight_decay * weight_decay
         gradients = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
         v = [moved * old + (1 - moved) * g**2 for old, g in zip(v, gradients, strict=True)]
@@ -136,6 +138,14 @@ class NoiseTwin:
     def mu2(self) -> float:
         """Squared norm of the true gradient."""
         return self.average_mu2 / (1 - self.product)
+
+    @property
+    def noise_scale(self) -> float:
+        """B_noise, in samples; nan before the first estimate."""
+        if self.updates == 0:
+            return math.nan
+        sigma2, mu2 = max(self.sigma2, 0.0), max(self.mu2, 0.0)
+        return sigma2 / mu2 if mu2 > 0 else math.inf
 
     @staticmethod
     def estimate(groups: Sequence[tuple[int, Array]]) -> tuple[float, float]:

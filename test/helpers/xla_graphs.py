@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import variable_batch_size as vbs
+from variable_batch_size.adaptive import ControlInput
 from variable_batch_size.backend.xla import compiled_graphs
 
 SAMPLES = 60
@@ -32,6 +33,19 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     loop: str = ""  # what the loop does besides: "zero_grad" or "log" at each microbatch, or "reads" after each update
+    controlled: bool = False  # whether a controller chooses the sizes from update 4 on
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A controller that reads the noise, and chooses given sizes."""
+
+    sizes: tuple[int, ...]
+    needs_noise: ClassVar[bool] = True
+
+    def __call__(self, input: ControlInput) -> int:
+        assert input.noise is not None
+        return self.sizes[min(input.updates + 4, len(self.sizes) - 1)]
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,10 @@ def _updates(training: Training, width: int) -> list[Update]:
     model.to(device)
     groups = [{"params": list(model[i].parameters()), "lr": lr} for i, lr in zip((0, 2), training.lrs, strict=True)]
     inner = getattr(torch.optim, training.kind)(groups, **training.hyperparameters)
-    sampler = vbs.CustomSampler(SAMPLES, list(training.sizes), minibatch_size=MINIBATCH_SIZE, on_end="hold")
+    trace: Any = vbs.BatchTrace.from_sizes(training.sizes, on_end="hold")
+    if training.controlled:
+        trace = vbs.AdaptiveTrace(Listed(training.sizes), start=training.sizes[0], every=1, delay=4)
+    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=MINIBATCH_SIZE)
     optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=training.rule, **training.options)
     scheduler = LambdaLR(optimizer, lambda update: training.schedule[update % len(training.schedule)])
     found: list[Update] = []
@@ -90,6 +107,8 @@ def _updates(training: Training, width: int) -> list[Update]:
         else:
             sampler.set_epoch(sampler.epoch)
             optimizer.set_epoch(optimizer.epoch)
+    sizes = (*4 * training.sizes[:1], *training.sizes[4:]) if training.controlled else training.sizes
+    assert sampler.trace.batch_sizes(range(len(sizes))).tolist() == list(sizes)
     return found
 
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import variable_batch_size as vbs
 from helpers.reference import EQUATIONS, HYPERPARAMETERS, data, filled, network, wrap
+from helpers.xla_graphs import Listed
 
 SAMPLES = 50
 
@@ -25,6 +26,7 @@ class Case:
     sizes: tuple[int, ...]
     minibatch_size: int
     dtype: torch.dtype = torch.float64
+    every: int | None = None  # updates between two questions to a controller, which chooses the sizes
 
 
 class Replica:
@@ -37,9 +39,10 @@ class Replica:
         self.backend = vbs.XlaBackend()
         world = self.backend.world
         self.model = network(case.dtype).to(self.device)
-        self.sampler = vbs.CustomSampler(
-            SAMPLES, list(case.sizes), world.size, world.rank, case.minibatch_size, on_end="hold"
-        )
+        trace: Any = vbs.BatchTrace.from_sizes(case.sizes, on_end="hold")
+        if case.every is not None:
+            trace = vbs.AdaptiveTrace(Listed(case.sizes), start=case.sizes[0], every=case.every, delay=4)
+        self.sampler = vbs.CustomSampler(SAMPLES, trace, world.size, world.rank, case.minibatch_size)
         kind = EQUATIONS[case.kind].inners[0]
         inner: Any = kind(self.model.parameters(), **HYPERPARAMETERS[kind])
         self.optimizer = wrap(case.kind, inner, self.sampler, **options)

@@ -16,7 +16,20 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 import variable_batch_size as vbs
-from helpers.reference import ADAM, SIZES, Training, Update, assert_equal, batches, examples, network, training, twin
+from helpers.reference import (
+    ADAM,
+    HYPERPARAMETERS,
+    SIZES,
+    RootHalfLifeOptimizer,
+    Training,
+    Update,
+    assert_equal,
+    batches,
+    examples,
+    network,
+    training,
+    twin,
+)
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.testing import run_ranks
@@ -42,7 +55,8 @@ def terms(run: Training) -> Any:
 # ------------------------------------------------------------------------------------------------- against the paper
 
 
-@examples(60)
+@pytest.mark.parametrize("kind", [KIND, RootHalfLifeOptimizer])
+@examples(40)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=2, max_size=12),
     world=st.integers(1, 4),
@@ -53,18 +67,45 @@ def terms(run: Training) -> Any:
     kernel=st.sampled_from(["foreach", "fused", "single-tensor"]),
 )
 def test_every_adam_equals_that_of_the_paper(
-    sizes: list[int], world: int, inner: Any, amsgrad: bool, maximize: bool, weight_decay: float, kernel: str
+    kind: Any, sizes: list[int], world: int, inner: Any, amsgrad: bool, maximize: bool, weight_decay: float, kernel: str
 ) -> None:
     own: dict[str, Any] = {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": weight_decay}
     kernels = {name: kernel == name for name in ("foreach", "fused")}
 
     def train(backend: Backend) -> Training:
         options: dict[str, Any] = {"inner": inner, "hyperparameters": ADAM | own | kernels}
-        return training(KIND, sizes, dataset_size=300, backend=backend, **options).run(len(sizes))
+        return training(kind, sizes, dataset_size=300, backend=backend, **options).run(len(sizes))
 
-    expected = twin(KIND, sizes, dataset_size=300, inner=inner, **own)
+    expected = twin(kind, sizes, dataset_size=300, inner=inner, **own)
     for rank in run_ranks(train, world):
         assert_equal(rank.weights(), expected)
+
+
+@pytest.mark.parametrize("inner", [Adam, AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("size", [16, 64, 200])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_batches_of_one_size_train_as_torchs_own_optimizer_with_a_power_of_beta2(
+    inner: Any, size: int, foreach: bool
+) -> None:
+    k, sizes = size / 64, 5 * [size]
+    hyperparameters = HYPERPARAMETERS[inner] | {"foreach": foreach}
+    run = training(RootHalfLifeOptimizer, sizes, dataset_size=5 * size, inner=inner, hyperparameters=hyperparameters)
+    plain = training(vbs.ConstantOptimizer, sizes, dataset_size=5 * size)
+    own = {name: hyperparameters[name] for name in ("betas", "alpha") if name in hyperparameters}
+    scaled = {"betas": (0.85, 0.95**k)} if "betas" in own else {"alpha": 0.9**k}
+    by_hand = inner(plain.model.parameters(), **(hyperparameters | scaled | {"lr": k**0.5 * hyperparameters["lr"]}))
+    for batch in batches(sizes, 5 * size):
+        plain.loss(batch.tolist()).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    assert_equal(run.run(5).weights(), plain.weights())
+    assert run.optimizer.param_groups[0].items() >= own.items()
+
+
+def test_the_terms_are_the_products_of_the_betas_that_were_used() -> None:
+    run = training(RootHalfLifeOptimizer, dataset_size=sum(SIZES)).run(len(SIZES))
+    products = 0.85 ** len(SIZES), 0.95 ** (sum(SIZES) / 64)  # of beta2^k: beta2 to the power of the samples over ref
+    assert terms(run) == [[len(SIZES), *(pytest.approx(1 - product, rel=1e-13) for product in products)]]
 
 
 def test_a_beta_of_zero_forgets_the_earlier_updates() -> None:

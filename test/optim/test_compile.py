@@ -14,11 +14,20 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import variable_batch_size as vbs
-from helpers.reference import HYPERPARAMETERS, OPTIMIZERS, SIZES, Training, assert_equal, training
+from helpers.reference import (
+    HYPERPARAMETERS,
+    OPTIMIZERS,
+    SIZES,
+    RootHalfLifeOptimizer,
+    Training,
+    assert_equal,
+    training,
+)
 
 SETTLED = 3  # updates after which nothing compiles
 every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
-CHANGE_OTHERS = {vbs.LinearRuleMomentumOptimizer, vbs.SqrtSDERuleOptimizer}  # weight decay, betas and eps
+# Rules that change the weight decay, betas or eps.
+CHANGE_OTHERS = {vbs.LinearRuleMomentumOptimizer, vbs.SqrtSDERuleOptimizer, RootHalfLifeOptimizer}
 ADAMS = {torch.optim.Adam, torch.optim.AdamW}
 
 

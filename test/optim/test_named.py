@@ -146,6 +146,7 @@ def decays(rule: vbs.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[f
 
 
 SCALED = [vbs.LinearRule(), vbs.RootRule(), vbs.SqrtSDERule(), vbs.LEGWRule(4), vbs.ConstantRule()]
+SCALED += [vbs.PowerRule(0.25), vbs.RootHalfLifeRule(), vbs.SurgeRule(noise_scale=40)]
 
 
 @pytest.mark.parametrize(("rule", "inner"), [(rule, torch.optim.AdamW) for rule in SCALED] + [(SCALED[1], SGD)])
@@ -194,6 +195,15 @@ def test_a_failed_check_leaves_the_sampler_free() -> None:
         vbs.SqrtSDERuleOptimizer(SGD(network().parameters(), lr=0.1), sampler, REF)
     assert len(list(sampler)) == len(sampler)
     sampler.set_epoch(1)  # raises if an optimizer counts the microbatches
+
+
+@pytest.mark.parametrize("rule", ["sqrt-sde", "root-half-life"])
+def test_a_rule_that_scales_betas_rejects_optimizers_without_a_second_moment(rule: str) -> None:
+    for inner in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        training(vbs.CustomOptimizer, sizes=(32,), rule=rule, inner=inner, hyperparameters={"lr": 0.02})
+    for other in (SGD, torch.optim.Adagrad, NAdam):
+        with pytest.raises(TypeError, match=rf"must be a torch.optim.Adam, AdamW or RMSprop, got {other.__name__}"):
+            training(vbs.CustomOptimizer, sizes=(32,), rule=rule, inner=other, hyperparameters={"lr": 0.02})
 
 
 def test_a_rule_passed_as_an_object_is_used_as_it_is() -> None:

@@ -103,6 +103,22 @@ def test_rejects_a_beta_outside_its_range(group: Group, factor: float) -> None:
         scaled([group], Scaling(one_minus_beta=factor))
 
 
+def test_a_power_is_that_of_the_second_beta_or_of_alpha() -> None:
+    groups = [{"lr": 0.1, "betas": (0.5, 0.25)}, {"lr": 0.1, "alpha": 0.25}, {"lr": 0.1, "alpha": 0.25, "lambd": 0.1}]
+    within = scaled(groups, Scaling(beta2_power=0.5))
+    assert [group.get("betas", group.get("alpha")) for group in within] == [(0.5, 0.5), 0.5, 0.25]
+    with pytest.raises(ValueError, match="no parameter group has betas"):
+        scaled(groups[2:], Scaling(beta2_power=0.5))
+
+
+@pytest.mark.parametrize("power", [0, -1, 1e-18])
+def test_rejects_a_power_that_takes_beta2_out_of_its_range(power: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"but the exponent .* of beta2 changes 0\.9 to .*; let the rule return a larg"
+    ):
+        scaled([{"lr": 0.1, "betas": (0.95, 0.9)}], Scaling(beta2_power=power))
+
+
 def test_each_group_has_its_own_scaling() -> None:
     groups = [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
     with scaling_of(groups).applied([Scaling(lr=2), Scaling(lr=3, eps=0.5)]):

@@ -50,6 +50,8 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
         {"options": {"max_grad_norm": 0.5, "reduction": "sum"}, "rule": "adascale", "loop": "reads"},
         {"options": {"noise": "differenced"}, "rule": "adascale"},
         {"options": {"find_unused_parameters": True}, "dtype": torch.float64},
+        {"controlled": True, "rule": "adascale"},
+        {"controlled": True},
     ]
     trainings = [
         Training(trace(seed, cores), **variant)  # type: ignore[arg-type]
@@ -92,6 +94,9 @@ def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -
             sizes, "linear-momentum", "SGD", (0.1, 0.1), {"momentum": 0.5, "weight_decay": 0.25, "nesterov": True}
         ),
         Training(sizes, "sqrt-sde", "RMSprop", (0.1, 0.1), {"momentum": 0.9, "alpha": 0.9}),
+        Training(sizes, ("root-half-life", "root"), "AdamW", (0.01, 0.01)),
+        Training(sizes, "root-half-life", "RMSprop", (0.1, 0.1), {"momentum": 0.9, "alpha": 0.9}),
+        Training(sizes, "surge", "AdamW"),  # numbers in the rule's own arithmetic
     ]
     found = run(trainings, 2, tmp_path)
     assert list(map(late, found)) == [{}] * len(found)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.reference import EQUATIONS, assert_equal, batches, data, filled, training, twin
+from helpers.reference import EQUATIONS, SurgeOptimizer, assert_equal, batches, data, filled, training, twin
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -121,7 +121,8 @@ def test_token_means_on_xla(cores: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "cores"), [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2)]
+    ("kind", "cores"),
+    [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2), (SurgeOptimizer, 2)],
 )
 def test_the_host_reads_only_the_progress_of_earlier_updates(
     kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
@@ -133,6 +134,18 @@ def test_the_host_reads_only_the_progress_of_earlier_updates(
     assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
     reads = len(sizes) - WARM + (cores > 1)  # and once whether one had other parameters than agreed
     assert delta.pop("to host") == reads * cores
+    assert delta == dict.fromkeys(delta, 0)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(cores: int, tmp_path: Path) -> None:
+    sizes, every = tuple(random.Random(4).sample(range(1, SAMPLES + 1), 40)), 5
+    launch(watch, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 8, every=every), WARM, True), cores=cores)
+    delta = torch.load(tmp_path / "delta.pt")
+    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
+    questions = [update for update in range(WARM - 1, len(sizes) - 1) if update % every == 0]
+    reads = len(sizes) - WARM + (cores > 1)  # of the progress schedule, as above
+    assert delta.pop("to host") == reads * cores + 2 * len(questions)  # on rank 0 only
     assert delta == dict.fromkeys(delta, 0)
 
 

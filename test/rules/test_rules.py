@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -11,9 +12,20 @@ from hypothesis import strategies as st
 from rule_pages import description
 
 import variable_batch_size as vbs
-from helpers.reference import EQUATIONS, OPTIMIZERS, SIZES, WARMUP, Update, assert_equal, examples, training, twin
+from helpers.reference import (
+    EQUATIONS,
+    EXPONENT,
+    OPTIMIZERS,
+    SIZES,
+    WARMUP,
+    Update,
+    assert_equal,
+    examples,
+    training,
+    twin,
+)
 
-ARGUMENTS = {"legw": (WARMUP * 3,)}  # in a dataset of three reference batches
+ARGUMENTS = {"legw": (WARMUP * 3,), "power": (EXPONENT,)}  # in a dataset of three reference batches
 RULES = {rule(*ARGUMENTS.get(name, ())): name for name, rule in vbs.RULES.items()}
 NO_NOISE = vbs.Noise(sigma2=0.0, mu2=1.0)
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -30,14 +42,15 @@ def test_the_index_has_every_rule_of_the_table() -> None:
     batch_size=st.integers(1, 2**40),
     ref_batchsize=st.integers(1, 2**40),
     updates=st.integers(0, 30),
-    gain=st.floats(0.01, 100),
+    noise_scale=st.one_of(st.just(0.0), st.floats(1e-6, 1e12)),
 )
 def test_a_rule_equals_its_equation(
-    rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int, gain: float
+    rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int, noise_scale: float
 ) -> None:
-    update = Update.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize, gain)
+    gain = vbs.adascale_gain(noise_scale, 1.0, batch_size, ref_batchsize)
+    update = Update.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize, gain, noise_scale)
     expected = EQUATIONS[OPTIMIZERS[RULES[rule]]].factors(update)
-    found = rule(vbs.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.Noise(1.0, 1.0, gain)))
+    found = rule(vbs.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.Noise(noise_scale, 1.0, gain)))
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected), rel=1e-15)
 
 
@@ -66,9 +79,9 @@ def test_adascale_gain_lies_between_one_and_k(sigma2: float, mu2: float, size: i
     assert vbs.adascale_gain(sigma2, 0.0, size, ref_batchsize) == pytest.approx(k)
 
 
-@pytest.mark.parametrize("rule", [vbs.AdaScaleRule(), vbs.AdamScaleRule()], ids=repr)
+@pytest.mark.parametrize("rule", [vbs.AdaScaleRule(), vbs.AdamScaleRule(), vbs.SurgeRule()], ids=repr)
 def test_a_rule_that_needs_noise_raises_without_it(rule: vbs.Rule) -> None:
-    with pytest.raises(ValueError, match=r"^Ada(m?)ScaleRule\(\) needs the gradient noise, but the input has none"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(repr(rule))} needs the gradient noise, but the input has none"):
         rule(vbs.RuleInput(8, 4))
 
 
@@ -93,6 +106,18 @@ def test_constant_timescale_changes_only_the_weight_decay(
     assert batch_size / (found.lr * found.weight_decay) == pytest.approx(ref_batchsize)
 
 
+@examples(50)
+@given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40), exponent=st.floats(0, 1))
+def test_constant_timescale_scales_lr_times_weight_decay_by_k(
+    batch_size: int, ref_batchsize: int, exponent: float
+) -> None:
+    update = vbs.RuleInput(batch_size, ref_batchsize)
+    assert vbs.ConstantTimescale(vbs.ConstantRule())(update) == vbs.Scaling(weight_decay=update.ratio)
+    found = vbs.ConstantTimescale(vbs.PowerRule(exponent))(update)
+    assert found.lr * found.weight_decay == pytest.approx(update.ratio)
+    assert found.weight_decay == pytest.approx(update.ratio ** (1 - exponent))
+
+
 def test_constant_timescale_needs_a_rule_and_a_reference() -> None:
     rule = vbs.ConstantTimescale(vbs.ConstantRule())
     assert repr(rule) == "ConstantTimescale(rule=ConstantRule())"
@@ -109,13 +134,13 @@ def test_constant_timescale_needs_a_rule_and_a_reference() -> None:
 
 def test_a_custom_rule_takes_five_lines() -> None:
     @dataclass(frozen=True)
-    class PowerRule:
+    class OwnRule:
         exponent: float
 
         def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
             return vbs.Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
 
-    run = training(vbs.CustomOptimizer, rule=PowerRule(0.5)).run(len(SIZES))
+    run = training(vbs.CustomOptimizer, rule=OwnRule(0.5)).run(len(SIZES))
     assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES))
 
 

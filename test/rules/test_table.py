@@ -1,4 +1,4 @@
-"""A new rule is two files: its own, and the table. Checked with a ninth rule in a copy of the package."""
+"""A new rule is two files: its own, and the table. Checked with one more rule in a copy of the package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ print(vbs.__file__)
 """
 
 
-def test_a_ninth_rule_touches_two_files(tmp_path: Path) -> None:
+def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
     package = shutil.copytree(Path(vbs.__file__).parent, tmp_path / "variable_batch_size")
     (package / "rules" / "cube_root.py").write_text(RULE)
     table = package / "rules" / "table.py"

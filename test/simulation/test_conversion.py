@@ -60,10 +60,13 @@ def test_ten_million_updates_take_no_loop() -> None:
     assert len(to_batch_trace(capacity, PerDevice(1), Throughput.simple(2**14))) == 1000 * 2**14
 
 
-def test_too_many_updates_are_an_error() -> None:
-    capacity = CapacityTrace([0], [1], end=1e7)
+@pytest.mark.parametrize("seconds", [100_001, 1e10])
+def test_too_many_updates_are_an_error(seconds: float) -> None:
+    capacity = CapacityTrace([0], [1], end=seconds)
     with pytest.raises(ValueError, match=r"^a batch trace must have at most 10\^8 steps, got more; check the"):
         to_batch_trace(capacity, PerDevice(1), Throughput.simple(1000))
+    limited = to_batch_trace(capacity, PerDevice(1), Throughput.simple(1000), max_updates=10**8)
+    assert len(limited) == len(to_batch_trace(capacity.slice(0, 1e5), PerDevice(1), Throughput.simple(1000))) == 10**8
 
 
 @pytest.mark.parametrize(("end", "rate", "updates"), [(0.3, 10, 3), (0.7, 10, 7), (7.6, 80, 608), (2.3, 1000, 2300)])

@@ -27,8 +27,10 @@ def test_a_row_holds_up_to_the_next_one(knots: list[int], progress: int) -> None
 
 def test_the_gain() -> None:
     assert NoiseCurve.constant(100.0, 1.0).gain(0, 100, 50) == pytest.approx(1.5)
-    huge = NoiseCurve.constant(1e-320, 0.0)
-    assert huge.gain(0, 100, 50) == 2
+    tiny = NoiseCurve.constant(1e-320, 0.0)
+    assert tiny.gain(0, 100, 50) == 2
+    huge = NoiseCurve.constant(1e308, 1e308)
+    assert huge.gain(0, 4, 1) == NoiseCurve.constant(1.0, 1.0).gain(0, 4, 1)
 
 
 def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
@@ -40,6 +42,9 @@ def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
     curve = NoiseCurve.from_csv(tmp_path / "scalars.csv")
     assert curve == NoiseCurve([2.5, 4.0], [8.0, 9.0], [2.0, 0.0])
     assert hash(curve) == hash(NoiseCurve([2.5, 4.0], [8.0, 9.0], [2.0, 0.0]))
+    marked = tmp_path / "marked.csv"  # as spreadsheets write it
+    marked.write_text("vbs/progress,vbs/sigma2,vbs/mu2,loss\n2.5,8,2,1\n4,9,0,1\n5,7,1", encoding="utf-8-sig")  # cut
+    assert NoiseCurve.from_csv(marked) == curve
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,7 @@ def test_a_file_without_noise(tmp_path: Path, text: str, message: str) -> None:
         (([0], [0.0], [0.0]), ValueError, r"^sigma2\[0\] or mu2\[0\] must be > 0"),
         (([0], [-1.0], [0.0]), ValueError, r"^sigma2\[0\] must be a finite number >= 0, got -1.0"),
         (([0], ["a"], [0.0]), TypeError, r"^sigma2\[0\] must be"),
+        ((0, 1, 1), TypeError, r"^progress must be a sequence of numbers, got 0 \(int\); pass a number for each row"),
     ],
 )
 def test_wrong_rows(arguments: Any, error: type[Exception], message: str) -> None:

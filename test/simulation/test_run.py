@@ -134,9 +134,17 @@ def test_whose_prices_count() -> None:
 
 
 def test_a_batch_trace_that_ends_too_early() -> None:
-    with pytest.raises(TraceEndError, match=r"^step must be < 3"):
+    with pytest.raises(TraceEndError, match=r'^step must be < 3, .* or on_end="stop", "hold" or "cycle"$'):
         run(controller=[64, 64, 64])
     assert run(controller=BatchTrace.of([64, 64, 64], on_end="stop")).summary["updates"] == 3
+
+
+def test_updates_that_cannot_be_counted_are_an_error() -> None:
+    """Instead of a simulation that never ends."""
+    with pytest.raises(
+        ValueError, match=r"^a training must have fewer than 2\*\*53 updates, got as many in .* seconds"
+    ):
+        run(controller=1, throughput=Throughput.simple(1e15))
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,9 @@ def test_an_error_names_policy_and_trace() -> None:
         sweep({}, POLICIES, **ARGUMENTS)
     with pytest.raises(ValueError, match=r"^policies must have at least one item"):
         sweep(traces, {}, **ARGUMENTS)
+    wrong: Any = [traces["trace 0"]]
+    with pytest.raises(TypeError, match=r"^traces must be a mapping with a name for each item, got \[Capacity"):
+        sweep(wrong, POLICIES, **ARGUMENTS)
+    wrong = PerDevice(64)
+    with pytest.raises(TypeError, match=r"^policies must be a mapping .* got PerDevice.*; pass \{name: value\}"):
+        sweep(traces, wrong, **ARGUMENTS)

@@ -118,8 +118,10 @@ def test_on_end_error_rejects_positions_beyond_the_last_step(sizes, beyond):
         with pytest.raises(TraceEndError) as caught:
             query(position)
         found = position[-1] if isinstance(position, list) else position
-        for part in (f"< {limit}", f"got {found}", f"{end} steps", 'on_end="hold"', "longer trace"):
+        for part in (f"< {limit}", f"got {found}", f"{end} steps", 'on_end="stop", "hold"', "longer trace"):
             assert part in str(caught.value)
+        with pytest.raises(TraceEndError, match=r'or on_end="hold" or "cycle"$'):
+            getattr(trace.with_on_end("stop"), query.__name__)(position)
         assert isinstance(caught.value, (IndexError, ValueError))
 
 

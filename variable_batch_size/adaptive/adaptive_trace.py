@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 from variable_batch_size._extras import import_extra
@@ -109,15 +108,15 @@ class AdaptiveTrace:
         asked = replace(input, batch_size=decisions[-1].batch_size)
         return Decision(input.updates + self.delay, self.batch_size(asked), asked)
 
-    def in_world(self, decisions: Decisions, devices: int, updates: int) -> Decisions:
-        """Return the decisions of a training that restarts on so many devices, after so many updates.
+    def in_world(self, decisions: Decisions, devices: int, step: int) -> Decisions:
+        """Return the decisions of a training that restarts on so many devices, and may change sizes from a step on.
 
         A controller that gives its old answers on these devices does not read them, and its decisions stay. Another one
         gets, as `batch_size`, the one that counts until then.
         """
         found: list[Decision] = []
         changed = False
-        for decision in counting(decisions, updates):
+        for decision in counting(decisions, step):
             asked = decision.input
             if asked is not None and asked.devices != devices:
                 asked = replace(asked, devices=devices)
@@ -126,7 +125,7 @@ class AdaptiveTrace:
                 if changed:
                     present = found[-1].batch_size if found else decision.batch_size
                     asked = replace(asked, batch_size=present)
-                    decision = Decision(max(decision.begins, updates), self.batch_size(asked), asked)
+                    decision = Decision(max(decision.begins, step), self.batch_size(asked), asked)
             found.append(decision)
         return tuple(found)
 
@@ -178,18 +177,36 @@ class AdaptiveTrace:
         decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise))
         return Growth.of((), decisions, 0)
 
-    def restored(self, state: dict[str, Any], devices: int, updates: int) -> Growth:
-        """Return the growth of a training that goes on from a `state_of` another one, on so many devices."""
-        decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, updates)
-        growth = Growth.of([(first, size) for first, size in state["runs"]], decisions, updates)
+    def restored(self, state: dict[str, Any], devices: int, step: int) -> Growth:
+        """Return the growth of a training that goes on from the `state_of` another one, on so many devices.
+
+        Args:
+            state: the `state_of` the other one.
+            devices: number of devices.
+            step: the first step whose batch size may change.
+        """
+        decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, step)
+        growth = Growth.of([(first, size) for first, size in state["runs"]], decisions, step)
         asked = [Facts(**facts)._replace(devices=devices) for facts in state["questions"]]
-        return replace(growth, questions=tuple(Question(facts.updates, partial(_same, facts)) for facts in asked))
+        return replace(growth, questions=tuple(map(Question.of, asked)), asked=state["asked"])
+
+    def constant_until(self, step: int) -> Growth:
+        """Return the growth of a training that had the batch size `start` until a step.
+
+        Raises:
+            ValueError: if there is no `start`.
+        """
+        if self.start is None:
+            requirement = "a training with a fixed trace can go on with a controller if its batch size is start"
+            raise value_error(requirement, "start=None", "pass the batch size that it had")
+        return Growth.of((), (Decision(0, self.start),), 0).moved_to(step)
 
     def state_of(self, growth: Growth) -> dict[str, Any]:
         """Return what `restored` needs, as plain numbers, strings, lists and dictionaries."""
         decisions = [plain_decision(decision) for decision in growth.decisions]
         questions = [question.read()._asdict() for question in growth.questions]
-        return {"runs": [list(run) for run in growth.runs], "decisions": decisions, "questions": questions}
+        runs = [list(run) for run in growth.runs]
+        return {"runs": runs, "decisions": decisions, "questions": questions, "asked": growth.asked}
 
     def known_until(self, growth: Growth) -> int | None:
         """Return the first step whose batch size is not known; None if all are."""
@@ -236,9 +253,6 @@ class AdaptiveTrace:
         if input.noise is not None:
             found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale")}
         if input.throughput is not None:
-            found["seconds"] = input.throughput.seconds(decision.batch_size, input.devices, input.minibatch_size)
+            parts = decision.batch_size, input.devices, input.minibatch_size
+            found["seconds"] = input.throughput.seconds(*parts, spread=not self.needs_noise)
         return found
-
-
-def _same(facts: Facts) -> Facts:
-    return facts

@@ -28,7 +28,7 @@ class Measured(NamedTuple):
 
 
 def measured_updates(values: npt.ArrayLike) -> Measured:
-    """Return the columns of (updates, 4); raise if a value is not finite and > 0."""
+    """Return the columns of (updates, 4); raise if a value is not finite and > 0, or a count is not whole."""
     requirement, remedy = "the measurements must have the shape (updates, 4)", "pass devices, rows, rounds and seconds"
     try:
         table = np.asarray(values, np.float64)
@@ -40,6 +40,10 @@ def measured_updates(values: npt.ArrayLike) -> Measured:
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise value_error(f"{Measured._fields[column]} in row {row} must be finite and > 0", table[row, column], remedy)
+    parts = table[:, :3] % 1 > 0
+    if parts.any():  # the columns may be in another order
+        row, column = np.argwhere(parts)[0]
+        raise value_error(f"{Measured._fields[column]} in row {row} must be whole", table[row, column], remedy)
     return Measured(*table.T)
 
 
@@ -58,7 +62,8 @@ def fitted(seconds_of: Callable[[FloatArray], FloatArray], updates: Measured) ->
     several = devices > 1
     terms = np.stack([rounds, rounds * rows, several, np.maximum(devices - 2, 0)], axis=1) / seconds[:, None]
     numbers, above_one = len(np.unique(devices)), len(np.unique(devices[several]))
-    known = np.array([len(np.unique(rows)) > 1, True, numbers > 1, numbers > 1 and above_one > 1, numbers > 1])
+    sums = numbers > 1 or (above_one == 1 and len(np.unique(rounds)) > 1)  # they are once an update, not once a round
+    known = np.array([len(np.unique(rows)) > 1, True, sums, numbers > 1 and above_one > 1, numbers > 1])
     scale = 1 / np.maximum(np.append(np.linalg.norm(terms, axis=0), 1.0), 1e-300)  # (5,): all are of the order of 1
     linear = np.zeros(4)
     linear[known[:4]] = optimize.nnls((terms * scale[:4])[:, known[:4]], np.ones_like(seconds))[0]

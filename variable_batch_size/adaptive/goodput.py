@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from variable_batch_size._validation import check_bounds, check_number
+import numpy as np
+
+from variable_batch_size._validation import IntArray, check_bounds, check_number
 from variable_batch_size.adaptive.base import ControlInput, required_noise, unchanged
 from variable_batch_size.rules.adascale import adascale_gain
 
-CANDIDATES = 50  # as many as Pollux's implementation, AdaptDL, tries
+CANDIDATES = 50  # of the geometric grid: as many as Pollux's implementation, AdaptDL, tries
 
 
 @final
@@ -22,23 +24,25 @@ class Goodput:
 
     T(B) are the seconds of an update on the devices that are there, with the microbatch that is given. The reference
     multiplies the goodput of all batch sizes by the same factor, so that none is needed. The candidates are a geometric
-    grid with both bounds and the present batch size. It changes the batch size only for a goodput that is higher by
-    more than `threshold`; of equal ones it takes the smaller batch.
+    grid with both bounds, the next larger sizes that leave no device idle, and the present one. It changes the batch
+    size only for a goodput that is higher by more than `threshold`; of equal ones it takes the smaller batch.
 
-    The batch size stays what it is, within the bounds, while noise or throughput are not known. Pollux explores then:
-    it tries other numbers of devices, at most twice as many as before. Here that belongs to whoever measures the
-    throughput.
+    The batch size stays what it is, within the bounds, while the noise is not known. If the noise is known and the
+    throughput is not, the batch size doubles at each question, and at the upper bound it halves: the training measures
+    other updates, from which it learns T(B). Pollux explores so, too, with other numbers of devices, at most twice as
+    many as before.
 
     Use when: time counts, communication takes much of it, and the rule of the learning rate is AdaScale.
-    Fails when: the gain does not predict what larger batches are worth, as in language models (see `NoiseScale`), or
-    the throughput was measured at other batch sizes and devices.
+    Fails when: the gain does not predict what larger batches are worth, as in language models (see `NoiseScale`), the
+    throughput was measured at other batch sizes and devices, or the batch sizes that are allowed, by the bounds of an
+    `AdaptiveTrace`, too, give a device equally large and equally many microbatches, so that T(B) is never learned.
     Source: Qiao et al. 2021, arXiv 2008.12260, sections 3 and 4.1.
 
     >>> from variable_batch_size.rules.base import Noise
     >>> from variable_batch_size.adaptive.throughput import Throughput
     >>> model = Throughput.simple(samples_per_second=100, communication_seconds=1)
     >>> Goodput(bounds=(100, 900))(ControlInput(4, 100, noise=Noise(sigma2=900.0, mu2=1.0), throughput=model))
-    575
+    604
 
     Args:
         bounds: least and largest batch size, in samples.
@@ -68,26 +72,36 @@ class Goodput:
         noise, model, present = required_noise(self, input), input.throughput, input.batch_size
         sigma2, mu2 = max(noise.sigma2, 0.0), max(noise.mu2, 0.0)  # of nan it is nan
         largest = max(sigma2, mu2)
-        if model is None or not (math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0):
-            return min(max(unchanged(self, input), self.bounds[0]), self.bounds[1])
+        known = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
+        if model is None or not known:
+            kept = unchanged(self, input)
+            return self._within(self._explored(kept) if known else kept)
 
-        def cost(size: int) -> float:
-            """Return the seconds of the progress of an update of one sample."""
-            gain = adascale_gain(sigma2 / largest, mu2 / largest, size, 1)  # of their ratio; no division overflows
-            return float(model.seconds(size, input.devices, input.minibatch_size) / gain)
+        sizes = self.candidates(input)
+        gains = adascale_gain(sigma2 / largest, mu2 / largest, sizes, 1)  # of their ratio; no division overflows
+        seconds = model.of_sizes(sizes, input.devices, input.minibatch_size, spread=False)  # so is the noise measured
+        costs = seconds / gains  # (sizes,): of the progress of an update of one sample
+        best = int(np.argmin(costs))  # the first one: of equal ones the smallest
+        enough = (sizes == present) & (costs <= (1 + self.threshold) * costs[best])
+        return int(sizes[enough.argmax() if enough.any() else best])
 
-        sizes = self.candidates(present)
-        best = min(sizes, key=cost)
-        if present in sizes and cost(present) <= (1 + self.threshold) * cost(best):
-            return present
-        return best
+    def _within(self, size: int) -> int:
+        return min(max(size, self.bounds[0]), self.bounds[1])
 
-    def candidates(self, present: int | None) -> list[int]:
-        """Return the batch sizes that are compared, in ascending order.
+    def _explored(self, present: int) -> int:
+        """Return a batch size whose updates take another time."""
+        return 2 * present if present < self.bounds[1] else self.bounds[1] // 2
 
-        Args:
-            present: a further one, if it is within the bounds.
-        """
+    def candidates(self, input: ControlInput) -> IntArray:
+        """Return the batch sizes that are compared, in ascending order, (sizes,)."""
         low, high = self.bounds
         grid = {round(low * (high / low) ** (row / (CANDIDATES - 1))) for row in range(CANDIDATES)} | {low, high}
-        return sorted(size for size in grid | {present or low} if low <= size <= high)
+        full = {-(-size // unit) * unit for size in grid for unit in _units(input)}
+        present = low if input.batch_size is None else input.batch_size
+        return np.array(sorted(size for size in grid | full | {present} if low <= size <= high))
+
+
+def _units(input: ControlInput) -> tuple[int, ...]:
+    """Return the numbers of samples whose multiples fill microbatches, or occupy all devices equally."""
+    rows = input.minibatch_size
+    return (input.devices,) if rows is None else (rows, input.devices * rows)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, final
 
 from variable_batch_size.adaptive.throughput import Throughput
 
 _KEPT = 31  # seconds of a kind of update: their median leaves out evaluations and saves between two updates
+_LEAST = 3  # seconds of a kind that counts: one could be that of a save, or of a device that begins something new
 _KINDS = 64  # of updates: those that were made last
 
 
@@ -19,9 +21,13 @@ class UpdateStopwatch:
 
     On a device that executes later than the host asks, the host waits for it in the mean, so that the median is that
     of the device. The first update of a run is left out, because it begins with what a process does once.
+
+    Args:
+        clock: returns seconds, which never fall.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._seconds: dict[tuple[int, int, int], deque[float]] = {}
         self._last: float | None = None
 
@@ -33,7 +39,7 @@ class UpdateStopwatch:
             rows: rows of its largest microbatch.
             rounds: microbatches of the slowest device.
         """
-        now = time.monotonic()
+        now = self._clock()
         if self._last is not None:
             kind = devices, rows, rounds
             kept = self._seconds.pop(kind, None) or deque(maxlen=_KEPT)
@@ -44,8 +50,13 @@ class UpdateStopwatch:
         self._last = now
 
     def throughput(self) -> Throughput | None:
-        """Return the model that is closest to the medians; None before updates of two kinds were measured."""
-        medians = [(*kind, statistics.median(seconds)) for kind, seconds in self._seconds.items()]
+        """Return the model that is closest to the medians; None before updates of two kinds were measured.
+
+        A kind counts with its third update. Two kinds differ in rows or rounds: from updates that only the number of
+        devices distinguishes, nothing can be told of other batch sizes.
+        """
+        counted = {kind: seconds for kind, seconds in self._seconds.items() if len(seconds) >= _LEAST}
+        medians = [(*kind, statistics.median(seconds)) for kind, seconds in counted.items()]
         measured = [row for row in medians if row[-1] > 0]
         return Throughput.fit(measured) if len({row[1:3] for row in measured}) > 1 else None
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from variable_batch_size._validation import FloatArray, check_int, check_number, check_positive, value_error
+from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
 from variable_batch_size.adaptive.fitting import fitted, measured_updates
+from variable_batch_size.adaptive.scalars import updates_in
+
+LEAST_SECONDS = 1e-15  # of a microbatch of one row: 2**53 updates, the most that are counted, take some seconds
 
 
 @final
@@ -26,7 +30,7 @@ class Throughput:
 
     Args:
         accum_base: seconds of forward and backward of a microbatch, whatever its size, >= 0.
-        accum_row: seconds per row of a microbatch, >= 0.
+        accum_row: seconds per row of a microbatch, >= 0; the sum of both is at least 1e-15.
         net_base: seconds of communication between two devices, >= 0.
         net_device: further seconds per further device, >= 0.
         overlap: how much communication overlaps with the last backward: 1 not at all, 10 almost completely.
@@ -48,8 +52,9 @@ class Throughput:
             object.__setattr__(self, field.name, number)
         if not 1 <= self.overlap <= 10:
             raise value_error("overlap must be in [1, 10]", self.overlap, "pass 1 for none")
-        if self.accum_base == self.accum_row == 0:
-            raise value_error("a microbatch must take time", "accum_base=0 and accum_row=0", "pass one of them")
+        if self.accum_base + self.accum_row < LEAST_SECONDS:
+            requirement = f"a microbatch must take time, accum_base + accum_row >= {LEAST_SECONDS} seconds"
+            raise value_error(requirement, self.accum_base + self.accum_row, "pass one of them, and check the unit")
 
     @classmethod
     def simple(cls, samples_per_second: float, communication_seconds: float = 0.0) -> Throughput:
@@ -72,21 +77,34 @@ class Throughput:
         seconds = check_number(communication_seconds, "communication_seconds", "pass seconds")
         return cls(accum_base=0.0, accum_row=1 / rate, net_base=seconds)
 
-    def seconds(self, batch_size: int, devices: int, minibatch_size: int | None = None) -> float:
+    def seconds(
+        self, batch_size: int, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+    ) -> float:
         """Return the seconds of an update, which the device with the most rows determines.
 
         Args:
             batch_size: samples of the update, >= 1.
             devices: number of devices, >= 1.
             minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+            spread: whether a batch of fewer microbatches than devices is split further, so that each device has a
+                share; a sampler does it unless the gradient noise is measured. Without `minibatch_size` it always is.
         """
         size, number = check_int(batch_size, "batch_size", 1), check_int(devices, "devices", 1)
-        most = size if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
-        microbatches = max(-(-size // most), min(size, number))
-        smallest, larger = divmod(size, microbatches)
-        rounds = -(-microbatches // number)
-        busiest = rounds * smallest + -(-larger // number)  # the smaller microbatches are dealt first
-        return float(self.of_rounds(busiest, smallest + (larger > 0), rounds, number))
+        rows = None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
+        return float(self.of_sizes(np.array(size), number, rows, spread=spread))
+
+    def of_sizes(
+        self, batch_sizes: IntArray, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+    ) -> FloatArray:
+        """Return the `seconds` of updates of these batch sizes, which may have any shape."""
+        largest = int(batch_sizes.max())
+        most = batch_sizes if minibatch_size is None else min(minibatch_size, largest)
+        least = min(devices, largest) if spread or minibatch_size is None else 1
+        microbatches = np.maximum(-(-batch_sizes // most), np.minimum(batch_sizes, least))
+        smallest, larger = np.divmod(batch_sizes, microbatches)
+        rounds = -(-microbatches // devices)
+        busiest = rounds * smallest + -(-larger // devices)  # the smaller microbatches are dealt first
+        return self.of_rounds(busiest, smallest + (larger > 0), rounds, devices)
 
     def of_rounds(
         self, busiest: npt.ArrayLike, rows: npt.ArrayLike, rounds: npt.ArrayLike, devices: npt.ArrayLike
@@ -108,8 +126,9 @@ class Throughput:
         """Return the model that is closest to measured updates, by the squares of the relative errors of their seconds.
 
         What the measurements cannot tell apart has the simplest value. Updates on one number of devices give a model
-        without communication, for this number only; `net_device` is 0 without two numbers of devices above 1, and
-        `accum_base` is 0 if all microbatches have equally many rows.
+        for this number only: without overlap, and with communication only if the rounds differ, and if it is above 1.
+        `net_device` is 0 without two numbers of devices above 1, and `accum_base` is 0 if all microbatches have equally
+        many rows.
 
         >>> model = Throughput(accum_base=0.01, accum_row=0.001, net_base=0.05)
         >>> rows = [(devices, 32, 2, model.of_rounds(64, 32, 2, devices)) for devices in (1, 2, 4)]
@@ -123,11 +142,41 @@ class Throughput:
         Raises:
             ModuleNotFoundError: if scipy is not installed.
             TypeError: if a value is not a number.
-            ValueError: if the shape is another one, or a value is not finite and > 0.
+            ValueError: if the shape is another one, a value is not finite and > 0, or one of the first three is not
+                whole, or the seconds do not depend on the rows.
         """
         updates = measured_updates(measured)
         each = updates.rounds * updates.rows, updates.rows, updates.rounds, updates.devices
-        return cls(*fitted(lambda parameters: _seconds(parameters, *each), updates).tolist())
+        found = fitted(lambda parameters: _seconds(parameters, *each), updates)
+        if found[0] + found[1] < LEAST_SECONDS:
+            requirement = "the measurements must show how long a microbatch takes"
+            raise value_error(requirement, "seconds that are all communication", "measure updates on one device, too")
+        return cls(*found.tolist())
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], minibatch_size: int | None = None) -> Throughput:
+        """Return the model that fits the updates of a training, from the `scalars.csv` of its `Tracker`.
+
+        See `fit`. The seconds of an update of each number of ranks, batch size and number of microbatches are the
+        median of its rows, so that an evaluation or a save between two rows does not matter if most rows are without.
+        Rows between which the batch size has changed are left out. The model holds for the devices and batch sizes that
+        the training had: let it run with one device and with several.
+
+        Args:
+            path: the file; its columns vbs/world_size, vbs/global_batch_size, vbs/num_microbatches and
+                vbs/updates_per_second, and vbs/samples_per_second if there is one.
+            minibatch_size: rows of each microbatch of a training with `fixed_shape=True`; by default, for others,
+                ceil(batch size / microbatches).
+
+        Raises:
+            OSError: if the file cannot be read.
+            ModuleNotFoundError: if scipy is not installed.
+            TypeError: if `minibatch_size` is not an integer.
+            ValueError: if a column is missing, a cell is not a number, or no row has the seconds of updates of one
+                batch size.
+        """
+        rows = None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
+        return cls.fit(updates_in(path, rows))
 
     def error(self, measured: npt.ArrayLike) -> float:
         """Return the root mean square of the relative errors of the seconds, for updates as in `fit`."""

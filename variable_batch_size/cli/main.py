@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from variable_batch_size._extras import import_extra
 
@@ -49,8 +50,35 @@ def main(args: list[str] | None = None) -> NoReturn:
         else:
             expected = isinstance(error, (ValueError, TypeError, OSError, ModuleNotFoundError, IndexError, Warning))
             unexpected = f"{type(error).__name__}: {error}; set VBS_TRACEBACK=1 to see where, and report it"
-            status = _report(str(error) if expected and str(error) else unexpected, 1)
+            status = _report(_in_options(str(error)) if expected and str(error) else unexpected, 1)
     sys.exit(status)
+
+
+def _in_options(message: str) -> str:
+    """Return a message of the package with the options of the command in the place of Python's arguments."""
+    if "variable_batch_size.cli.app" not in sys.modules:  # an extra is missing
+        return message
+    import typer.main
+
+    from variable_batch_size.cli.app import app
+
+    options = _options_of(typer.main.get_command(app))
+
+    def option(match: re.Match[str]) -> str:
+        return options.get(match[0].removesuffix("="), match[0])
+
+    # "mean_up must be > 0", also after what `sweep` puts before it, but not that of a file: "a.csv:3: nodes must be"
+    before, under, rest = message.rpartition(": ") if re.match(r"\S+ under ", message) else ("", "", message)
+    message = before + under + re.sub(r"^[a-z_]+(?= must )", option, rest)
+    return re.sub(r"\b[a-z_]+=(?=[,;.]|$)", option, message)  # "limit it with bounds="
+
+
+def _options_of(command: Any) -> dict[str, str]:
+    """Return argument -> option of a command and the commands in it."""
+    own = {parameter.name: parameter.opts[0] for parameter in command.params if parameter.opts[0].startswith("--")}
+    for other in getattr(command, "commands", {}).values():
+        own |= _options_of(other)
+    return own
 
 
 def _report(message: str, status: int) -> int:

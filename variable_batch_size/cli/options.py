@@ -9,19 +9,26 @@ from typing import Annotated
 import typer
 
 from variable_batch_size import cluster
+from variable_batch_size._validation import check_positive
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.trace.schedule import Unit
 
 DECADE = 10 * 365 * 86400  # seconds
+STDOUT = Path("/dev/stdout")
 
 
 def prepared(path: Path | None) -> Path | None:
     """Return the path of a file to write, after creating its folder; "-" is standard output."""
     if path is None or str(path) == "-":
-        return path and Path("/dev/stdout")
+        return path and STDOUT
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def positive(option: typer.CallbackParam, value: float | None) -> float | None:
+    """Return the number of an option that has to be > 0."""
+    return None if value is None else check_positive(value, option.opts[0], "pass a positive number, or leave it out")
 
 
 Out = Annotated[
@@ -51,7 +58,10 @@ SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, wi
 SamplesPerSecond = Annotated[float | None, typer.Option(help="Samples that one device computes in a second.")]
 CommunicationSeconds = Annotated[float, typer.Option(help="Seconds of the all-reduce of an update.", min=0)]
 ScaleTime = Annotated[
-    float, typer.Option(help="Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.")
+    float,
+    typer.Option(
+        help="Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.", callback=positive
+    ),
 ]
 
 Start = Annotated[float, typer.Option(help="Begin at this second of the log.", min=0)]
@@ -93,4 +103,4 @@ def throughput(samples_per_second: float | None, communication_seconds: float) -
 
 def say(path: Path, text: str) -> None:
     """Print what was written to a file; to standard error if the file is standard output."""
-    typer.echo(f"{path}: {text}", err=path == Path("/dev/stdout"))
+    typer.echo(f"{path}: {text}", err=path == STDOUT)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from variable_batch_size import cluster
-from variable_batch_size._validation import check_bounds
-from variable_batch_size.adaptive import Throughput
+from variable_batch_size._validation import FloatArray, check_bounds, check_number, value_error
+from variable_batch_size.adaptive import Controller, Throughput
+from variable_batch_size.adaptive.scalars import updates_in
 from variable_batch_size.adaptive.table import FORMS, parse_policy
 from variable_batch_size.cli import comparison, output
 from variable_batch_size.cli.options import (
@@ -19,34 +23,40 @@ from variable_batch_size.cli.options import (
     MEAN_DOWN,
     MEAN_UP,
     NODES,
+    STDOUT,
     SYNTHETIC,
     BulkEvery,
     BulkFraction,
     CommunicationSeconds,
     Png,
+    SamplesPerSecond,
     ScaleTime,
     Start,
     Stop,
+    positive,
     prepared,
     read_log,
     say,
 )
+from variable_batch_size.cli.options import throughput as throughput_of_rates
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.rules import RULES
+from variable_batch_size.rules.base import Rule, needs_noise
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
 from variable_batch_size.simulation import simulate as simulate_run
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SEEDS = 20
 EVERY = 100  # updates
+OVERHEADS = "Overheads"  # the panel of --help
 
 
 def simulate(
     policy: Annotated[list[str], typer.Option(help=f"{FORMS}; several are compared.", show_default=False)],
-    samples_per_second: Annotated[
-        float, typer.Option(help="Samples that a device computes in a second.", show_default=False)
-    ],
     ref_batchsize: Annotated[
         int, typer.Option(help="Batch size at which progress is counted.", min=1, show_default=False)
     ],
@@ -69,7 +79,14 @@ def simulate(
         ),
     ] = None,
     scale_time: ScaleTime = 1.0,
+    samples_per_second: SamplesPerSecond = None,
     communication_seconds: CommunicationSeconds = 0.0,
+    throughput: Annotated[
+        Path | None,
+        typer.Option(
+            help="scalars.csv of a training, whose seconds of updates take the place of these two.", metavar="FILE"
+        ),
+    ] = None,
     rule: Annotated[
         str | None,
         typer.Option(
@@ -96,30 +113,56 @@ def simulate(
     dataset_size: Annotated[
         int | None, typer.Option(help="Samples of an epoch; by default there are none.", min=1)
     ] = None,
-    restart: Annotated[float, typer.Option(help="Seconds of a restart.", min=0)] = 0.0,
-    save: Annotated[float, typer.Option(help="Seconds of writing a checkpoint.", min=0)] = 0.0,
+    restart: Annotated[
+        float | None, typer.Option(help="Seconds of a restart.", min=0, show_default="0", rich_help_panel=OVERHEADS)
+    ] = None,
+    save: Annotated[
+        float | None,
+        typer.Option(help="Seconds of writing a checkpoint.", min=0, show_default="0", rich_help_panel=OVERHEADS),
+    ] = None,
     save_every: Annotated[
-        float | None, typer.Option(help="Seconds between two checkpoints.", show_default="only before a stop")
+        float | None,
+        typer.Option(
+            help="Seconds between two checkpoints.",
+            show_default="only before a stop",
+            rich_help_panel=OVERHEADS,
+            callback=positive,
+        ),
     ] = None,
     notice: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Seconds of warning before nodes leave, in which the update under way and a save have to end; 0: they "
             "are killed.",
             min=0,
+            show_default="0",
+            rich_help_panel=OVERHEADS,
         ),
-    ] = 0.0,
-    least_nodes: Annotated[int, typer.Option(help="Least nodes with which the training runs.", min=1)] = 1,
+    ] = None,
+    least_nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Least nodes with which the training runs.", min=1, show_default="1", rich_help_panel=OVERHEADS
+        ),
+    ] = None,
     grow_every: Annotated[
-        float, typer.Option(help="Least seconds between a restart and one with more nodes.", min=0)
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="Least seconds between a restart and one with more nodes.",
+            min=0,
+            show_default="0",
+            rich_help_panel=OVERHEADS,
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(help="Price of a node-hour; by default, that of the log.", min=0)
     ] = None,
     on_demand: Annotated[
         float | None, typer.Option(help="Price on demand, for the cost of the nodes that made progress.", min=0)
     ] = None,
-    max_progress: Annotated[float | None, typer.Option(help="Progress at which the training ends.")] = None,
+    max_progress: Annotated[
+        float | None, typer.Option(help="Progress at which the training ends.", callback=positive)
+    ] = None,
     json: output.Json = False,
     trace_out: Annotated[
         Path | None,
@@ -133,9 +176,11 @@ def simulate(
 ) -> None:
     """Simulate a training under capacity traces: time, cost and progress of each policy.
 
-    Nodes that leave interrupt the training, which restarts from its last checkpoint. Progress is counted in updates at
-    --ref-batchsize, by the rule and, for adascale, the noise: it is a model, and no loss is simulated. The policies
-    noise-scale, norm-test and goodput read the noise, too, and start from --ref-batchsize.
+    The time of an update is that of --samples-per-second and --communication-seconds or, with --throughput, that of a
+    training. With any of the overheads, nodes that leave interrupt the training, which restarts from its last
+    checkpoint; without them nothing does. Progress is counted in updates at --ref-batchsize, by the rule and, for
+    adascale, the noise: it is a model, and no loss is simulated. The policies noise-scale, norm-test and goodput read
+    the noise, too, and start from --ref-batchsize.
 
     With several traces (logs, or the options of `vbs capacity synthetic`), it prints the mean over the traces and its
     95% t interval: rates and shares of time, in which each trace counts once, however long it is. Policies are compared
@@ -151,73 +196,158 @@ def simulate(
     traces = _read(logs or []) | _synthetic(seeds, nodes, mean_up, mean_down, duration, bulk_every, bulk_fraction)
     if not traces:
         raise ValueError("a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options")
-    if trace_out is not None and (len(traces), len(policy)) != (1, 1):
-        found = f"{len(policy)} and {len(traces)}"
-        raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
+    _check_outputs(json, trace_out, png, len(policy), len(traces))
     traces = {name: capacity.slice(start, stop).scaled(scale_time) for name, capacity in traces.items()}
-    rule = rule or ("linear" if noise is None else "adascale")
     policies = {name: parse_policy(name) for name in policy}
-    reads_noise = any(map(needs_noise, policies.values()))
-    if noise is not None and not (reads_noise or needs_noise(rules_for_groups(rule, 1)[0])):
-        raise ValueError(f"--noise is for a rule that reads the noise, got --rule {rule}; pass --rule adascale")
-    if every is None and reads_noise:
-        every = EVERY
-    low, high = (1, ref_batchsize) if bounds is None else check_bounds(bounds)
-    curve = None if noise is None else NoiseCurve.from_csv(noise)
+    rule = _rule(rule, noise, policies)
+    model, fitted = _throughput(samples_per_second, communication_seconds, throughput)
+    overheads = _overheads(
+        scale_time,
+        restart=restart,
+        save=save,
+        save_every=save_every,
+        notice=notice,
+        least_nodes=least_nodes,
+        grow_every=grow_every,
+    )
+    low, high = (1, ref_batchsize) if bounds is None else check_bounds(bounds, "--bounds")
     arguments: dict[str, Any] = {
-        "throughput": Throughput.simple(samples_per_second, communication_seconds),
+        "throughput": model,
         "ref_batchsize": ref_batchsize,
         "rule": rule,
-        "noise": curve,
+        "noise": None if noise is None else NoiseCurve.from_csv(noise),
         "start": min(max(ref_batchsize, low), high),
         "bounds": bounds,
-        "every": every,
+        "every": EVERY if every is None and any(map(needs_noise, policies.values())) else every,
         "minibatch_size": microbatch,
         "dataset_size": dataset_size,
         "devices_per_node": devices_per_node,
-        "overheads": Overheads(
-            scale_time * restart,
-            None if save_every is None else scale_time * save_every,
-            scale_time * save,
-            notice=scale_time * notice,
-            least_nodes=least_nodes,
-            grow_every=scale_time * grow_every,
-        ),
-        "prices": price,
+        "overheads": overheads,
+        "prices": None if price is None else check_number(price, "--price", "pass the price of a node-hour"),
         "on_demand": on_demand,
         "until": max_progress,
     }
-    if png is not None:
-        output.check_png(png)
-    if json and trace_out == Path("/dev/stdout"):
-        raise ValueError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
-    if len(traces) > 1:
-        table = sweep(traces, policies, **arguments)
-        farthest = float(table["progress"].max())
-        comparison.print_sweep(table, json)
-        draw = partial(plot_sweep, table)
-    else:
-        (capacity,) = traces.values()
-        runs = {name: simulate_run(capacity, controller, **arguments) for name, controller in policies.items()}
-        comparison.print_runs(runs, json)
-        farthest = max(run.summary["progress"] for run in runs.values())
-        draw = partial(plot_runs, runs)
-        if trace_out is not None:
-            trace = runs[policy[0]].trace
-            trace.to_csv(trace_out)
-            say(trace_out, describe(trace))
-    notes = []
-    if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
-        last = f"{curve.progress[-1]:.6g} updates"
-        notes.append(f"{noise} ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
-    if save_every is None and not notice:
-        notes.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
-    if noise is None and len(policies) > 1:
-        notes.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
-    if notes and not json:
-        typer.echo("\n".join(notes), err=True)
+    with redirect_stdout(sys.stderr if trace_out == STDOUT else sys.stdout):
+        draw, farthest = _compare(traces, policies, arguments, json, trace_out)
+    if not json:
+        for note in _notes(arguments, fitted, traces, farthest, several=len(policies) > 1):
+            typer.echo(note, err=True)
     if png is not None:
         draw().savefig(png, dpi=120)
+
+
+def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policies: int, traces: int) -> None:
+    """Raise a ValueError if the options of what is written do not fit."""
+    if trace_out is not None and (policies, traces) != (1, 1):
+        found = f"{policies} and {traces}"
+        raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
+    if json and trace_out == STDOUT:
+        raise ValueError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
+    if png is not None:
+        output.check_png(png)
+
+
+def _rule(name: str | None, noise: Path | None, policies: Mapping[str, Controller]) -> str:
+    """Return the name of the rule; raise a ValueError if it or a policy needs noise that is not there, or none does."""
+    name = name or ("linear" if noise is None else "adascale")
+    rule = _rule_of(name)
+    if rule is None:
+        named = ", ".join(known for known in RULES if _rule_of(known))
+        raise value_error(f"--rule must be one of {named}", name, "pass one of these, or call simulate in Python")
+    readers = [f"--rule {name}"] if needs_noise(rule) else []
+    readers += [f"--policy {policy}" for policy, controller in policies.items() if needs_noise(controller)]
+    if noise is None and readers:
+        remedy = "pass --noise FILE, the scalars.csv of a training that measured it"
+        raise value_error(f"{readers[0]} needs the gradient noise", "no --noise", remedy)
+    if noise is not None and not readers:
+        raise ValueError(f"--noise is for a rule that reads the noise, got --rule {name}; pass --rule adascale")
+    return name
+
+
+def _rule_of(name: str) -> Rule | None:
+    """Return the rule of a name; None if there is none, or if it takes arguments."""
+    try:
+        return rules_for_groups(name, 1)[0]
+    except ValueError:
+        return None
+
+
+def _throughput(
+    samples_per_second: float | None, communication_seconds: float, scalars: Path | None
+) -> tuple[Throughput, FloatArray | None]:
+    """Return the time of an update and, if it is fitted to measured updates, these, (updates, 4)."""
+    if scalars is None:
+        model = throughput_of_rates(samples_per_second, communication_seconds)
+        if model is None:
+            remedy = "pass --samples-per-second, or --throughput FILE"
+            raise value_error("a simulation needs the time of an update", "none", remedy)
+        return model, None
+    if samples_per_second is not None or communication_seconds:
+        option = "--communication-seconds" if samples_per_second is None else "--samples-per-second"
+        raise ValueError(f"--throughput takes the place of {option}, got both; leave out one of them")
+    measured = updates_in(scalars)
+    return Throughput.fit(measured), measured
+
+
+def _overheads(scale_time: float, **given: float | None) -> Overheads | None:
+    """Return what interruptions cost; None, which is that there are none, without any of the options."""
+    values: dict[str, Any] = {
+        name: value if name == "least_nodes" else scale_time * value
+        for name, value in given.items()
+        if value is not None
+    }
+    return Overheads(**values) if values else None
+
+
+def _compare(
+    traces: Mapping[str, CapacityTrace],
+    policies: Mapping[str, Controller],
+    arguments: Mapping[str, Any],
+    json: bool,
+    trace_out: Path | None,
+) -> tuple[Callable[[], Figure], float]:
+    """Simulate and print; return what draws it, and the largest progress."""
+    if len(traces) > 1:
+        table = sweep(traces, policies, **arguments)
+        comparison.print_sweep(table, json)
+        return partial(plot_sweep, table), float(table["progress"].max())
+    (capacity,) = traces.values()
+    runs = {name: simulate_run(capacity, controller, **arguments) for name, controller in policies.items()}
+    comparison.print_runs(runs, json)
+    if trace_out is not None:
+        (run,) = runs.values()
+        run.trace.to_csv(trace_out)
+        say(trace_out, describe(run.trace))
+    return partial(plot_runs, runs), max(run.summary["progress"] for run in runs.values())
+
+
+def _notes(
+    arguments: Mapping[str, Any],
+    fitted: FloatArray | None,
+    traces: Mapping[str, CapacityTrace],
+    farthest: float,
+    several: bool,
+) -> list[str]:
+    """Return what the reader of the numbers should know: what is fitted, extrapolated or assumed."""
+    notes = []
+    curve, overheads, model = arguments["noise"], arguments["overheads"], arguments["throughput"]
+    if fitted is not None:
+        most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
+        least, known = int(fitted[:, 0].min()), int(fitted[:, 0].max())
+        devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
+        devices += f"; the simulation has up to {most}" * (most > known)
+        notes.append(f"--throughput: the seconds are fitted to {model.error(fitted):.1%} (rms), on {devices}.")
+    if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
+        last = f"{curve.progress[-1]:.6g} updates"
+        notes.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
+    if overheads is None:
+        notes.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
+    elif overheads.save_every is None and not overheads.notice:
+        notes.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
+    if curve is None and several:
+        rule = arguments["rule"]
+        notes.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
+    return notes
 
 
 def _read(logs: list[Path]) -> dict[str, CapacityTrace]:

@@ -9,7 +9,7 @@ from typing import Protocol, final
 from variable_batch_size._validation import MAX_INT, IntArray
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Deal
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.planning import Planning
 from variable_batch_size.data.read_ahead import ReadAhead
 from variable_batch_size.world import World
 
@@ -19,9 +19,9 @@ INDICES_PER_CHUNK = 8192  # large enough for NumPy to be fast, small enough for 
 class Source(Protocol):
     """What an iteration needs of its sampler."""
 
-    plan: Plan
     world: World
     clock: Clock
+    planning: Planning
     iteration: Iteration | None
 
     @property
@@ -31,16 +31,8 @@ class Source(Protocol):
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset."""
 
-    @property
-    def known_until(self) -> int | None:
-        """The first step whose batch size is not known yet; None if all are."""
-
     def check_readable(self) -> None:
         """Raise RuntimeError if continuing to iterate would be wrong."""
-
-    def known_plan(self, number: int, step: int, iteration: Iteration | None = None) -> tuple[Plan, Epoch, int]:
-        """Return the plan, when it has a step or ends before, epoch `number` in it, and the first step it has not."""
-        ...
 
     def begin_reading(self) -> None:
         """Prepare for the first read of an iteration."""
@@ -78,7 +70,7 @@ class Iteration:
     """
 
     def __init__(self, source: Source, start: Position) -> None:
-        self.plan, self.world, self.min_microbatches = source.plan, source.world, source.min_microbatches
+        self.plan, self.world, self.min_microbatches = source.planning.plan, source.world, source.min_microbatches
         self.counts = ReadAhead()
         self.resumed = False
         self.use = Use.NEW
@@ -127,9 +119,12 @@ class Iteration:
         self._row, self._converted = 0, end
 
     def _next_deal(self) -> Deal:
-        end_step = MAX_INT
-        if self._source.known_until is not None:
-            known = self._source.known_plan(self._epoch.number, self._next_step, self)
+        end_step, planning = MAX_INT, self._source.planning
+        if planning.known_until is not None:
+            updates = self._source.clock.step
+            known = planning.known_plan(
+                self._epoch.number, self._next_step, updates=updates, abandoned=lambda: self.use is Use.STALE
+            )
             self.plan, self._epoch, end_step = known
         if self._next_step == self._epoch.end_step:
             if not (self.resumed and self.counts.stepped == 0 and self._next_epoch_is_due):

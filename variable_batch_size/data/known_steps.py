@@ -20,6 +20,10 @@ class KnownSteps:
         self._changed = threading.Condition()
         self._trained_in = threading.get_ident()
 
+    def __reduce__(self) -> tuple[type[KnownSteps], tuple[()]]:
+        """A copy has no readers yet."""
+        return KnownSteps, ()
+
     def notify(self) -> None:
         """Note that the training, in this thread, has learnt more."""
         with self._changed:

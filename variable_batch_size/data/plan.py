@@ -1,8 +1,7 @@
 """Which samples make up which update: a pure function of trace, dataset size and epoch.
 
 A plan knows no device, seed or order of samples: its positions `0 .. samples - 1` are places in the order of an epoch.
-`Plan.step` describes one update and is easy to read; `Plan.deal` describes thousands at once and is fast. A test checks
-that both give the same.
+`Plan.step` describes one update; `Plan.deal`, which is fast, thousands at once. A test checks that they are the same.
 """
 
 from __future__ import annotations
@@ -220,8 +219,6 @@ class Plan:
     def check_trace(self, epochs: int | None) -> None:
         """Check that a trace with `on_end="error"` lasts until the training ends, if its end is known.
 
-        Epochs of the same batch size are counted at once: the time is that of the runs of equal sizes in the trace.
-
         Args:
             epochs: number of epochs of the training, if known.
 
@@ -375,8 +372,7 @@ class Plan:
         self, epoch: Epoch, first_step: int, world: World, min_microbatches: int = 1, end_step: int = MAX_INT
     ) -> Deal:
         """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, up to its end or `end_step`."""
-        end = min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL)
-        steps = np.arange(first_step, end)  # (steps,), as all below
+        steps = np.arange(first_step, min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as below
         start = self._held.offset(first_step) - epoch.trace_offset
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))

@@ -5,37 +5,26 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import replace
-from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch.utils.data import Sampler
 
-from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_error
+from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend import current_world
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.iteration import Iteration, Use
-from variable_batch_size.data.known_steps import KnownSteps
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.planning import Planning, Resumed, growing_at_start
 from variable_batch_size.data.random_states import RandomStates, starts_persistent_workers
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
-from variable_batch_size.trace.growing import ADOPTED_AFTER, GrowingTrace, Growth, so_far
+from variable_batch_size.trace.growing import GrowingTrace
 from variable_batch_size.world import World
 
 TraceLike = BatchTrace | GrowingTrace | str | os.PathLike[str] | int | Sequence[int]
-
-
-@final
-class Resumed(NamedTuple):
-    """What a saved state brings: a clock at its position, and the decisions of a growing trace."""
-
-    clock: Clock
-    growth: Growth | None
 
 
 @final
@@ -110,13 +99,11 @@ class CustomSampler(Sampler[list[int]]):
         super().__init__()
         self.world = world_of(rank, num_replicas)
         samples = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
-        self.growing: GrowingTrace | None = None
-        self.growth: Growth | None = None  # what is decided, if the trace is growing
+        growing = None
         if isinstance(trace, GrowingTrace):
-            self.growing = _growing(trace, samples, on_end)
-            self.growth = self.growing.begin(self.world.size, check_int(minibatch_size, "minibatch_size", 1))
-        self.plan = Plan(
-            trace=self.growth.trace if self.growth else BatchTrace.of(trace, on_end=on_end),
+            growing = growing_at_start(trace, self.world.size, minibatch_size, samples, on_end)
+        plan = Plan(
+            trace=BatchTrace.of(trace, on_end=on_end) if growing is None else growing.growth.trace,
             dataset_size=samples,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
@@ -124,19 +111,22 @@ class CustomSampler(Sampler[list[int]]):
             max_updates=max_updates,
             max_samples=max_samples,
         )
+        self.planning = Planning(plan, growing)
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
         self.epochs = None if epochs is None else check_int(epochs, "epochs")
         self.plan.check_trace(self.epochs)
-        self.clock = Clock(self.plan)
+        self.clock = self.planning.clock()
         self.iteration: Iteration | None = None  # the one that was read last
         self._restored: tuple[Position, RandomStates] | None = None
         self._attached = False  # whether an optimizer counts what is yielded
         self._followed = False  # whether the clock of that optimizer has ever been followed
         self._spread = True  # whether no optimizer depends on how a step is split
-        self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()  # of the optimizers
-        self._known_steps = KnownSteps()
-        self.decider: weakref.ref[object] | None = None  # who asks for the batch sizes of a growing trace
+
+    @property
+    def plan(self) -> Plan:
+        """Which samples make up which update."""
+        return self.planning.plan
 
     @property
     def trace(self) -> BatchTrace:
@@ -145,19 +135,12 @@ class CustomSampler(Sampler[list[int]]):
         Raises:
             ValueError: if a growing trace has no update yet.
         """
-        return so_far(self.plan.trace, self.clock.step) if self.growing else self.plan.trace
+        return self.planning.trace(self.clock.step)
 
     @property
     def max_batch_size(self) -> int:
         """The largest batch size that an update may have, in samples."""
-        return self.plan.trace.max_batch_size if self.growing is None else self.growing.largest
-
-    @property
-    def known_until(self) -> int | None:
-        """The first step whose batch size is not known yet; None if all are."""
-        if self.growing is None or self.growth is None:
-            return None
-        return self.growing.known_until(self.growth)
+        return self.planning.max_batch_size
 
     @property
     def min_microbatches(self) -> int:
@@ -182,8 +165,8 @@ class CustomSampler(Sampler[list[int]]):
         ):  # otherwise the next iteration yields again what did not reach step()
             self._check_stepped()
         skipped = self.clock.set_epoch(epoch)
-        if self.growth is not None and skipped.updates:
-            self.growth = self.growth.moved_to(self.clock.step)
+        if skipped.updates:
+            self.planning.skip_to(self.clock.step)
         self.iteration = None  # it was checked
 
     def __iter__(self) -> Iteration:
@@ -218,61 +201,14 @@ class CustomSampler(Sampler[list[int]]):
         self._attached = True
         self._spread = self._spread and spread
         self.iteration = None  # microbatches that were read before are not for this optimizer
-        clock = Clock(self.plan)
+        clock = self.planning.clock()
         clock.follow(self.clock)
-        self._clocks.add(clock)
         return clock
-
-    def grow(self, growth: Growth) -> None:
-        """Plan with what was decided, or asked, since; what lies before is the same."""
-        if self.growth is None or growth.trace is not self.growth.trace:
-            behind = min([self.clock, *self._clocks], key=lambda clock: clock.position)
-            state = {**behind.state_dict(), "fixed_shape": self.plan.fixed_shape}
-            self.plan = replace(self.plan, trace=growth.trace).resumed(state)
-            for clock in (self.clock, *self._clocks):
-                clock.replan(self.plan)
-        self.growth = growth  # after the plan, which a thread that sees it reads
-        self._known_steps.notify()
-
-    def known_plan(self, number: int, step: int, iteration: Iteration | None = None) -> tuple[Plan, Epoch, int]:
-        """Return a plan in which the batch size of a step is known, or the epoch is known to have ended before it.
-
-        Args:
-            number: number of the epoch.
-            step: the step.
-            iteration: that which will read it, in any thread.
-
-        Returns:
-            The plan, the epoch in it, and the first step whose batch size it does not know.
-
-        Raises:
-            RuntimeError: if the batch size can become known only after this call.
-        """
-        while True:
-            end = self.known_until  # before the plan, which the training may replace in between
-            plan = self.plan
-            epoch, end_step = plan.epoch(number), MAX_INT if end is None else end
-            if step < end_step or (step == epoch.end_step and plan.ends_whatever_follows(epoch)):
-                return plan, epoch, end_step
-            if not self._known_steps.wait_for(partial(self._knows_more, end), partial(_is_stale, iteration)):
-                raise self._reads_too_far(step, end_step)
-
-    def _knows_more(self, known_until: int | None) -> bool:
-        return self.known_until != known_until
-
-    def _reads_too_far(self, step: int, known_until: int) -> RuntimeError:
-        delay, ahead = self.growing.delay if self.growing else 0, step - self.clock.step
-        return RuntimeError(
-            f"a loader must not read updates whose batch size is not chosen yet, but it reads update {step} when "
-            f"{self.clock.step} are made, and the batch size is known up to update {known_until - 1}; pass "
-            f"delay={max(delay + step - known_until, ahead + ADOPTED_AFTER) + 1} to the AdaptiveTrace, or let the "
-            f"loader prefetch less"
-        )
 
     def follow(self, clock: Clock) -> None:
         """Take the position and the plan of an optimizer's clock, which counts the committed updates from now on."""
         self._followed = True
-        self.plan = clock.plan
+        self.planning.plan = clock.plan
         self.clock.follow(clock)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -287,8 +223,7 @@ class CustomSampler(Sampler[list[int]]):
         """
         past, cut = {"past": self.plan.past(clock.step)}, {"fixed_shape": self.plan.fixed_shape}
         ended = {"end_pending": clock.end_pending and self.clock.end_pending}  # it may have been read since
-        grown = {"growth": self.growing.state_of(self.growth)} if self.growing and self.growth else {}
-        return {**clock.state_dict(), **ended, **self.fingerprint(), **past, **cut, **grown}
+        return {**clock.state_dict(), **ended, **self.fingerprint(), **past, **cut, **self.planning.state()}
 
     def check_samples(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same samples up to its position, and tell if later ones differ.
@@ -298,15 +233,14 @@ class CustomSampler(Sampler[list[int]]):
         """
         own, step = self._order_of_samples(), int(state["step"])
         different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
-        plan, grows = self.plan, self.growing is not None and "growth" in state
-        if not grows and plan.past(step) != state["past"]:
+        if self.planning.past(state) != state["past"]:
             different.append(f"the first {step} batch sizes of the trace are not the same")
         if different:
             raise ValueError(
                 f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
                 f"these arguments, or pass strict=False to resume regardless"
             )
-        if self.growing is None and plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
+        if self.planning.growing is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(
                 f"The trace goes on differently than in the saved run, after the {step} updates that were made; that "
                 f"is allowed",
@@ -339,21 +273,15 @@ class CustomSampler(Sampler[list[int]]):
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
-        growth, plan = self.growth, self.plan
-        if self.growing is not None and "growth" in state:
-            growth = self.growing.restored(state["growth"], self.world.size, check_int(state["step"], "step"))
-            plan = replace(plan, trace=growth.trace)
-        plan = plan.resumed(state)
-        plan.check_trace(self.epochs)
-        clock = Clock(plan)
-        clock.load_state_dict(state)
-        return Resumed(clock, growth)
+        resumed = self.planning.resumed(state, self.world.size)
+        resumed.clock.plan.check_trace(self.epochs)
+        return resumed
 
-    def adopt(self, resumed: Resumed) -> None:
-        """Take the position, the plan and the decisions of a saved state."""
-        self.growth, self.plan = resumed.growth, resumed.clock.plan
+    def adopt(self, resumed: Resumed, *, followed: bool = False) -> None:
+        """Take the position and the plan of a saved state; `followed`: an optimizer counts from there."""
+        self._followed = self._followed or followed
+        self.planning.adopt(resumed)
         self.clock.follow(resumed.clock)
-        self._known_steps.notify()
 
     def check_readable(self) -> None:
         """Check that an iteration may be read now.
@@ -428,16 +356,6 @@ class CustomSampler(Sampler[list[int]]):
             f"call it once per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
             f"optimizer.discard_step(); to look at the data, use another sampler)"
         )
-
-
-def _is_stale(iteration: Iteration | None) -> bool:
-    return iteration is not None and iteration.use is Use.STALE
-
-
-def _growing(trace: GrowingTrace, dataset_size: int, on_end: object) -> GrowingTrace:
-    if on_end is not None:
-        raise value_error("on_end must be left out with an AdaptiveTrace, which never ends", repr(on_end), "omit it")
-    return trace.for_training(check_int(dataset_size, "dataset_size", 1))
 
 
 def world_of(rank: int | None, num_replicas: int | None) -> World:

@@ -38,7 +38,7 @@ class BiasTerms(NamedTuple):
 
 @final
 class BiasCorrection:
-    """C_1 and C_2 of each parameter group of an Adam, from the first update in which a rule scales 1 - beta.
+    """C_1 and C_2 of each parameter group of an Adam, from the first update in which a rule scales betas.
 
     C <- beta C + (1 - beta) is the recursion of the average itself: a sum of positive numbers. It stays exact if beta
     is so close to 1 that 1 - (product) would cancel, and beta = 0 is no special case, as it is for a sum of logarithms.
@@ -93,7 +93,7 @@ class BiasCorrection:
         terms = {}
         for index, (group, scaling) in enumerate(zip(self._inner.param_groups, scalings, strict=True)):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters and (index in self._terms or scaling.one_minus_beta != 1):
+            if parameters and (index in self._terms or scaling.scales_betas):
                 if not _same(parameters, self._members.get(index, [])):
                     self._checked.discard(index)  # those that took no part have made fewer updates
                     self._members[index] = parameters
@@ -132,7 +132,7 @@ def _same(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
-    return [float(scaling.scaled_beta(beta)) for beta in group["betas"]]
+    return list(map(float, scaling.scaled_betas(group["betas"])))
 
 
 def _corrected(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:

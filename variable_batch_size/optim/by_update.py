@@ -67,7 +67,9 @@ class Updates(Generic[T]):
         first = sampler.clock.step
         microbatches, ahead, known = iter(self._loader), 0, False
         for step in count(first):
-            plan, epoch = sampler.known_plan(number, step)[:2]  # a growing trace may have moved the end of the epoch
+            plan, epoch = sampler.planning.known_plan(number, step, updates=optimizer.updates)[
+                :2
+            ]  # a growing trace may have moved the end of the epoch
             if step == epoch.end_step:
                 break
             waiting = step - optimizer.updates  # updates that were read, but not made

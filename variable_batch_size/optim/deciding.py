@@ -13,7 +13,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Facts, Growth, Question
+from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Facts, GrowingTrace, Growth, Question
 from variable_batch_size.tracker import Tracker
 
 _KEPT = 8  # answers in the store; all ranks have read earlier ones
@@ -34,8 +34,8 @@ class Deciding:
 
     def __init__(self, loop: Loop, updater: Updater, backend: Backend, tracker: Tracker | None) -> None:
         self._loop, self._updater, self._backend, self._tracker = loop, updater, backend, tracker
-        growing = loop.sampler.growing
-        self._stopwatch = None if growing is None else growing.stopwatch()
+        growing = loop.sampler.planning.growing
+        self._stopwatch = None if growing is None else growing.trace.stopwatch()
         self._store: dist.Store | None = None
         self._oldest: Question | None = None  # of those that are not answered, as it was after the last update
         self._number = 0  # of that one
@@ -47,8 +47,8 @@ class Deciding:
         Raises:
             RuntimeError: on every rank, if the controller has failed.
         """
-        sampler, updates = self._loop.sampler, self._loop.clock.step
-        if sampler.growing is None or sampler.growth is None or not self._decides:
+        planning, updates = self._loop.sampler.planning, self._loop.clock.step
+        if planning.growing is None or not self._decides:
             return
         world = self._backend.world
         if self._store is None and world.size > 1:
@@ -57,15 +57,16 @@ class Deciding:
         if self._stopwatch is not None:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
-        growth = sampler.growth
-        if sampler.growing.is_due(updates):
+        trace, growth = planning.growing
+        if trace.is_due(updates):
             growth = growth.with_question(Question(updates, self._facts()))
         while growth.questions and updates >= growth.questions[0].updates + READ_AFTER:
-            self._tell(growth)
+            self._tell(trace, growth)
             if updates < growth.questions[0].updates + ADOPTED_AFTER:
                 break
-            growth = self._adopt(growth, updates)
-        sampler.grow(growth)
+            growth = self._adopt(trace, growth, updates)
+        if growth is not planning.growing.growth:
+            planning.grow(growth)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, if anything is."""
@@ -79,10 +80,10 @@ class Deciding:
     @property
     def _decides(self) -> bool:
         """Whether this object decides for the sampler: the first one that asks does."""
-        sampler = self._loop.sampler
-        decider = None if sampler.decider is None else sampler.decider()
+        planning = self._loop.sampler.planning
+        decider = None if planning.decider is None else planning.decider()
         if decider is None:
-            sampler.decider = weakref.ref(self)
+            planning.decider = weakref.ref(self)
         return decider is None or decider is self
 
     def _facts(self) -> Callable[[], Facts]:
@@ -99,26 +100,26 @@ class Deciding:
 
         return read
 
-    def _tell(self, growth: Growth) -> None:
+    def _tell(self, trace: GrowingTrace, growth: Growth) -> None:
         """Answer the oldest question on rank 0, once, and put the answer where the others find it."""
-        sampler, oldest = self._loop.sampler, growth.questions[0]
+        oldest = growth.questions[0]
         if oldest is not self._oldest:
             self._oldest, self._number, self._answer = oldest, self._number + 1, None
-        if self._backend.world.rank == 0 and self._answer is None and sampler.growing is not None:
-            self._answer = sampler.growing.answer(growth, sampler.plan.minibatch_size, self._stopwatch)
+        if self._backend.world.rank == 0 and self._answer is None:
+            minibatch_size = self._loop.sampler.plan.minibatch_size
+            self._answer = trace.answer(growth, minibatch_size, self._stopwatch)
             if self._store is not None:
                 self._store.set(str(self._number), self._answer)
                 self._store.delete_key(str(self._number - _KEPT))
 
-    def _adopt(self, growth: Growth, updates: int) -> Growth:
+    def _adopt(self, trace: GrowingTrace, growth: Growth, updates: int) -> Growth:
         """Return the growth with the answer to the oldest question, which rank 0 has told."""
-        sampler, answer = self._loop.sampler, self._answer
+        answer = self._answer
         if answer is None:
             assert self._store is not None
             answer = self._store.get(str(self._number)).decode()
-        assert sampler.growing is not None
-        known = sampler.growing.told(growth, answer, updates)
+        known = trace.told(growth, answer, updates)
         if self._tracker is not None and self._backend.world.rank == 0:
-            scalars = sampler.growing.scalars(known.decisions[-1])
+            scalars = trace.scalars(known.decisions[-1])
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
         return known

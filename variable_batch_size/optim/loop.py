@@ -64,7 +64,7 @@ class Loop:
     """
 
     def __init__(self, sampler: CustomSampler, backend: Backend, *, spread: bool = True) -> None:
-        self.sampler = _check_sampler(sampler, backend)
+        self.sampler = _check_world(sampler, backend)
         self.clock: Clock = sampler.attach(spread=spread)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.phase = Phase.BETWEEN_STEPS
@@ -272,12 +272,16 @@ class Loop:
         return sum(step.rounds(self._world) for step in steps) - iteration.first_round
 
 
-def _check_sampler(sampler: CustomSampler, backend: Backend) -> CustomSampler:
+def check_sampler(sampler: object) -> None:
+    """Raise TypeError unless it is a `CustomSampler`."""
     if not isinstance(sampler, CustomSampler):
         raise TypeError(
             f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; create one "
             f"and pass it to the loader as batch_sampler"
         )
+
+
+def _check_world(sampler: CustomSampler, backend: Backend) -> CustomSampler:
     world = backend.world
     if sampler.world != world:
         raise ValueError(

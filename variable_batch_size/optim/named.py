@@ -151,8 +151,9 @@ class AdaScaleOptimizer(NamedOptimizer):
 class AdamScaleOptimizer(NamedOptimizer):
     """lr * sqrt(gain), for Adam and similar optimizers, with AdaScale's gain (Qiao et al. 2021, arXiv 2008.12260).
 
-    Arguments: see `CustomOptimizer`. The gain is that of the plain gradients, before Adam divides them; `progress`
-    grows by it. Everything else is as for `AdaScaleOptimizer`.
+    Similar are Lion, Signum and `torch.optim.Muon`, whose steps do not depend on the size of the gradient, see
+    `AdamScaleRule`. Arguments: see `CustomOptimizer`. The gain is that of the plain gradients, before Adam divides
+    them; `progress` grows by it. Everything else is as for `AdaScaleOptimizer`.
     """
 
     rule_name = "adamscale"

@@ -1,8 +1,7 @@
 """Accumulate, all-reduce once, scale, step: any torch optimizer with a batch size that changes.
 
-The life of an update on one rank: the `backward()` of each microbatch adds to `.grad`, and each `step()` counts and
-weighs it. The last `step()` of an update sums the gradients over the ranks, clips them, lets the rule scale the
-hyperparameters, runs the inner optimizer's `step()`, restores the hyperparameters and advances the clocks.
+The `backward()` of each microbatch adds to `.grad`, and each `step()` counts and weighs it. The last one of an update
+sums over the ranks, clips, scales by the rule, runs the inner optimizer's `step()` and advances the clocks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.deciding import Deciding
-from variable_batch_size.optim.loop import Loop, Phase, Watcher
+from variable_batch_size.optim.loop import Loop, Phase, Watcher, check_sampler
 from variable_batch_size.optim.normalization import normalizes_batches
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.report import Reporter
@@ -30,7 +29,7 @@ from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters, run_closure
 from variable_batch_size.rules import Noise, Rule
-from variable_batch_size.rules.base import check_reference, needs_noise
+from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.tracker import Tracker
 
@@ -101,19 +100,15 @@ class CustomOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(inner)
         check_objects(tracker, backend)
-        rule = "constant" if rule is None else rule
-        rules = rules_for_groups(rule, len(inner.param_groups))
+        rules = rules_for_groups("constant" if rule is None else rule, len(inner.param_groups))
         reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
         rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
-        world = None
-        if isinstance(sampler, CustomSampler):  # otherwise Loop raises
-            names: Any = rule if rule_per_group else [rule] * len(rules)
-            check_named_rules(names, rules, inner, reference, sampler.max_batch_size)
-            world = sampler.world
+        check_sampler(sampler)
+        names: Any = rule if rule_per_group else [rule or "constant"] * len(rules)
+        check_named_rules(names, rules, inner, reference, sampler.max_batch_size)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._backend = backend if backend is not None else detect(parameters, world)
-        if noise is None and isinstance(sampler, CustomSampler) and needs_noise(sampler.growing):
-            noise = "microbatches"
+        self._backend = backend if backend is not None else detect(parameters, sampler.world)
+        noise = "microbatches" if noise is None and sampler.planning.needs_noise else noise
         kinds = noise, reduction, max_grad_norm, accumulation, find_unused_parameters
         options = UpdateOptions(*kinds, grad_norm, overlap, bucket_cap_mb)
         self._updater = Updater(inner, self._backend, rules, reference, options, rule_per_group=rule_per_group)
@@ -342,11 +337,7 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: in the middle of a step.
         """
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        own = {
-            **self._loop.sampler.state_of(self._loop.clock),
-            **self._updater.state_dict(),
-            **self._deciding.state_dict(),
-        }
+        own = self._loop.sampler.state_of(self._loop.clock) | self._updater.state_dict() | self._deciding.state_dict()
         return {**self.inner.state_dict(), "vbs": own}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -379,14 +370,12 @@ class CustomOptimizer(OptimizerWrapper):
         self._updater.load_state_dict(position or {})
         self._deciding.load_state_dict(position or {})
         if resumed is not None:
-            sampler.adopt(resumed)
+            sampler.adopt(resumed, followed=True)
             self._loop.clock.follow(resumed.clock)
-            sampler.follow(resumed.clock)
 
     # An update. --------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Drop the gradients of an incomplete step."""
         self._updater.clear(discarded=True)
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 

@@ -179,11 +179,16 @@ def _changes(group: Group, scaling: Scaling) -> Group:
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair
             changes[name] = group[name] * factor
-    if scaling.one_minus_beta != 1 and "betas" in group:
-        changes["betas"] = tuple(map(scaling.scaled_beta, group["betas"]))
-    elif scaling.one_minus_beta != 1 and _alpha_is_beta(group):
-        changes["alpha"] = scaling.scaled_beta(group["alpha"])
-    return changes
+    return changes | _scaled_betas(group, scaling)
+
+
+def _scaled_betas(group: Group, scaling: Scaling) -> Group:
+    """Return the scaled betas of a group, or its alpha, by name; nothing if no beta is scaled."""
+    if scaling.scales_betas and "betas" in group:
+        return {"betas": scaling.scaled_betas(group["betas"])}
+    if scaling.scales_betas and _alpha_is_beta(group):
+        return {"alpha": scaling.scaled_alpha(group["alpha"])}
+    return {}
 
 
 def _alpha_is_beta(group: Group) -> bool:
@@ -193,16 +198,20 @@ def _alpha_is_beta(group: Group) -> bool:
 
 def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
     for group, scaling in zip(groups, scalings, strict=True):
-        if scaling.one_minus_beta == 1:
-            continue
-        for beta in group.get("betas") or ([group["alpha"]] if _alpha_is_beta(group) else []):
-            scaled = scaling.scaled_beta(beta)
-            if not 0 <= scaled < 1:
-                raise ValueError(
-                    f"a rule must leave every beta in [0, 1), but the factor {scaling.one_minus_beta:g} on 1 - beta "
-                    f"changes {beta:g} to {scaled:g}; limit the largest batch size of the trace, or choose a beta "
-                    f"closer to 1"
-                )
+        for name, changed in _scaled_betas(group, scaling).items():
+            pairs = zip(group[name], changed, strict=True) if name == "betas" else [(group[name], changed)]
+            if outside := [(beta, scaled) for beta, scaled in pairs if not 0 <= scaled < 1]:
+                raise ValueError(_outside(*outside[0], scaling))
+
+
+def _outside(beta: float, scaled: float, scaling: Scaling) -> str:
+    """Return the message about a beta that leaves its range."""
+    if not 0 <= scaling.scaled_beta(beta) < 1:
+        cause = f"the factor {scaling.one_minus_beta:g} on 1 - beta"
+        remedy = "limit the largest batch size of the trace, or choose a beta closer to 1"
+    else:
+        cause, remedy = f"the exponent {scaling.beta2_power:g} of beta2", "let the rule return a larger beta2_power"
+    return f"a rule must leave every beta in [0, 1), but {cause} changes {beta:g} to {scaled:g}; {remedy}"
 
 
 def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> None:
@@ -210,7 +219,7 @@ def _check_all_scaled(changes: Sequence[Group], scalings: Sequence[Scaling]) -> 
         "lr": any(isinstance(scaling.lr, Tensor) or scaling.lr != 1 for scaling in scalings),
         "weight_decay": any(scaling.weight_decay != 1 for scaling in scalings),
         "eps": any(scaling.eps != 1 for scaling in scalings),
-        "betas": any(scaling.one_minus_beta != 1 for scaling in scalings),
+        "betas": any(scaling.scales_betas for scaling in scalings),
     }
     found = {"betas" if name == "alpha" else name for change in changes for name in change}
     if missing := [name for name, wanted in requested.items() if wanted and name not in found]:

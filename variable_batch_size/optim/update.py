@@ -91,6 +91,7 @@ class Updater:
         )
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
+        self._numbers_of_rules = backend.numbers_as_inputs(inner)
         self._unmeasured = UnmeasuredWarning()
 
     @property
@@ -207,7 +208,8 @@ class Updater:
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
         measured = noise.update(statistics, own, batch_size=size, groups=groups, ref=ref)
         device = reduced[0].device if noise.on_device else None
-        scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
+        with self._numbers_of_rules:
+            scalings = scalings_of_groups(self.rules, replace(update, noise=measured), device)
         if isinstance(statistics.finite, Tensor):
             pairs = enumerate(scalings)
             scalings = [self._zero_if_not(statistics.finite, scaling, group) for group, scaling in pairs]

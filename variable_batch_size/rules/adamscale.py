@@ -16,9 +16,14 @@ class AdamScaleRule:
 
     The gain is that of the plain gradients, before Adam divides them, and it is the progress of the update.
 
+    It is also for Lion and Signum, which use the sign of the gradient. The best learning rate of SGD goes with the gain
+    (McCandlish et al. 2018, arXiv 1812.06162, equation 2.6), theirs with sqrt(k) while B is small beside the noise
+    scale and the gain nearly k (Li et al. 2024, arXiv 2405.14578, equation 13). For larger B that paper predicts the
+    surge rule. For `torch.optim.Muon` the root is an analogy: it orthogonalizes the gradient, which drops its size.
+
     Scales: lr by sqrt(gain).
     Progress: the gain.
-    Use when: Adam and AdamW with any k, without tuning.
+    Use when: Adam and AdamW, Lion, Signum or Muon with any k, without tuning.
     Fails when: most steps have a single microbatch, or layers mix samples; Adam's own scaling hides the noise.
     Source: Qiao et al. 2021, arXiv 2008.12260, section 3.2.
     """

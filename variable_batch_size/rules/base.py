@@ -8,7 +8,7 @@ made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
@@ -91,6 +91,7 @@ class Scaling:
             correct their bias by the betas that were used; NAdam, RAdam and Adamax by those of the update.
         eps: factor on eps.
         progress: progress of the training by this update, in updates at `ref_batchsize`.
+        beta2_power: exponent of the second beta (Adam) or of alpha (RMSprop) of a group, after the factor on 1 - beta.
     """
 
     lr: Factor = 1.0
@@ -99,6 +100,12 @@ class Scaling:
     one_minus_beta: float = 1.0
     eps: float = 1.0
     progress: Factor = 1.0
+    beta2_power: float = 1.0
+
+    @property
+    def scales_betas(self) -> bool:
+        """Whether it changes any beta."""
+        return self.one_minus_beta != 1 or self.beta2_power != 1
 
     def scaled_beta(self, beta: float) -> float:
         """Return 1 - one_minus_beta * (1 - beta), which may lie outside [0, 1); rounding does not make 0 negative.
@@ -107,8 +114,27 @@ class Scaling:
         0.5
         """
         factor = self.one_minus_beta
-        scaled = beta if factor == 1 else 1 - factor * (1 - beta)
+        if factor == 1:
+            return beta
+        scaled = 1 - factor * (1 - beta)
         return 0.0 if abs(scaled) <= factor * 2**-51 else scaled
+
+    def scaled_alpha(self, alpha: float) -> float:
+        """Return scaled_beta(alpha)^beta2_power, for the decay of a second moment; a value outside [0, 1) as it is.
+
+        >>> Scaling(beta2_power=2.0).scaled_alpha(0.5)
+        0.25
+        """
+        scaled = self.scaled_beta(alpha)
+        return scaled if self.beta2_power == 1 or scaled < 0 else scaled**self.beta2_power
+
+    def scaled_betas(self, betas: Sequence[float]) -> tuple[float, ...]:
+        """Return the betas of a group for the update: `scaled_alpha` of the second one, `scaled_beta` of the others.
+
+        >>> Scaling(beta2_power=2.0).scaled_betas((0.5, 0.5))
+        (0.5, 0.25)
+        """
+        return tuple(self.scaled_alpha(b) if index == 1 else self.scaled_beta(b) for index, b in enumerate(betas))
 
 
 @final
@@ -150,6 +176,15 @@ def check_rule(rule: object) -> None:
     if isinstance(rule, type) or not callable(rule):
         requirement = "rule must be a name, or a callable object such as LinearRule()"
         raise type_error(requirement, rule, "pass vbs.LinearRule() or a name in vbs.RULES")
+
+
+def check_second_moment(rule: Rule, context: RuleContext) -> None:
+    """Raise TypeError unless the inner optimizer is Adam, AdamW or RMSprop, or a subclass."""
+    if not {"Adam", "RMSprop"} & set(context.optimizer):
+        raise TypeError(
+            f"{rule} scales the betas of adaptive optimizers, so the inner optimizer must be a torch.optim.Adam, "
+            f"AdamW or RMSprop, got {context.optimizer[0]}; use the root rule, or the linear rule for SGD"
+        )
 
 
 def needs_noise(rule: object) -> bool:

@@ -17,6 +17,10 @@ class ConstantTimescale:
     B / (lr * lambda), the timescale in samples over which AdamW averages its updates, then stays what it was. Without
     it every rule but the linear-momentum one keeps lambda, and the timescale changes by k / (factor on lr).
 
+    lr * lambda then grows by k under every rule. Bergsma et al. 2025 (arXiv 2505.13738) found the best lambda of
+    language models proportional to B at a fixed lr, which is `ConstantTimescale(ConstantRule())`. Where the rule scales
+    lr, lambda * k would count the factor on lr twice: here lambda gets what is left of k, sqrt(k) with the root rule.
+
     Source: Wang and Aitchison 2024, arXiv 2405.13698.
 
     Args:

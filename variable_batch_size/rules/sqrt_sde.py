@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
-from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling
+from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling, check_second_moment
 
 
 @final
@@ -31,11 +31,7 @@ class SqrtSDERule:
             TypeError: unless the inner optimizer is Adam, AdamW or RMSprop, or a subclass.
             ValueError: if the largest batch size of the trace takes a beta out of [0, 1).
         """
-        if not {"Adam", "RMSprop"} & set(context.optimizer):
-            raise TypeError(
-                f"{self} scales the betas of adaptive optimizers, so the inner optimizer must be a torch.optim.Adam, "
-                f"AdamW or RMSprop, got {context.optimizer[0]}; use the root rule, or the linear rule for SGD"
-            )
+        check_second_moment(self, context)
         if context.ref_batchsize is not None:
             _check_betas(context, context.ref_batchsize)
 

@@ -17,18 +17,24 @@ from variable_batch_size.rules.constant import ConstantRule as ConstantRule
 from variable_batch_size.rules.legw import LEGWRule as LEGWRule
 from variable_batch_size.rules.linear import LinearRule as LinearRule
 from variable_batch_size.rules.linear_momentum import LinearMomentumRule as LinearMomentumRule
+from variable_batch_size.rules.power import PowerRule as PowerRule
 from variable_batch_size.rules.root import RootRule as RootRule
+from variable_batch_size.rules.root_half_life import RootHalfLifeRule as RootHalfLifeRule
 from variable_batch_size.rules.sqrt_sde import SqrtSDERule as SqrtSDERule
+from variable_batch_size.rules.surge import SurgeRule as SurgeRule
 
 RULES: Final[Mapping[str, type[Rule]]] = MappingProxyType(
     {
         "constant": ConstantRule,
         "linear": LinearRule,
         "root": RootRule,
+        "power": PowerRule,
         "linear-momentum": LinearMomentumRule,
         "sqrt-sde": SqrtSDERule,
+        "root-half-life": RootHalfLifeRule,
         "legw": LEGWRule,
         "adascale": AdaScaleRule,
         "adamscale": AdamScaleRule,
+        "surge": SurgeRule,
     }
 )

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, TypeAlias, final
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import ControlInput
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.trace.growing import Decision, Decisions, counting
 
+InputOf: TypeAlias = Callable[[int | None], ControlInput]  # of the batch size that was chosen last
+
 
 class BatchSizes(Protocol):
     """Chooses the batch size of the next updates."""
-
-    @property
-    def start(self) -> int | None:
-        """The batch size before the first decision, if one is given."""
-        ...
 
     @property
     def end(self) -> float:
         """The number of updates after which the training ends."""
         ...
 
-    def decisions(self, decisions: Decisions, input: ControlInput, restarted: bool) -> Decisions:
+    def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
         """Return what is decided before an update: the decision that counts, and later ones.
 
         Args:
             decisions: what was decided before; a checkpoint has it.
-            input: what a controller may use.
+            input_of: function that returns what a controller may use, from the batch size that was chosen last.
             restarted: whether it is the first update after a start of the training.
         """
         ...
@@ -48,24 +46,20 @@ class OfController:
     trace: AdaptiveTrace
 
     @property
-    def start(self) -> int | None:
-        """That of the trace."""
-        return self.trace.start
-
-    @property
     def end(self) -> float:
         """No end."""
         return math.inf
 
-    def decisions(self, decisions: Decisions, input: ControlInput, restarted: bool) -> Decisions:
+    def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
         """Ask the controller if it is time, and drop the decisions that no longer count."""
         if not decisions:
-            return self.trace.first(input)
+            return self.trace.first(input_of(self.trace.start))
+        now = input_of(decisions[-1].batch_size)
         if restarted:
-            decisions = self.trace.in_world(decisions, input.devices, input.updates)
-        if self.trace.is_due(input.updates):
-            decisions = (*decisions, self.trace.decided(decisions, input))
-        return counting(decisions, input.updates)
+            decisions = self.trace.in_world(decisions, now.devices, now.updates)
+        if self.trace.is_due(now.updates):
+            decisions = (*decisions, self.trace.decided(decisions, input_of(decisions[-1].batch_size)))
+        return counting(decisions, now.updates)
 
     def changes(self, decisions: Decisions, updates: int) -> float:
         """Return the update of the next question, or of the next answer."""
@@ -82,18 +76,14 @@ class OfTrace:
     trace: BatchTrace
 
     @property
-    def start(self) -> int | None:
-        """None: the trace decides."""
-        return None
-
-    @property
     def end(self) -> float:
         """The end of a trace with `on_end="stop"`."""
         ends = self.trace.on_end == "stop" and self.trace.steps is not None
         return float(len(self.trace)) if ends else math.inf
 
-    def decisions(self, decisions: Decisions, input: ControlInput, restarted: bool) -> Decisions:
+    def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
         """Return the batch size of the step."""
+        input = input_of(None)
         return (Decision(input.updates, self.trace.batch_size(input.updates)),)
 
     def changes(self, decisions: Decisions, updates: int) -> float:

@@ -45,7 +45,7 @@ def to_batch_trace(
         TypeError: if `capacity` or `throughput` has another type, or the controller returns no integer.
         ValueError: if no update ends within the capacity trace, or more than 10^8 do.
     """
-    limit = MAX_STEPS if max_updates is None else check_int(max_updates, "max_updates", 1, MAX_STEPS)
+    limit = MAX_STEPS + 1 if max_updates is None else check_int(max_updates, "max_updates", 1, MAX_STEPS)
     run = simulate(
         capacity,
         controller,
@@ -55,6 +55,6 @@ def to_batch_trace(
         until=limit,
         by="updates",
     )
-    if max_updates is None and run.summary["updates"] == MAX_STEPS:
+    if run.summary["updates"] > MAX_STEPS:
         raise value_error("a batch trace must have at most 10^8 steps", "more", "check the throughput and the seconds")
     return run.trace.with_on_end(on_end)

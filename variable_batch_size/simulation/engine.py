@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, final
 
+from variable_batch_size._validation import MAX_INT, value_error
 from variable_batch_size.adaptive.base import ControlInput
 from variable_batch_size.simulation.batch_sizes import BatchSizes
 from variable_batch_size.simulation.interval import Interval, State
@@ -142,7 +144,7 @@ class Engine:
             False if `limit` comes before the end of the first one: its nodes leave, or the simulation ends.
         """
         before, begin, devices = self._position, self.now, self.model.devices(nodes)
-        decisions = self.sizes.decisions(before.decisions, self._input(devices), restarted)
+        decisions = self.sizes.decisions(before.decisions, partial(self._input, devices), restarted)
         size = decisions[0].batch_size
         course = self.model.course(size, devices, before)
         updates = course.ended_by(begin, limit * (1 + ROUNDING))
@@ -162,11 +164,13 @@ class Engine:
         self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
         self.runs.append((size, updates))
         self._position = before.after(course, updates, decisions)
+        if self._position.updates >= MAX_INT:
+            requirement, found = "a training must have fewer than 2**53 updates", f"as many in {self.now:.6g} seconds"
+            raise value_error(requirement, found, "check the throughput and the seconds")
         return True
 
-    def _input(self, devices: int) -> ControlInput:
+    def _input(self, devices: int, chosen: int | None) -> ControlInput:
         done, model = self._position, self.model
-        chosen = done.decisions[-1].batch_size if done.decisions else self.sizes.start
         noise = model.noise_of(done.progress, done.updates, chosen)
         return ControlInput(
             devices, chosen, model.minibatch_size, done.updates, done.samples, done.progress, noise, model.throughput

@@ -27,6 +27,7 @@ class Model:
         rule: gives the progress.
         ref_batchsize: batch size at which progress is counted; None if the rule needs none.
         noise: the gradient noise by progress; None if it is not known.
+        spread: whether each device gets a share of a batch of few microbatches, see `Throughput.seconds`.
     """
 
     throughput: Throughput
@@ -36,6 +37,7 @@ class Model:
     rule: Rule
     ref_batchsize: int | None
     noise: NoiseCurve | None
+    spread: bool = True
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # of (samples, devices)
 
     def devices(self, nodes: int) -> int:
@@ -64,7 +66,7 @@ class Model:
         """Return the seconds of an update."""
         key = batch_size, devices
         if key not in self._seconds:
-            self._seconds[key] = self.throughput.seconds(batch_size, devices, self.minibatch_size)
+            self._seconds[key] = self.throughput.seconds(batch_size, devices, self.minibatch_size, spread=self.spread)
         return self._seconds[key]
 
     def noise_of(self, progress: float, updates: int, batch_size: int | None) -> Noise | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
-from variable_batch_size._validation import check_number, value_error
+from variable_batch_size._validation import check_number, type_error, value_error
+from variable_batch_size.adaptive.scalars import read_columns
 from variable_batch_size.rules.adascale import adascale_gain
 from variable_batch_size.rules.base import Noise
 
@@ -46,7 +45,11 @@ class NoiseCurve:
 
     def __post_init__(self) -> None:
         for name in ("progress", "sigma2", "mu2"):
-            values = enumerate(getattr(self, name))
+            try:
+                values = enumerate(getattr(self, name))
+            except TypeError:
+                requirement, remedy = f"{name} must be a sequence of numbers", "pass a number for each row, such as [0]"
+                raise type_error(requirement, getattr(self, name), remedy) from None
             checked = (check_number(value, f"{name}[{row}]", "correct it") for row, value in values)
             object.__setattr__(self, name, tuple(checked))
         rows = {len(self.progress), len(self.sigma2), len(self.mu2)}
@@ -75,13 +78,9 @@ class NoiseCurve:
             OSError: if the file cannot be read.
             ValueError: if it has not the columns vbs/progress, vbs/sigma2 and vbs/mu2, or no row with an estimate.
         """
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if missing := set(COLUMNS) - set(reader.fieldnames or ()):
-                requirement = f"{path} must have the columns {', '.join(COLUMNS)}"
-                remedy = "log a training with noise=True, or with a rule that reads the noise"
-                raise value_error(requirement, f"none called {sorted(missing)[0]}", remedy)
-            rows = list(_estimates(_numbers(path, reader.line_num, row) for row in reader))
+        remedy = "log a training with noise=True, or with a rule that reads the noise"
+        columns = [column.tolist() for column in read_columns(path, COLUMNS, remedy).values()]
+        rows = list(_estimates(zip(*columns, strict=True)))
         if not rows:
             raise value_error(f"{path} must have a row with an estimate of the noise", "none", "train for longer")
         return cls(*zip(*rows, strict=True))
@@ -100,8 +99,8 @@ class NoiseCurve:
     def gain(self, progress: float, batch_size: int, ref_batchsize: int) -> float:
         """Return AdaScale's gain of an update, see `adascale_gain`."""
         noise = self.at(progress)
-        both = noise.sigma2 + noise.mu2  # the gain depends on their ratio alone; no division overflows
-        return float(adascale_gain(noise.sigma2 / both, noise.mu2 / both, batch_size, ref_batchsize))
+        larger = max(noise.sigma2, noise.mu2)  # the gain depends on their ratio alone; nothing overflows
+        return float(adascale_gain(noise.sigma2 / larger, noise.mu2 / larger, batch_size, ref_batchsize))
 
     def next_change(self, progress: float) -> float:
         """Return the first progress after this one from which another row holds; infinity if there is none."""
@@ -121,15 +120,3 @@ def _estimates(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, float, 
         if found[progress] != last:
             last = found[progress]
             yield progress, *last
-
-
-def _numbers(path: str | os.PathLike[str], line: int, row: dict[str, str]) -> list[float]:
-    """Return the progress, sigma2 and mu2 of a row; nan for an empty cell."""
-    for name in COLUMNS:
-        try:
-            float(row[name] or math.nan)
-        except ValueError:
-            raise value_error(
-                f"{path}: {name} in line {line} must be a number", f"{row[name]!r:.60}", "correct it"
-            ) from None
-    return [float(row[name] or math.nan) for name in COLUMNS]

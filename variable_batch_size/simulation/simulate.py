@@ -59,11 +59,11 @@ def simulate(
 ) -> Run:
     """Simulate a training under a capacity trace: its time, its cost and its progress.
 
-    An update of B samples on R devices takes `throughput.seconds(B, R, minibatch_size)`; B and R are those at its
-    beginning. `Overheads` says what happens when the nodes change. Without `overheads` nothing interrupts the training:
-    an update under way ends even if its nodes leave, and a change counts from the next update on. The simulation goes
-    from event to event and is exact: an update that does not end within the capacity trace is not made, and its time is
-    idle.
+    An update of B samples on R devices takes `throughput.seconds(B, R, minibatch_size, spread=...)`; B and R are those
+    at its beginning. As in a training, the update is not spread if the rule or the controller reads the noise.
+    `Overheads` says what happens when the nodes change. Without `overheads` nothing interrupts the training: an update
+    under way ends even if its nodes leave, and a change counts from the next update on. The simulation goes from event
+    to event and is exact: an update that does not end within the capacity trace is not made, and its time is idle.
 
     The progress of an update is that of the rule for its batch size and the noise at the progress before it. It is a
     model: of the loss nothing is simulated, and the noise is that of another training. Of a rule whose progress depends
@@ -103,8 +103,8 @@ def simulate(
 
     Raises:
         TypeError: if an argument has another type.
-        ValueError: if an argument is not in its range, a batch is larger than the dataset, or the rule needs
-            `ref_batchsize` or `noise` and there is none.
+        ValueError: if an argument is not in its range, a batch is larger than the dataset, the rule needs
+            `ref_batchsize` or `noise` and there is none, or 2**53 updates end before the training.
         TraceEndError: if a batch trace with `on_end="error"` ends before the training.
     """
     for value, name, kind in (
@@ -119,13 +119,16 @@ def simulate(
     check_choice(by, "by", get_args(Unit))
     goal = math.inf if until is None else check_positive(until, "until", "pass a positive number")
     costs = overheads or Overheads()
+    checked, reference = _checked_rule(rule, ref_batchsize, noise)
     model = Model(
         throughput,
         check_int(devices_per_node, "devices_per_node", 1, MAX_INT // max(1, int(capacity.nodes.max()))),
         None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1, MAX_INT),
         None if dataset_size is None else check_int(dataset_size, "dataset_size", 1, MAX_INT),
-        *_checked_rule(rule, ref_batchsize, noise),
+        checked,
+        reference,
         noise,
+        spread=not (needs_noise(checked) or needs_noise(controller)),
     )
     engine = Engine(
         end=min(capacity.end, goal) if by == "seconds" else capacity.end,

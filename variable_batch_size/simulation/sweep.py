@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size._validation import FloatArray, type_error, value_error
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.simulation.cost import cost_until, priced
 from variable_batch_size.simulation.run import Run
@@ -53,6 +53,8 @@ def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], *
     import pandas as pd
 
     for name, given in (("traces", traces), ("policies", policies)):
+        if not isinstance(given, Mapping):
+            raise type_error(f"{name} must be a mapping with a name for each item", given, "pass {name: value}")
         if not given:
             raise value_error(f"{name} must have at least one item", "none", "pass {name: value}")
     rows = {

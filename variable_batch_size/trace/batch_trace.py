@@ -396,5 +396,5 @@ class BatchTrace:
         if self.on_end == "cycle":
             return divmod(position, end)
         requirement = f"{unit} must be < {end}, because {self._name} has {self.steps} steps"
-        remedy = 'use a longer trace, or on_end="hold" or on_end="cycle"'
+        remedy = "use a longer trace, or on_end=" + '"stop", ' * (self.on_end == "error") + '"hold" or "cycle"'
         raise TraceEndError(f"{requirement} ({self.total_samples} samples), got {position}; {remedy}")

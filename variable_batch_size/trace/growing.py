@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
@@ -70,6 +71,15 @@ class Question(NamedTuple):
 
     updates: int
     read: Callable[[], Facts]
+
+    @classmethod
+    def of(cls, facts: Facts) -> Question:
+        """Return the question whose facts are known."""
+        return cls(facts.updates, partial(_same, facts))
+
+
+def _same(facts: Facts) -> Facts:
+    return facts
 
 
 @final
@@ -179,8 +189,22 @@ class GrowingTrace(Protocol):
         """Return the growth at the beginning of a training."""
         ...
 
-    def restored(self, state: dict[str, Any], devices: int, updates: int) -> Growth:
-        """Return the growth of a training that goes on from the `state_of` another one, on so many devices."""
+    def restored(self, state: dict[str, Any], devices: int, step: int) -> Growth:
+        """Return the growth of a training that goes on from the `state_of` another one, on so many devices.
+
+        Args:
+            state: the `state_of` the other one.
+            devices: number of devices.
+            step: the first step whose batch size may change.
+        """
+        ...
+
+    def constant_until(self, step: int) -> Growth:
+        """Return the growth of a training that had the batch size to start with until a step.
+
+        Raises:
+            ValueError: if there is none.
+        """
         ...
 
     def state_of(self, growth: Growth) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""A controller in real processes, with checkpoints and a tracker, which another world continues."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.adaptive_jobs import rank, train
+from helpers.processes import spawn
+from variable_batch_size.adaptive import NoiseScale, PerDevice
+
+NOISE_SCALE = vbs.AdaptiveTrace(NoiseScale(2.0), start=8, bounds=(4, 64), every=5, delay=12)
+
+
+def elastic(folder: Path, trace: Any, parts: list[tuple[int, int]]) -> tuple[Any, list[list[int]], Any]:
+    for size, updates in parts:
+        spawn(rank, (folder, trace, updates, size), nprocs=size)
+    return torch.load(folder / "result.pt", weights_only=False)  # type: ignore[no-any-return]
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs" / "scalars.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
+    parts = [(2, 23), (3, 41), (1, 60)]
+    weights, runs, measured = elastic(tmp_path, NOISE_SCALE, parts)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    train(alone, NOISE_SCALE, 60)
+    expected, runs_alone, measured_alone = torch.load(alone / "result.pt", weights_only=False)
+    assert runs == runs_alone
+    assert len(runs[0]) > 2
+    for name, weight in weights.items():
+        assert torch.allclose(weight, expected[name], rtol=0, atol=1e-12)
+    assert measured == pytest.approx(measured_alone[-len(measured) :], rel=1e-9)
+    found = rows(tmp_path)
+    assert [int(row["update"]) for row in found] == list(range(1, 61))
+    chosen = [row for row in found if row["decision/batch_size"]]
+    assert [int(float(row["decision/updates"])) for row in chosen] == list(range(5, 58, 5))
+    assert [int(row["update"]) for row in chosen] == list(range(8, 61, 5))
+    for row in chosen:
+        assert float(row["decision/begins"]) == float(row["decision/updates"]) + 12
+        scale = float(row["decision/sigma2"]) / float(row["decision/mu2"])
+        assert float(row["decision/noise_scale"]) == pytest.approx(scale)
+        if 0 < scale < 100:
+            assert float(row["decision/batch_size"]) == min(max(round(2 * scale), 4), 64)
+
+
+def test_the_batch_follows_the_processes(tmp_path: Path) -> None:
+    trace = vbs.AdaptiveTrace(PerDevice(8), every=4, delay=8)
+    parts = [(3, 10), (2, 21), (1, 30)]
+    weights, runs, _ = elastic(tmp_path, trace, parts)
+    assert runs == [[0, 10, 21], [24, 16, 8]]
+    record = vbs.BatchTrace.from_runs([24, 16, 8], [10, 11, 9], on_end="hold")
+    again = tmp_path / "again"
+    again.mkdir()
+    replayed, _, _ = elastic(again, record, parts)
+    assert all(torch.equal(weight, replayed[name]) for name, weight in weights.items())  # to the last bit

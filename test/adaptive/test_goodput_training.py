@@ -1,0 +1,116 @@
+"""Goodput in a training that measures noise and throughput itself. The clock is a model: no test depends on time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from helpers.controllers import EXAMPLES
+from variable_batch_size.adaptive import (
+    AdaptiveTrace,
+    After,
+    ControlInput,
+    Goodput,
+    PerDevice,
+    Smoothed,
+    Throughput,
+    adaptive_trace,
+)
+from variable_batch_size.adaptive.base import needs_throughput
+from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
+from variable_batch_size.rules import adascale_gain
+
+BOUNDS, MICROBATCH = (16, 512), 128
+
+
+class Clock:
+    """Seconds that pass only when `sleep` is called."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Noted:
+    """Goodput, and what it was asked and answered."""
+
+    answers: list[tuple[ControlInput, int]] = field(default_factory=list)
+    needs_noise: ClassVar[bool] = Goodput.needs_noise
+    needs_throughput: ClassVar[bool] = Goodput.needs_throughput
+
+    def __call__(self, input: ControlInput) -> int:
+        self.answers.append((input, Goodput(BOUNDS)(input)))
+        return self.answers[-1][1]
+
+
+def train(
+    model: Throughput, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[tuple[ControlInput, int]], vbs.BatchTrace]:
+    """Train in one process, whose updates take the seconds of a model; return the answers and the batch sizes."""
+    clock, noted = Clock(), Noted()
+    monkeypatch.setattr(adaptive_trace, "UpdateStopwatch", partial(UpdateStopwatch, clock))
+    torch.manual_seed(seed)
+    inputs = torch.randn(4096, 10, dtype=torch.float64)
+    targets = inputs.sum(1, keepdim=True) + 2 * torch.randn(4096, 1, dtype=torch.float64)
+    dataset, line = TensorDataset(inputs, targets), torch.nn.Linear(10, 1).double()
+    trace = vbs.AdaptiveTrace(noted, start=start, bounds=BOUNDS, every=10, delay=6)
+    sampler = vbs.CustomSampler(
+        dataset, trace, num_replicas=1, rank=0, minibatch_size=MICROBATCH, seed=seed, max_updates=300
+    )
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(line.parameters(), lr=0.02), sampler, 16, noise="differenced")
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    while not optimizer.done:
+        for x, y in loader:
+            mse_loss(line(x), y).backward()
+            clock.sleep(model.seconds(len(x), devices=1))
+            optimizer.step()
+        sampler.set_epoch(sampler.epoch)
+        optimizer.set_epoch(sampler.epoch)
+    return noted.answers, sampler.trace
+
+
+def goodput(size: int, input: ControlInput, model: Throughput) -> float:
+    """Return the progress a second, up to a factor, if updates take the seconds of a model."""
+    assert input.noise is not None
+    sigma2, mu2 = max(input.noise.sigma2, 0.0), max(input.noise.mu2, 0.0)
+    return adascale_gain(sigma2, mu2, size, 1) / model.seconds(size, 1, MICROBATCH)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("start", [16, 100, 512])
+@pytest.mark.parametrize("base", [0.001, 0.1, 10.0], ids="base{}".format)
+def test_it_explores_until_it_has_measured_and_then_decides(
+    base: float, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Throughput(accum_base=base, accum_row=0.002)
+    answers, trace = train(model, start, seed, monkeypatch)
+    explored = [size for input, size in answers if input.throughput is None]
+    decided = answers[len(explored) :]
+    assert explored == [start, 256 if start == 512 else 2 * start]  # the noise comes first
+    assert len(decided) == 28
+    assert all(input.throughput is not None for input, _ in decided)
+    assert trace.batch_size(0) == start
+    assert [trace.batch_size(10 * number + 15) for number in range(29)] == [size for _, size in answers[:29]]
+    for input, size in decided[5:]:  # after it has measured what it was wrong about
+        best = max(goodput(other, input, model) for other in range(*BOUNDS))
+        assert goodput(size, input, model) > best / 1.06
+
+
+def test_those_that_read_the_throughput_say_so() -> None:
+    assert [*filter(needs_throughput, EXAMPLES)] == [Goodput((32, 4096))]
+    assert needs_throughput(Smoothed(Goodput(BOUNDS), 0.5))
+    assert needs_throughput(After(100, PerDevice(8), Goodput(BOUNDS)))
+    assert AdaptiveTrace(PerDevice(8)).stopwatch() is None
