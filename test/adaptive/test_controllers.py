@@ -35,6 +35,7 @@ from variable_batch_size.adaptive import (
     Smoothed,
     Throughput,
 )
+from variable_batch_size.adaptive.base import needs_throughput
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.rules import adascale_gain
 from variable_batch_size.rules.base import Noise, needs_noise
@@ -76,6 +77,14 @@ def test_it_is_a_pure_function_to_a_batch_size(controller: Controller, input: Co
     assert type(size) is int
     assert 1 <= size <= LARGEST
     assert controller(dataclasses.replace(input)) == size
+
+
+@every_controller
+@given(input=INPUTS)
+def test_it_says_that_it_reads_the_throughput(controller: Controller, input: ControlInput) -> None:
+    """A training measures it only then."""
+    if not needs_throughput(controller):
+        assert controller(dataclasses.replace(input, throughput=None)) == controller(input)
 
 
 @every_controller
