@@ -266,28 +266,6 @@ def test_equal_goodputs_take_the_smaller_batch() -> None:
     assert Goodput((3, 90))(dataclasses.replace(input, batch_size=50)) == 50
 
 
-@given(st.integers(0, 10**6), st.integers(1, 5000))
-def test_seesaw_lowers_the_learning_rate_by_the_root(samples: int, batch_size: int) -> None:
-    schedule, critical = Halving(10_000, 900_000), 16 * batch_size
-    size = Seesaw(schedule, batch_size, critical)(ControlInput(devices=1, samples=samples))
-    factor = schedule(samples)
-    assert size == (min(batch_size / factor, critical) if factor else critical)
-    if size < critical:
-        assert factor * math.sqrt(size / batch_size) == pytest.approx(math.sqrt(factor))
-
-
-def test_a_higher_learning_rate_makes_no_smaller_batch() -> None:
-    assert Seesaw(lambda samples: 1.5, 64, 128)(ControlInput(devices=1)) == 64
-
-
-@pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
-def test_a_schedule_returns_a_factor(factor: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"^schedule\(7\) must be a finite number >= 0, got .*; let it return a factor"
-    ):
-        Seesaw(lambda samples: factor, 8, 16)(ControlInput(devices=1, samples=7))
-
-
 @given(INPUTS, SIZES, SIZES, SIZES)
 def test_bounds_hold(input: ControlInput, wanted: int, one: int, other: int) -> None:
     low, high = sorted([one, other])

@@ -151,14 +151,17 @@ def test_the_seconds_of_a_training(tmp_path: Path) -> None:
     run = simulate(cluster.read(LOG), PerDevice(16), throughput=model, ref_batchsize=128, overheads=overheads)
     assert run_json(*command)[NAMES[0]] == dict(run.summary)
     note = f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on 1 to 4 devices"
-    assert run_main(*command)[2] == f"{note}; the simulation has up to 8.\n"
+    rows = int(measured[:, 1].max())
+    share = f"No --microbatch: a device computes its share at once, not the {rows} rows measured.\n"
+    assert run_main(*command)[2] == f"{note}; the simulation has up to 8.\n{share}"
+    assert run_main(*command, "--microbatch", 8)[2] == f"{note}; the simulation has up to 8.\n"
     few = tmp_path / "few.csv"
     cluster.read(LOG).clip(max=4).to_csv(few)
-    assert run_main("simulate", few, *command[2:])[2] == f"{note}.\n"
+    assert run_main("simulate", few, *command[2:])[2] == f"{note}.\n{share}"
     table = pd.read_csv(scalars)
     table[table["vbs/world_size"] == 1].to_csv(tmp_path / "alone.csv", index=False)
     alone = run_main("simulate", few, "--throughput", tmp_path / "alone.csv", *command[4:])[2]
-    assert alone.endswith(" on 1 device; the simulation has up to 4.\n")
+    assert " on 1 device; the simulation has up to 4.\n" in alone
     both = "--throughput takes the place of {}, got both; leave out one of them"
     assert error_of(*command, "--samples-per-second", 9) == (1, both.format("--samples-per-second"))
     assert error_of(*command, "--communication-seconds", 9) == (1, both.format("--communication-seconds"))

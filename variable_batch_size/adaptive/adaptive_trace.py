@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import MAX_INT, check_bounds, check_int, value_error, without_addresses
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller, needs_throughput
+from variable_batch_size.adaptive.base import (
+    ControlInput,
+    Controller,
+    check_controller,
+    check_rule_of,
+    needs_throughput,
+)
 from variable_batch_size.adaptive.plain import decision_of, plain_decision
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.rules.adascale import measured_gain
-from variable_batch_size.rules.base import Noise, needs_noise
+from variable_batch_size.rules.base import Noise, Rule, needs_noise
 from variable_batch_size.trace.growing import ADOPTED_AFTER, Decision, Decisions, Facts, Growth, Question, counting
 
 
@@ -162,6 +169,11 @@ class AdaptiveTrace:
     def needs_noise(self) -> bool:
         """Whether the controller uses the gradient noise."""
         return needs_noise(self.controller)
+
+    def check_rules(self, rules: Sequence[Rule]) -> None:
+        """Raise ValueError if the batch sizes of the controller are not for these learning-rate rules."""
+        for rule in rules:
+            check_rule_of(self.controller, rule)
 
     @property
     def largest(self) -> int:

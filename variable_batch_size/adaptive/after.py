@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from typing import final
 
 from variable_batch_size._validation import MAX_INT, check_int
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller, needs_throughput
-from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.adaptive.base import (
+    ControlInput,
+    Controller,
+    check_controller,
+    check_rule_of,
+    needs_throughput,
+)
+from variable_batch_size.rules.base import Rule, needs_noise
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 
@@ -56,6 +62,11 @@ class After:
     def needs_throughput(self) -> bool:
         """Whether one of the two uses the time of an update."""
         return needs_throughput(self.first) or needs_throughput(self.then)
+
+    def check_rule(self, rule: Rule) -> None:
+        """Raise ValueError if the batch sizes of one of the two are not for a learning-rate rule."""
+        check_rule_of(self.first, rule)
+        check_rule_of(self.then, rule)
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the one whose turn it is.

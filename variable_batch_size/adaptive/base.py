@@ -14,7 +14,7 @@ from typing import Protocol, final
 
 from variable_batch_size._validation import MAX_INT, type_error, value_error
 from variable_batch_size.adaptive.throughput import Throughput
-from variable_batch_size.rules.base import Noise, needs_noise
+from variable_batch_size.rules.base import Noise, Rule, needs_noise
 
 
 @final
@@ -49,7 +49,8 @@ class Controller(Protocol):
 
     The class of a controller may also define `needs_noise: ClassVar[bool] = True`, if it uses `ControlInput.noise`, and
     `needs_throughput: ClassVar[bool] = True`, if it uses `ControlInput.throughput` (default: False): a training
-    measures them only then.
+    measures them only then. And `check_rule(rule) -> None`, which raises if its batch sizes are not for that
+    learning-rate rule.
     """
 
     def __call__(self, input: ControlInput, /) -> int:
@@ -60,6 +61,13 @@ class Controller(Protocol):
 def needs_throughput(controller: object) -> bool:
     """Return whether a controller uses the time of an update."""
     return bool(getattr(controller, "needs_throughput", False))
+
+
+def check_rule_of(controller: object, rule: Rule) -> None:
+    """Raise ValueError if the batch sizes of a controller are not for a learning-rate rule, as far as it knows."""
+    check = getattr(controller, "check_rule", None)
+    if callable(check):
+        check(rule)
 
 
 def check_controller(value: object, name: str = "controller") -> None:
@@ -86,6 +94,10 @@ class OfAnother(ABC):
     def needs_throughput(self) -> bool:
         """Whether the other controller uses the time of an update."""
         return needs_throughput(self.controller)
+
+    def check_rule(self, rule: Rule) -> None:
+        """Raise ValueError if the batch sizes of the other controller are not for a learning-rate rule."""
+        check_rule_of(self.controller, rule)
 
     @abstractmethod
     def __call__(self, input: ControlInput, /) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from variable_batch_size._validation import MAX_INT, check_int, check_number, type_error
+from variable_batch_size._validation import MAX_INT, check_int, check_number, type_error, value_error
 from variable_batch_size.adaptive.base import ControlInput, as_samples
+from variable_batch_size.rules.base import Rule, RuleInput, needs_noise
 
 
 @final
@@ -50,6 +51,12 @@ class Seesaw:
             raise type_error(requirement, schedule, "pass one that returns the factor on the learning rate")
         object.__setattr__(self, "batch_size", check_int(self.batch_size, "batch_size", 1, MAX_INT))
         object.__setattr__(self, "critical", check_int(self.critical, "critical", self.batch_size, MAX_INT))
+
+    def check_rule(self, rule: Rule) -> None:
+        """Raise ValueError unless a rule multiplies the learning rate by the root of B / ref_batchsize."""
+        if needs_noise(rule) or rule(RuleInput(batch_size=4, ref_batchsize=1)).lr != 2:
+            requirement = "Seesaw needs a rule that multiplies lr by the root of B / ref_batchsize"
+            raise value_error(requirement, rule, 'pass rule="root"')
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size at the samples so far, rounded.

@@ -339,9 +339,7 @@ def _notes(
         notes.append(f"--throughput: the seconds are fitted to {model.error(fitted):.1%} (rms), on {devices}.")
         if arguments["minibatch_size"] is None:
             rows = int(fitted[:, 1].max())
-            notes.append(
-                f"No --microbatch: devices compute their share at once, not {rows} rows at a time as measured."
-            )
+            notes.append(f"No --microbatch: a device computes its share at once, not the {rows} rows measured.")
     if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
         last = f"{curve.progress[-1]:.6g} updates"
         notes.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")

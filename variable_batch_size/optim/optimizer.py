@@ -23,7 +23,7 @@ from variable_batch_size.optim.loop import Loop, Phase, Watcher, check_sampler
 from variable_batch_size.optim.normalization import normalizes_batches
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.report import Reporter
-from variable_batch_size.optim.rule_check import check_applies_lr, check_named_rules
+from variable_batch_size.optim.rule_check import check_applies_lr, check_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.optim.update import Updater
@@ -105,7 +105,7 @@ class CustomOptimizer(OptimizerWrapper):
         rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
         check_sampler(sampler)
         names: Any = rule if rule_per_group else [rule or "constant"] * len(rules)
-        check_named_rules(names, rules, inner, reference, sampler.max_batch_size)
+        check_rules(names, rules, inner, reference, sampler)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         self._backend = backend if backend is not None else detect(parameters, sampler.world)
         noise = "microbatches" if noise is None and sampler.planning.needs_noise else noise

@@ -1,4 +1,4 @@
-"""Ask the rules that were chosen by their names whether they can be used in a training."""
+"""Ask rules and controllers whether they can be used in a training, and with one another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import ASGD, Optimizer, Rprop
 
+from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.rules import ConstantRule, Rule, RuleContext
 
 
@@ -26,10 +27,15 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
             )
 
 
-def check_named_rules(
-    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, max_batch_size: int
+def check_rules(
+    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: CustomSampler
 ) -> None:
-    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales."""
+    """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales.
+
+    A controller that chooses the batch sizes is asked, too, whether they are for these rules.
+    """
+    if sampler.planning.growing is not None:
+        sampler.planning.growing.trace.check_rules(rules)
     for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
         check: Any = getattr(rule, "check", None)
         if callable(check):
@@ -38,6 +44,6 @@ def check_named_rules(
                 optimizer=tuple(base.__name__ for base in type(inner).__mro__),
                 groups=tuple({name: value for name, value in group.items() if name != "params"} for group in groups),
                 ref_batchsize=reference,
-                max_batch_size=max_batch_size,
+                max_batch_size=sampler.max_batch_size,
             )
             check(context)

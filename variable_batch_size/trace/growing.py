@@ -190,6 +190,9 @@ class GrowingTrace(Protocol):
         """Whether the gradient noise has to be measured."""
         ...
 
+    def check_rules(self, rules: Sequence[Any]) -> None:
+        """Raise ValueError if the batch sizes are not for these learning-rate rules, as far as that is known."""
+
     @property
     def largest(self) -> int:
         """The largest batch size that may be chosen."""

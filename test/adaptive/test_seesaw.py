@@ -1,0 +1,64 @@
+"""Seesaw: its batch sizes, and the learning-rate rules that they are for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.controllers import Halving
+from variable_batch_size.adaptive import After, Bounded, ControlInput, PerDevice, Seesaw, Throughput
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.simulation import NoiseCurve, simulate
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5000))
+def test_seesaw_lowers_the_learning_rate_by_the_root(samples: int, batch_size: int) -> None:
+    schedule, critical = Halving(10_000, 900_000), 16 * batch_size
+    size = Seesaw(schedule, batch_size, critical)(ControlInput(devices=1, samples=samples))
+    factor = schedule(samples)
+    assert size == (min(batch_size / factor, critical) if factor else critical)
+    if size < critical:
+        assert factor * math.sqrt(size / batch_size) == pytest.approx(math.sqrt(factor))
+
+
+def test_a_higher_learning_rate_makes_no_smaller_batch() -> None:
+    assert Seesaw(lambda samples: 1.5, 64, 128)(ControlInput(devices=1)) == 64
+
+
+@pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
+def test_a_schedule_returns_a_factor(factor: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"^schedule\(7\) must be a finite number >= 0, got .*; let it return a factor"
+    ):
+        Seesaw(lambda samples: factor, 8, 16)(ControlInput(devices=1, samples=7))
+
+
+@pytest.mark.parametrize("wrap", [None, lambda it: Bounded(it, 8, 64), lambda it: After(9, it, PerDevice(4))])
+def test_seesaw_is_for_rules_that_take_the_root(wrap: Any) -> None:
+    """In a training and in a simulation, also inside of another controller."""
+    seesaw = Seesaw(Halving(10_000, 10**6), 8, 64)
+    controller = seesaw if wrap is None else wrap(seesaw)
+
+    def training(rule: Any) -> None:
+        sampler = vbs.CustomSampler(100, vbs.AdaptiveTrace(controller, bounds=(8, 64)), 1, 0, 4)
+        vbs.CustomOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]), sampler, 32, rule=rule)
+
+    def simulation(rule: Any) -> None:
+        curve = NoiseCurve.constant(100.0, 1.0)
+        options = {"throughput": Throughput.simple(100), "ref_batchsize": 32, "noise": curve, "until": 3}
+        simulate(CapacityTrace([0], [2], 100), controller, rule=rule, **options)
+
+    for use in (training, simulation):
+        for rule in (vbs.RootRule(), vbs.PowerRule(0.5), vbs.RootHalfLifeRule()):
+            use(rule)
+        for rule in (vbs.LinearRule(), vbs.PowerRule(0.6), vbs.ConstantRule(), vbs.AdaScaleRule(), vbs.AdamScaleRule()):
+            with pytest.raises(
+                ValueError, match=r"^Seesaw needs a rule that multiplies lr by the root of B / ref_batchs"
+            ):
+                use(rule)
