@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import variable_batch_size as vbs
+from results import CONTROLLED
 from step import MODELS, adascale, compare, with_library
 from variable_batch_size.backend import xla
 
-SIDES = {"controller / the same trace": (partial(with_library, "adascale", controlled=True), adascale)}
+SIDES = {CONTROLLED: (partial(with_library, "adascale", controlled=True), adascale)}
 SMALL = {"small CNN": MODELS["small CNN"]}
 
 
