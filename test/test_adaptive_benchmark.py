@@ -73,7 +73,9 @@ def test_a_training_without_the_target_uses_its_samples(adaptive: Any) -> None:
 def test_each_trace_that_is_compared_trains(adaptive: Any) -> None:
     task = replace(TASK, scheduled=True)
     for name, trace in adaptive.traces(task, Throughput.simple(1000)).items():
-        sizes = {size for size, _ in trained(adaptive, trace, samples=800, target=0.0, scheduled=True).sizes}
+        sizes = {
+            size for size, _ in trained(adaptive, trace, samples=800, target=0.0, scheduled=True, rule="root").sizes
+        }
         assert max(sizes) <= 64
         assert (64 if name == "largest" else 8) in sizes
 

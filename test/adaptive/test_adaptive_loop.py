@@ -379,7 +379,9 @@ def test_bad_arguments() -> None:
         with pytest.raises(ValueError, match=match):
             vbs.CustomSampler(SAMPLES, trace, 1, 0)
     for wrong in (PerDevice(8), vbs.AdaptiveTrace, PerDevice):
-        with pytest.raises(TypeError, match=r"^trace must be a path, .*; a controller needs an AdaptiveTrace"):
+        with pytest.raises(
+            TypeError, match=r"^trace must be a batch trace, or an AdaptiveTrace, got .*; put AdaptiveTr"
+        ):
             vbs.CustomSampler(SAMPLES, wrong, 1, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^on_end must be left out with a trace that never ends"):
         vbs.CustomSampler(SAMPLES, vbs.AdaptiveTrace(wild), 1, 0, on_end="stop")

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.controllers import Halving
-from variable_batch_size.adaptive import After, Bounded, ControlInput, PerDevice, Seesaw, Throughput
-from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.simulation import NoiseCurve, simulate
+from variable_batch_size.adaptive import After, Bounded, ControlInput, PerDevice, Seesaw
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5000))
@@ -41,7 +39,7 @@ def test_a_schedule_returns_a_factor(factor: float) -> None:
 
 @pytest.mark.parametrize("wrap", [None, lambda it: Bounded(it, 8, 64), lambda it: After(9, it, PerDevice(4))])
 def test_seesaw_is_for_rules_that_take_the_root(wrap: Any) -> None:
-    """In a training and in a simulation, also inside of another controller."""
+    """In a training, also inside of another controller; a simulation may measure its progress by any rule."""
     seesaw = Seesaw(Halving(10_000, 10**6), 8, 64)
     controller = seesaw if wrap is None else wrap(seesaw)
 
@@ -49,16 +47,10 @@ def test_seesaw_is_for_rules_that_take_the_root(wrap: Any) -> None:
         sampler = vbs.CustomSampler(100, vbs.AdaptiveTrace(controller, bounds=(8, 64)), 1, 0, 4)
         vbs.CustomOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]), sampler, 32, rule=rule)
 
-    def simulation(rule: Any) -> None:
-        curve = NoiseCurve.constant(100.0, 1.0)
-        options = {"throughput": Throughput.simple(100), "ref_batchsize": 32, "noise": curve, "until": 3}
-        simulate(CapacityTrace([0], [2], 100), controller, rule=rule, **options)
-
-    for use in (training, simulation):
-        for rule in (vbs.RootRule(), vbs.PowerRule(0.5), vbs.RootHalfLifeRule()):
-            use(rule)
-        for rule in (vbs.LinearRule(), vbs.PowerRule(0.6), vbs.ConstantRule(), vbs.AdaScaleRule(), vbs.AdamScaleRule()):
-            with pytest.raises(
-                ValueError, match=r"^Seesaw needs a rule that multiplies lr by the root of B / ref_batchs"
-            ):
-                use(rule)
+    for rule in (vbs.RootRule(), vbs.PowerRule(0.5), vbs.RootHalfLifeRule()):
+        training(rule)
+    for rule in (vbs.LinearRule(), vbs.PowerRule(0.6), vbs.ConstantRule(), vbs.AdaScaleRule(), vbs.AdamScaleRule()):
+        with pytest.raises(
+            ValueError, match=r"^Seesaw needs a rule that multiplies lr by the root of B / ref_batchsize"
+        ):
+            training(rule)

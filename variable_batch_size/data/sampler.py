@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch.utils.data import Sampler
 
-from variable_batch_size._validation import IntArray, check_int
+from variable_batch_size._validation import IntArray, check_int, type_error
 from variable_batch_size.backend import current_world
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.clock import Clock, Position
@@ -100,7 +100,11 @@ class CustomSampler(Sampler[list[int]]):
         self.world = world_of(rank, num_replicas)
         samples = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
         growing = None
-        if isinstance(trace, GrowingTrace) and not isinstance(trace, type):
+        if callable(trace):
+            raise type_error(
+                "trace must be a batch trace, or an AdaptiveTrace", trace, "put AdaptiveTrace(...) around it"
+            )
+        if isinstance(trace, GrowingTrace):
             growing = growing_at_start(trace, self.world.size, minibatch_size, samples, on_end)
         plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end) if growing is None else growing.growth.trace,

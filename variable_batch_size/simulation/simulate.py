@@ -136,7 +136,7 @@ def simulate(
         present=present(capacity),
         staying=announced(capacity, costs.notice),
         kills=overheads is not None,
-        sizes=_sizes(controller, start, bounds, every, delay, model),
+        sizes=_sizes(controller, start, bounds, every, delay, model.dataset_size),
         model=model,
         overheads=costs,
     )
@@ -160,19 +160,15 @@ def _sizes(
     bounds: tuple[int, int] | None,
     every: int | None,
     delay: int,
-    model: Model,
+    dataset_size: int | None,
 ) -> BatchSizes:
     """Return the batch sizes of a controller, or of a batch trace."""
-    dataset_size = model.dataset_size
     if callable(controller) and not isinstance(controller, type):
-        adaptive = AdaptiveTrace(controller, start, bounds, every=every, delay=delay)
-        adaptive.check_rules([model.rule])
-        return OfController(adaptive)
+        return OfController(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
     for value, name in ((start, "start"), (bounds, "bounds"), (every, "every"), (delay or None, "delay")):
         if value is not None:
             raise value_error(f"{name} must be left out with a trace", value, "pass it with a controller")
     if isinstance(controller, AdaptiveTrace):
-        controller.check_rules([model.rule])
         return OfController(controller if dataset_size is None else controller.within(dataset_size))
     trace = BatchTrace.of(controller)
     if dataset_size is not None and trace.max_batch_size > dataset_size:

@@ -242,7 +242,7 @@ class BatchTrace:
         if isinstance(source, (Sequence, np.ndarray)) and not isinstance(source, (bytes, bytearray, memoryview)):
             return cls.from_sizes(source, on_end=end)
         requirement = "trace must be a path, a BatchTrace, a sequence of ints, an int or a schedule string"
-        raise type_error(requirement, source, "pass one of these; a controller needs an AdaptiveTrace around it")
+        raise type_error(requirement, source, "pass one of these")
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the trace atomically as a CSV file with the columns `step` and `batchsize`, for `from_csv`.
