@@ -35,7 +35,8 @@ def small(every: int = 10, delay: int = 8, **options: Any) -> Setting:
 def build(setting: Setting, **options: Any) -> tuple[torch.nn.Linear, vbs.CustomSampler, vbs.CustomOptimizer]:
     torch.manual_seed(3)
     model = torch.nn.Linear(3, 1, bias=False).double()
-    sampler = vbs.CustomSampler(SAMPLES, setting.trace, 1, 0, setting.minibatch_size, seed=5, **options)
+    arguments = {"seed": 5, "fixed_shape": setting.fixed_shape} | options
+    sampler = vbs.CustomSampler(SAMPLES, setting.trace, 1, 0, setting.minibatch_size, **arguments)
     inner = torch.optim.SGD(model.parameters(), lr=0.003)
     return model, sampler, vbs.CustomOptimizer(inner, sampler, ref_batchsize=8, rule=setting.rule, **{"noise": None})
 

@@ -68,7 +68,7 @@ def train(
     dataset, line = TensorDataset(inputs, targets), torch.nn.Linear(10, 1).double()
     trace = vbs.AdaptiveTrace(noted, start=start, bounds=BOUNDS, every=10, delay=6)
     sampler = vbs.CustomSampler(
-        dataset, trace, num_replicas=1, rank=0, minibatch_size=MICROBATCH, seed=seed, max_updates=300
+        dataset, trace, num_replicas=1, rank=0, minibatch_size=MICROBATCH, seed=seed, max_updates=300, fixed_shape=False
     )
     optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(line.parameters(), lr=0.02), sampler, 16, noise="differenced")
     loader = DataLoader(dataset, batch_sampler=sampler)

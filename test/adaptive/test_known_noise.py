@@ -26,7 +26,7 @@ def batch_sizes(
     data -= data.mean(dim=0)
     weights = torch.nn.Parameter(torch.full((DIMENSION,), distance / DIMENSION**0.5, dtype=torch.float64))
     trace = vbs.AdaptiveTrace(controller, start=start, bounds=(8, 2000), every=20)
-    sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, minibatch_size=32, max_updates=updates)
+    sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, minibatch_size=32, max_updates=updates, fixed_shape=False)
     inner = torch.optim.SGD([weights], lr=0.0)
     optimizer = vbs.ConstantOptimizer(inner, sampler, ref_batchsize=64, noise=noise)
     for _ in vbs.remaining_epochs(sampler, optimizer):

@@ -24,7 +24,7 @@ def train(folder: Path, trace: Any, updates: int) -> None:
     """
     torch.manual_seed(2)
     model = nn.Linear(3, 1).double()
-    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=4, seed=7)
+    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=4, seed=7, fixed_shape=False)
     loader = DataLoader(TensorDataset(X, Y), batch_sampler=sampler)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     tracker = vbs.Tracker(folder / "runs")
