@@ -102,7 +102,7 @@ def simulate(
         typer.Option(
             help="Updates between two questions to a policy.",
             min=1,
-            show_default=f"{EVERY} if a policy reads the noise, else it is asked at starts",
+            show_default=f"{EVERY} if a policy reads the noise, else at the start and with other devices",
         ),
     ] = None,
     bounds: Annotated[

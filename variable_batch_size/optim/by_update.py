@@ -67,11 +67,10 @@ class Updates(Generic[T]):
         first = sampler.clock.step
         microbatches, ahead, known = iter(self._loader), 0, False
         for step in count(first):
-            # A growing trace may have moved the end of the epoch.
-            plan, epoch, _ = sampler.planning.known_plan(number, step, step - optimizer.updates + 1)
+            waiting = step - optimizer.updates  # updates that were read, but not made
+            plan, epoch, _ = sampler.planning.known_plan(number, step, waiting + 1)  # a growing trace may move its end
             if step == epoch.end_step:
                 break
-            waiting = step - optimizer.updates  # updates that were read, but not made
             if known and waiting > ahead:
                 raise RuntimeError(
                     f"every microbatch of an update must reach optimizer.step(), but update {optimizer.updates} is not "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 from uuid import uuid4
 
@@ -14,7 +14,7 @@ from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.user_line import stacklevel_of_user
-from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Decision, Facts, GrowingTrace, Growth, Question
+from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Facts, GrowingTrace, Growth, Question
 from variable_batch_size.tracker import Tracker
 
 _KEPT = 64  # answers in the store; hosts of devices that execute later may be some updates apart
@@ -67,7 +67,7 @@ class Deciding:
         trace = growing.trace
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
-            self._log(trace, growth.decisions[0], updates)
+            self._log(trace.scalars(growth.decisions[0]), updates)
         if trace.is_due(updates):
             growth = growth.with_question(Question(updates, self._facts()))
         while growth.questions and updates >= growth.questions[0].updates + READ_AFTER:
@@ -120,14 +120,14 @@ class Deciding:
             assert self._store is not None
             answer = self._store.get(str(self._number)).decode()
         known = trace.told(growth, answer, updates)
-        self._warn_if_unmeasured(trace.scalars(known.decisions[-1]).get("estimates"))
-        self._log(trace, known.decisions[-1], updates)
+        scalars = trace.scalars(known.decisions[-1])
+        self._warn_if_unmeasured(scalars.get("estimates"))
+        self._log(scalars, updates)
         return known
 
-    def _log(self, trace: GrowingTrace, decision: Decision, updates: int) -> None:
+    def _log(self, scalars: Mapping[str, float], updates: int) -> None:
         """Log a decision and what it was made from, on rank 0."""
         if self._tracker is not None and self._backend.world.rank == 0:
-            scalars = trace.scalars(decision)
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:
