@@ -11,10 +11,11 @@ SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py,$(wildcard b
 
 VENV := .venv
 NEWEST := .venv-newest
+INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
-.PHONY: help train test test-newest docs fuzz bench dist check-tag clean
+.PHONY: help train test test-newest test-integrations docs fuzz bench dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -22,6 +23,7 @@ help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make test         run ruff, mypy and all tests"
 	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
+	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras and jax"
 	@echo "make docs         build the documentation in build/docs"
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
 	@echo "make dist         build the wheel and the source distribution in dist/, and check them"
@@ -48,6 +50,12 @@ test-newest:
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
+
+# The newest versions of the trainers and of torch, apart from all other tests: none of them may be needed elsewhere.
+test-integrations:
+	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
+	$(INTEGRATIONS)/bin/python -m mypy variable_batch_size/integrations
+	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest $(ARGS) test/integrations docs/trainers
 
 docs: $(VENV)/.has-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs
@@ -77,7 +85,7 @@ check-tag:
 	"got the tag $(TAG) and the heading '$$(grep -m 1 '^## ' CHANGELOG.md)'" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extras of setup.cfg that each stamp file of .venv stands for.

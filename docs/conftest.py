@@ -12,9 +12,11 @@ from typing import Any
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
+from helpers.frameworks import missing
 from helpers.groups import pytest_xdist_make_scheduler  # noqa: F401
 
 DOCS = Path(__file__).parent
+TRAINERS = sorted((DOCS / "trainers").glob("*.md"))
 
 
 def quick_start(namespace: dict[str, Any]) -> None:
@@ -28,5 +30,6 @@ def quick_start(namespace: dict[str, Any]) -> None:
 pytest_collect_file = Sybil(
     parsers=[SkipParser(), PythonCodeBlockParser()],
     pattern="*.md",
+    excludes=[f"trainers/{page.name}" for page in TRAINERS if missing(page.stem)],
     setup=quick_start,
 ).pytest()

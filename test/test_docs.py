@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
 
 CONTROLLERS = DOCS / "_static" / "controllers.svg"
-MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "dist"}
+MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "test-integrations", "dist"}
 LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",

@@ -50,7 +50,8 @@ def read_matrix() -> dict[str, list[str]]:
 
 def targets(text: str) -> list[str]:
     """Return the targets of the make commands in `text`, without those that are files."""
-    return re.findall(r"\bmake ([a-z-]+)\b", text)
+    lines = re.findall(r"\bmake (?:--keep-going )?([a-z-]+(?: test-[a-z]+)*)", text)
+    return [target for line in lines for target in line.split()]
 
 
 def python_versions() -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 TOUR = "test/variable_train_mnist.py"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:

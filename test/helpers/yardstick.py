@@ -1,0 +1,161 @@
+"""The yardstick of the integrations: one training in float64, by hand, with one whole batch an update."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from helpers.processes import spawn
+from helpers.reference import batches
+from helpers.splitting import split_batch
+from helpers.twins import NoiseTwin
+
+SAMPLES, MICROBATCH, REF, EPOCHS = 203, 8, 16, 3
+TRACE = "0:24 3:10 9:37 12:9 18:50"
+SIZES = [*[24] * 3, *[10] * 6, *[37] * 3, *[9] * 6, *[50] * 20]
+ENDS = (11, 21, 26)  # the updates after which the epochs end
+UPDATES = ENDS[-1]
+FEATURES, CLASSES = 6, 5
+MAX_GRAD_NORM = 0.5
+
+Loss = Callable[[nn.Module, NDArray[np.int64]], Tensor]  # the mean loss over samples, given by their numbers
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    """The data: x, (203, 6) in float64, and the class of each sample, (203,)."""
+    rng = np.random.default_rng(3)
+    return torch.from_numpy(rng.normal(size=(SAMPLES, FEATURES))), torch.from_numpy(rng.integers(CLASSES, size=SAMPLES))
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """`samples()` as a map-style dataset."""
+
+    def __init__(self) -> None:
+        self.x, self.target = samples()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.target[index]
+
+
+def network(dropout: float = 0.0) -> nn.Sequential:
+    """A classifier in float64, with the same weights in each call."""
+    generator = torch.Generator().manual_seed(5)
+    middle: list[nn.Module] = [nn.Tanh(), nn.Dropout(dropout)] if dropout else [nn.Tanh()]
+    model = nn.Sequential(nn.Linear(FEATURES, 16), *middle, nn.Linear(16, CLASSES)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return model
+
+
+def mean_loss(model: nn.Module, indices: NDArray[np.int64]) -> Tensor:
+    """The mean cross entropy over these samples."""
+    x, target = samples()
+    return nn.functional.cross_entropy(model(x[indices]), target[indices])
+
+
+def by_hand(
+    model: nn.Module,
+    inner: Optimizer,
+    *,
+    loss: Loss = mean_loss,
+    rule: str = "root",
+    max_grad_norm: float | None = None,
+    scheduler: Any = None,
+    updates: int = UPDATES,
+    sizes: Sequence[int] = SIZES,
+    seed: int = 0,
+) -> list[float]:
+    """Train `model` in place, a whole batch an update, and return the loss of each update.
+
+    Args:
+        model: the model, in float64.
+        inner: its optimizer.
+        loss: the mean loss of a batch.
+        rule: "constant", "linear", "root" or "adascale", with `REF`.
+        max_grad_norm: maximum norm of a gradient.
+        scheduler: a scheduler of torch for `inner`, stepped after each update.
+        updates: how many.
+        sizes: the batch size of each update, for as many as it takes.
+        seed: that of the shuffle.
+    """
+    noise, losses = NoiseTwin(REF), []
+    for _, batch in zip(range(updates), batches(sizes, SAMPLES, seed), strict=False):
+        gain = math.nan
+        if rule == "adascale":
+            groups = []
+            for part in split_batch(batch, MICROBATCH):
+                inner.zero_grad()
+                loss(model, part).backward()
+                flat = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                groups.append((len(part), torch.cat(flat).numpy()))
+            gain = noise.update(groups)
+        k = len(batch) / REF
+        factor = {"constant": 1.0, "linear": k, "root": k**0.5, "adascale": gain}[rule]
+        inner.zero_grad()
+        value = loss(model, batch)
+        value.backward()
+        losses.append(value.item())
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        reference = [group["lr"] for group in inner.param_groups]
+        for group, lr in zip(inner.param_groups, reference, strict=True):
+            group["lr"] = lr * factor
+        inner.step()
+        for group, lr in zip(inner.param_groups, reference, strict=True):
+            group["lr"] = lr
+        if scheduler is not None:
+            scheduler.step()
+    return losses
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters in one vector, a copy."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def difference(model: nn.Module, expected: Tensor) -> float:
+    """The largest difference of a weight from `expected`, relative to the largest one there."""
+    return float((weights(model) - expected).abs().max() / expected.abs().max())
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy, to be trained by hand."""
+    return copy.deepcopy(model)
+
+
+def in_processes(function: Callable[..., None], world: int, folder: Path, *args: Any) -> None:
+    """Call `function(folder, *args)` in `world` processes that are ranks of a gloo group, also by their environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(_rank, (world, str(folder), port, function, args), world)
+
+
+def _rank(rank: int, world: int, folder: str, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    store = dist.FileStore(f"{folder}/store-{os.getppid()}-{port}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        function(Path(folder), *args)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""What the integrations share: settings, and a loader that reads another sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import variable_batch_size as vbs
+from helpers.yardstick import MICROBATCH, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, weights
+from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.integrations.versions import require_version
+
+MANY = 1_000
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(MANY))
+
+
+def dealt(**options: Any) -> vbs.CustomSampler:
+    settings = Settings(TRACE, sampler_options={"fixed_shape": False, **options})
+    return settings.sampler(Samples(), minibatch_size=MICROBATCH, num_replicas=1, rank=0)
+
+
+@pytest.mark.parametrize("rule", ["root", "linear", "adascale"])
+def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
+    model, twin = network(), network()
+    settings = Settings(TRACE, rule, REF, {"max_updates": UPDATES, "fixed_shape": False})
+    sampler = settings.sampler(Samples(), minibatch_size=MICROBATCH, num_replicas=1, rank=0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = settings.optimizer(inner, sampler, max_grad_norm=0.5)
+    loader = with_sampler(DataLoader(Samples(), batch_size=3), sampler)
+    for _ in vbs.remaining_epochs(sampler, optimizer):
+        for x, target in loader:
+            torch.nn.functional.cross_entropy(model(x), target).backward()
+            optimizer.step()
+    by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), rule=rule, max_grad_norm=0.5)
+    assert optimizer.updates == UPDATES
+    assert difference(model, weights(twin)) < 1e-13
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_loader_keeps_its_settings(kind: Any) -> None:
+    def collate(rows: list[Any]) -> Any:
+        return rows
+
+    sampler = dealt()
+    before = kind(Samples(), batch_size=4, shuffle=True, collate_fn=collate, num_workers=1, prefetch_factor=3)
+    loader = with_sampler(before, sampler)
+    assert type(loader) is kind
+    assert loader.batch_sampler is sampler
+    assert (loader.collate_fn, loader.num_workers, loader.prefetch_factor) == (collate, 1, 3)
+    state = torch.get_rng_state()
+    assert sum(map(len, with_sampler(kind(Samples(), collate_fn=collate), sampler))) == SAMPLES
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loader_without_batches_gets_them() -> None:
+    x, target = next(iter(with_sampler(DataLoader(Samples(), batch_size=None), dealt())))
+    assert x.shape == (MICROBATCH, 6)
+    assert target.shape == (MICROBATCH,)
+
+
+def test_iterable_datasets_are_refused() -> None:
+    for call in (lambda: with_sampler(DataLoader(Stream()), dealt()), lambda: Settings(8).sampler(Stream())):
+        with pytest.raises(TypeError, match=r"the dataset must have an index.*pass a map-style dataset"):
+            call()
+
+
+def test_options_that_the_trainer_determines_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sampler_options must be what no setting .*, got minibatch_size; leave it"):
+        dealt(minibatch_size=4)
+    with pytest.raises(TypeError, match="sampler_options must be a dict, got 3"):
+        Settings(8, sampler_options=3)  # type: ignore[arg-type]
+
+
+def test_versions_are_checked() -> None:
+    require_version("torch", "2.9", "transformers")
+    with pytest.raises(ImportError, match=r"this needs torch 99 or newer, but 2\..* is installed; run: pip install"):
+        require_version("torch", "99", "transformers")
+    with pytest.raises(ModuleNotFoundError, match=r"which is not installed; run: pip .*variable_batch_size\[keras\]"):
+        require_version("no-such-library", "1.0", "keras")

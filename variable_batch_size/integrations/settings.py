@@ -1,0 +1,94 @@
+"""What each integration is told: the trace, the rule, and further arguments of the sampler and of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.rules import Rule
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that integrations have in common.
+
+    Attributes:
+        trace: the trace of the global batch size, see `CustomSampler`.
+        rule: the learning-rate rule, see `CustomOptimizer`.
+        ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
+        sampler_options: further arguments of the `CustomSampler`.
+        optimizer_options: further arguments of the `CustomOptimizer`.
+
+    Raises:
+        TypeError: if the options are not mappings.
+    """
+
+    trace: TraceLike
+    rule: Rule | str | Sequence[Rule | str] = "constant"
+    ref_batchsize: int | None = None
+    sampler_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in "sampler_options", "optimizer_options":
+            if not isinstance(getattr(self, name), Mapping):
+                raise type_error(f"{name} must be a dict", getattr(self, name), 'pass {"seed": 1}, for example')
+
+    def sampler(self, dataset: object, **others: Any) -> CustomSampler:
+        """Return a sampler for a dataset.
+
+        Args:
+            dataset: the dataset.
+            **others: arguments that the framework's own settings determine, such as `minibatch_size`.
+
+        Raises:
+            TypeError: if the dataset has no index.
+            ValueError: if `sampler_options` has one of `others`.
+        """
+        check_indexed(dataset)
+        assert isinstance(dataset, Sized)
+        _check_apart(self.sampler_options, others, "sampler_options")
+        return CustomSampler(dataset, self.trace, **others, **self.sampler_options)
+
+    def optimizer(self, inner: Optimizer, sampler: CustomSampler, **others: Any) -> CustomOptimizer:
+        """Return the optimizer around `inner`.
+
+        Args:
+            inner: the optimizer that updates the weights.
+            sampler: the sampler that feeds the training.
+            **others: arguments that the framework's own settings determine, such as `max_grad_norm`.
+
+        Raises:
+            ValueError: if `optimizer_options` has one of `others`.
+        """
+        _check_apart(self.optimizer_options, others, "optimizer_options")
+        return CustomOptimizer(inner, sampler, self.ref_batchsize, rule=self.rule, **others, **self.optimizer_options)
+
+
+def check_indexed(dataset: object) -> None:
+    """Check that samples can be read by their index, which a sampler deals.
+
+    Raises:
+        TypeError: if they cannot, as those of an iterable dataset.
+    """
+    if isinstance(dataset, IterableDataset) or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
+        raise type_error(
+            "the dataset must have an index, because each rank is told which samples to read",
+            dataset,
+            "pass a map-style dataset, with __len__ and __getitem__, instead of an iterable one",
+        )
+
+
+def _check_apart(options: Mapping[str, Any], others: Mapping[str, Any], name: str) -> None:
+    if both := sorted(options.keys() & others.keys()):
+        raise value_error(
+            f"{name} must be what no setting of the trainer determines", " and ".join(both), "leave it out there"
+        )
