@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import variable_batch_size as vbs
 from helpers.adaptive_jobs import rank, train
 from helpers.processes import spawn
-from variable_batch_size.adaptive import NoiseScale, PerDevice
+from variable_batch_size.adaptive import Goodput, NoiseScale, PerDevice
 
 NOISE_SCALE = vbs.AdaptiveTrace(NoiseScale(2.0), start=8, bounds=(4, 64), every=5, delay=12)
 
@@ -55,6 +56,19 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
         assert float(row["decision/noise_scale"]) == pytest.approx(scale)
         if 0 < scale < 100:
             assert float(row["decision/batch_size"]) == min(max(round(2 * scale), 4), 64)
+
+
+def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
+    """What is measured depends on the machine: the record is replayed."""
+    trace = vbs.AdaptiveTrace(Goodput((8, 64)), start=16, every=5, delay=12)
+    weights, runs, _ = elastic(tmp_path, trace, [(2, 60)])
+    begins, sizes = runs
+    assert sizes[:2] == [16, 32]
+    record = vbs.BatchTrace.from_runs(sizes, [*(b - a for a, b in pairwise(begins)), 1000], on_end="hold")
+    again = tmp_path / "again"
+    again.mkdir()
+    replayed, _, _ = elastic(again, record, [(2, 60)])
+    assert all(torch.equal(weight, replayed[name]) for name, weight in weights.items())  # to the last bit
 
 
 def test_the_batch_follows_the_processes(tmp_path: Path) -> None:

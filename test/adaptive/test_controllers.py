@@ -205,16 +205,20 @@ def check_goodput(random: np.random.Generator) -> None:
     model = Throughput(number(1e-3, 1), number(1e-5, 1e-2), number(1e-3, 10), number(1e-4, 1), random.uniform(1, 10))
     sigma2, mu2, devices = number(1, 1e6), number(1e-3, 1e2), int(number(1, 100))
     microbatch = None if random.random() < 0.3 else int(number(1, 1000))
+    fixed = microbatch is not None and random.random() < 0.5
     low = int(number(1, 1000))
     high, reference, present = (int(low * number(1, 1000)) for _ in range(3))
     threshold = random.choice([0.0, 0.05, 0.5])
 
     def goodput(size: int) -> float:
         gain = adascale_gain(sigma2, mu2, size, reference)
-        return size / model.seconds(size, devices, microbatch, spread=False) * gain / (size / reference)
+        return (
+            size / model.seconds(size, devices, microbatch, spread=False, fixed_shape=fixed) * gain / (size / reference)
+        )
 
     controller = Goodput((low, high), threshold)
-    input = ControlInput(devices, present, microbatch, noise=Noise(sigma2, mu2), throughput=model)
+    noise = Noise(sigma2, mu2)
+    input = ControlInput(devices, present, microbatch, noise=noise, throughput=model, fixed_shape=fixed)
     sizes = controller.candidates(input).tolist()
     assert geometric(low, high) <= set(sizes)
     best = max(map(goodput, sizes))

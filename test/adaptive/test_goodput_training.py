@@ -57,7 +57,7 @@ class Noted:
 
 
 def train(
-    model: Throughput, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    model: Throughput, start: int, seed: int, monkeypatch: pytest.MonkeyPatch, *, fixed_shape: bool = False
 ) -> tuple[list[tuple[ControlInput, int]], vbs.BatchTrace]:
     """Train in one process, whose updates take the seconds of a model; return the answers and the batch sizes."""
     clock, noted = Clock(), Noted()
@@ -67,9 +67,8 @@ def train(
     targets = inputs.sum(1, keepdim=True) + 2 * torch.randn(4096, 1, dtype=torch.float64)
     dataset, line = TensorDataset(inputs, targets), torch.nn.Linear(10, 1).double()
     trace = vbs.AdaptiveTrace(noted, start=start, bounds=BOUNDS, every=10, delay=6)
-    sampler = vbs.CustomSampler(
-        dataset, trace, num_replicas=1, rank=0, minibatch_size=MICROBATCH, seed=seed, max_updates=300, fixed_shape=False
-    )
+    options = {"minibatch_size": MICROBATCH, "seed": seed, "max_updates": 300, "fixed_shape": fixed_shape}
+    sampler = vbs.CustomSampler(dataset, trace, num_replicas=1, rank=0, **options)
     optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(line.parameters(), lr=0.02), sampler, 16, noise="differenced")
     loader = DataLoader(dataset, batch_sampler=sampler)
     while not optimizer.done:
@@ -82,11 +81,11 @@ def train(
     return noted.answers, sampler.trace
 
 
-def goodput(size: int, input: ControlInput, model: Throughput) -> float:
+def goodput(size: int, input: ControlInput, model: Throughput, *, fixed_shape: bool = False) -> float:
     """Return the progress a second, up to a factor, if updates take the seconds of a model."""
     assert input.noise is not None
     sigma2, mu2 = max(input.noise.sigma2, 0.0), max(input.noise.mu2, 0.0)
-    return adascale_gain(sigma2, mu2, size, 1) / model.seconds(size, 1, MICROBATCH)
+    return adascale_gain(sigma2, mu2, size, 1) / model.seconds(size, 1, MICROBATCH, fixed_shape=fixed_shape)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -107,6 +106,19 @@ def test_it_explores_until_it_has_measured_and_then_decides(
     for input, size in decided[5:]:  # after it has measured what it was wrong about
         best = max(goodput(other, input, model) for other in range(*BOUNDS))
         assert goodput(size, input, model) > best / 1.06
+
+
+@pytest.mark.parametrize("start", [16, 300])
+def test_it_knows_what_microbatches_of_a_fixed_shape_cost(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch below the microbatch takes as long as a whole one, and 127 samples seven times as long as 128."""
+    model = Throughput(accum_base=0.01, accum_row=0.002)
+    answers, _ = train(model, start, 0, monkeypatch, fixed_shape=True)
+    decided = [(input, size) for input, size in answers if input.throughput is not None]
+    assert len(decided) > 15
+    for input, size in decided[5:]:
+        assert input.fixed_shape
+        best = max(goodput(other, input, model, fixed_shape=True) for other in range(*BOUNDS))
+        assert goodput(size, input, model, fixed_shape=True) > best / 1.06
 
 
 def test_those_that_read_the_throughput_say_so() -> None:

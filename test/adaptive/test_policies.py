@@ -79,16 +79,16 @@ def test_the_time_is_that_of_the_model(
     assert seconds >= rounds * accum * (1 - 1e-12)
 
 
-@given(st.integers(1, 3000), st.integers(1, 50), st.integers(1, 100), st.booleans())
+@given(st.integers(1, 3000), st.integers(1, 50), st.integers(1, 100), st.booleans(), st.booleans())
 def test_the_rows_are_those_of_the_busiest_rank(
-    batch_size: int, devices: int, minibatch_size: int, spread: bool
+    batch_size: int, devices: int, minibatch_size: int, spread: bool, fixed_shape: bool
 ) -> None:
-    split = cut(batch_size, minibatch_size, fixed_shape=False, min_microbatches=devices if spread else 1)
-    sizes = [split.locate(number)[1] for number in range(split.microbatches)]
+    split = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, min_microbatches=devices if spread else 1)
+    sizes = [minibatch_size if fixed_shape else split.locate(number)[1] for number in range(split.microbatches)]
     ranks = [sizes[rank::devices] for rank in range(devices)]
     busiest = max(ranks, key=lambda rank: (sum(rank), len(rank)))
     throughput = Throughput(accum_base=1.0, accum_row=0.25)
-    seconds = throughput.seconds(batch_size, devices, minibatch_size, spread=spread)
+    seconds = throughput.seconds(batch_size, devices, minibatch_size, spread=spread, fixed_shape=fixed_shape)
     assert seconds == len(busiest) + 0.25 * sum(busiest)
     assert throughput.seconds(batch_size, devices, spread=spread) == throughput.seconds(batch_size, devices)
 

@@ -78,7 +78,7 @@ class AdaptiveTrace:
             requirement = f"the bounds must include a multiple of multiple_of={self.multiple_of}"
             raise value_error(requirement, self.bounds, "change one of them")
         if self.start is not None:
-            object.__setattr__(self, "start", check_int(self.start, "start", low, high, "start within the bounds"))
+            object.__setattr__(self, "start", check_int(self.start, "start", low, high, "pass an integer within the bounds"))
             if self.start % self.multiple_of:
                 requirement = f"start must be a multiple of multiple_of={self.multiple_of}"
                 raise value_error(requirement, self.start, f"pass {self._allowed(self.start)}")
@@ -206,10 +206,10 @@ class AdaptiveTrace:
             raise value_error(requirement, self.bounds[1], "lower it, or use a larger dataset")
         return self
 
-    def begin(self, devices: int, minibatch_size: int) -> Growth:
+    def begin(self, devices: int, minibatch_size: int, *, fixed_shape: bool) -> Growth:
         """Return the growth at the beginning of a training."""
         noise = Noise(math.nan, math.nan) if self.needs_noise else None
-        decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise))
+        decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise, fixed_shape=fixed_shape))
         return Growth.of((), decisions, 0)
 
     def restored(self, state: dict[str, Any], devices: int, updates: int, step: int) -> Growth:
@@ -265,15 +265,14 @@ class AdaptiveTrace:
         """Return what measures the seconds of updates, if the controller needs them."""
         return UpdateStopwatch() if needs_throughput(self.controller) else None
 
-    def answer(self, growth: Growth, minibatch_size: int, stopwatch: Any) -> str:
+    def answer(self, growth: Growth, minibatch_size: int, stopwatch: Any, *, fixed_shape: bool) -> str:
         """Return the answer to the oldest question as text: a decision, or the error of the controller."""
         facts = growth.questions[0].read()
         try:
             throughput = None if stopwatch is None else stopwatch.throughput()
             noise = None if facts.noise is None else _noise(facts, growth.decisions[-1].batch_size)
-            input = ControlInput(
-                facts.devices, None, minibatch_size, facts.updates, facts.samples, facts.progress, noise, throughput
-            )
+            counts = facts.updates, facts.samples, facts.progress
+            input = ControlInput(facts.devices, None, minibatch_size, *counts, noise, throughput, fixed_shape)
             return json.dumps(plain_decision(self.decided(growth.decisions, input)))
         except Exception as error:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
@@ -305,7 +304,8 @@ class AdaptiveTrace:
             found["estimates"] = input.noise.updates
         if input.throughput is not None:
             parts = decision.batch_size, input.devices, input.minibatch_size
-            found["seconds"] = input.throughput.seconds(*parts, spread=not self.needs_noise)
+            cut = {"spread": not self.needs_noise, "fixed_shape": input.fixed_shape}
+            found["seconds"] = input.throughput.seconds(*parts, **cut)
         return found
 
 

@@ -32,6 +32,7 @@ class ControlInput:
         progress: how far the training is, in updates at `ref_batchsize`.
         noise: the gradient noise, with the gain of an update of `batch_size`; None if it is not measured.
         throughput: the time of an update; None if it is not known.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, see `CustomSampler`.
     """
 
     devices: int
@@ -42,6 +43,7 @@ class ControlInput:
     progress: float = 0.0
     noise: Noise | None = None
     throughput: Throughput | None = None
+    fixed_shape: bool = False
 
 
 class Controller(Protocol):

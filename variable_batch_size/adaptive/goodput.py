@@ -79,7 +79,8 @@ class Goodput:
 
         sizes = self.candidates(input)
         gains = adascale_gain(sigma2 / largest, mu2 / largest, sizes, 1)  # of their ratio; no division overflows
-        seconds = model.of_sizes(sizes, input.devices, input.minibatch_size, spread=False)  # so is the noise measured
+        cut = {"spread": False, "fixed_shape": input.fixed_shape}  # without spread: so is the noise measured
+        seconds = model.of_sizes(sizes, input.devices, input.minibatch_size, **cut)
         costs = seconds / gains  # (sizes,): of the progress of an update of one sample
         best = int(np.argmin(costs))  # the first one: of equal ones the smallest
         enough = (sizes == present) & (costs <= (1 + self.threshold) * costs[best])

@@ -10,7 +10,7 @@ from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.rules.base import Noise
 from variable_batch_size.trace.growing import Decision
 
-_NUMBERS = ("devices", "batch_size", "minibatch_size", "updates", "samples", "progress")
+_NUMBERS = ("devices", "batch_size", "minibatch_size", "updates", "samples", "progress", "fixed_shape")
 _VALUES = {"noise": Noise, "throughput": Throughput}
 
 
@@ -35,4 +35,4 @@ def plain_input(input: ControlInput) -> dict[str, Any]:
 def input_of(plain: dict[str, Any]) -> ControlInput:
     """Return the input whose `plain_input` this is."""
     values = {name: _VALUES[name](*plain[name]) for name in _VALUES if name in plain}
-    return ControlInput(**{name: plain[name] for name in _NUMBERS}, **values)
+    return ControlInput(**{name: plain[name] for name in _NUMBERS if name in plain}, **values)

@@ -56,7 +56,7 @@ class Seesaw:
         """Raise ValueError unless a rule multiplies the learning rate by the root of B / ref_batchsize."""
         if needs_noise(rule) or rule(RuleInput(batch_size=4, ref_batchsize=1)).lr != 2:
             requirement = "Seesaw needs a rule that multiplies lr by the root of B / ref_batchsize"
-            raise value_error(requirement, rule, 'pass rule="root"')
+            raise value_error(requirement, rule, 'use RootRuleOptimizer, or rule="root"')
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size at the samples so far, rounded.

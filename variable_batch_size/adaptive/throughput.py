@@ -12,6 +12,7 @@ import numpy.typing as npt
 from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
 from variable_batch_size.adaptive.fitting import fitted, measured_updates
 from variable_batch_size.adaptive.scalars import updates_in
+from variable_batch_size.data.microbatching import fixed_counts
 
 LEAST_SECONDS = 1e-15  # of a microbatch of one row: 2**53 updates, the most that are counted, take some seconds
 
@@ -78,7 +79,13 @@ class Throughput:
         return cls(accum_base=0.0, accum_row=1 / rate, net_base=seconds)
 
     def seconds(
-        self, batch_size: int, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+        self,
+        batch_size: int,
+        devices: int,
+        minibatch_size: int | None = None,
+        *,
+        spread: bool = True,
+        fixed_shape: bool = False,
     ) -> float:
         """Return the seconds of an update, which the device with the most rows determines.
 
@@ -88,15 +95,31 @@ class Throughput:
             minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
             spread: whether a batch of fewer microbatches than devices is split further, so that each device has a
                 share; a sampler does it unless the gradient noise is measured. Without `minibatch_size` it always is.
+            fixed_shape: whether every microbatch has exactly `minibatch_size` rows, see `CustomSampler`.
+
+        Raises:
+            TypeError: if a number is not an integer.
+            ValueError: if a number is < 1, or the shape is fixed without a `minibatch_size`.
         """
         size, number = check_int(batch_size, "batch_size", 1), check_int(devices, "devices", 1)
         rows = None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
-        return float(self.of_sizes(np.array(size), number, rows, spread=spread))
+        return float(self.of_sizes(np.array(size), number, rows, spread=spread, fixed_shape=fixed_shape))
 
     def of_sizes(
-        self, batch_sizes: IntArray, devices: int, minibatch_size: int | None = None, *, spread: bool = True
+        self,
+        batch_sizes: IntArray,
+        devices: int,
+        minibatch_size: int | None = None,
+        *,
+        spread: bool = True,
+        fixed_shape: bool = False,
     ) -> FloatArray:
         """Return the `seconds` of updates of these batch sizes, which may have any shape."""
+        if fixed_shape:
+            if minibatch_size is None:
+                raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
+            rounds = -(-fixed_counts(batch_sizes, minibatch_size) // devices)
+            return self.of_rounds(rounds * minibatch_size, minibatch_size, rounds, devices)
         largest = int(batch_sizes.max())
         most = batch_sizes if minibatch_size is None else min(minibatch_size, largest)
         least = min(devices, largest) if spread or minibatch_size is None else 1

@@ -110,6 +110,9 @@ def simulate(
     ] = None,
     devices_per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 1,
     microbatch: Annotated[int | None, typer.Option(help="Rows that a device computes at once.", min=1)] = None,
+    fixed_shape: Annotated[
+        bool, typer.Option("--fixed-shape", help="Each microbatch has exactly --microbatch rows, as with PyTorch/XLA.")
+    ] = False,
     dataset_size: Annotated[
         int | None, typer.Option(help="Samples of an epoch; by default there are none.", min=1)
     ] = None,
@@ -200,7 +203,9 @@ def simulate(
     traces = {name: capacity.slice(start, stop).scaled(scale_time) for name, capacity in traces.items()}
     policies = {name: parse_policy(name) for name in policy}
     rule = _rule(rule, noise, policies)
-    model, fitted = _throughput(samples_per_second, communication_seconds, throughput)
+    model, fitted = _throughput(
+        samples_per_second, communication_seconds, throughput, microbatch if fixed_shape else None
+    )
     overheads = _overheads(
         scale_time,
         restart=restart,
@@ -220,6 +225,7 @@ def simulate(
         "bounds": bounds,
         "every": EVERY if every is None and any(map(needs_noise, policies.values())) else every,
         "minibatch_size": microbatch,
+        "fixed_shape": fixed_shape,
         "dataset_size": dataset_size,
         "devices_per_node": devices_per_node,
         "overheads": overheads,
@@ -273,9 +279,12 @@ def _rule_of(name: str) -> Rule | None:
 
 
 def _throughput(
-    samples_per_second: float | None, communication_seconds: float, scalars: Path | None
+    samples_per_second: float | None, communication_seconds: float, scalars: Path | None, rows: int | None
 ) -> tuple[Throughput, FloatArray | None]:
-    """Return the time of an update and, if it is fitted to measured updates, these, (updates, 4)."""
+    """Return the time of an update and, if it is fitted to measured updates, these, (updates, 4).
+
+    `rows` are those of each microbatch; None: of each batch, as few as its microbatches can have.
+    """
     if scalars is None:
         model = throughput_of_rates(samples_per_second, communication_seconds)
         if model is None:
@@ -285,7 +294,7 @@ def _throughput(
     if samples_per_second is not None or communication_seconds:
         option = "--communication-seconds" if samples_per_second is None else "--samples-per-second"
         raise ValueError(f"--throughput takes the place of {option}, got both; leave out one of them")
-    measured = updates_in(scalars)
+    measured = updates_in(scalars, rows)
     return Throughput.fit(measured), measured
 
 

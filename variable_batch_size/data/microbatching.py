@@ -142,6 +142,19 @@ def microbatch_counts(batch_size: int, max_minibatch_size: int, *, fixed_shape: 
     return found[1:]
 
 
+def fixed_counts(batch_sizes: IntArray, minibatch_size: int) -> IntArray:
+    """Return the number of microbatches of steps with a fixed shape, for batch sizes of any shape.
+
+    >>> fixed_counts(np.array([27, 32, 33, 64]), 32)
+    array([4, 1, 2, 2])
+    """
+    left, found = batch_sizes, np.zeros_like(batch_sizes)
+    for divisor in divisors(minibatch_size):
+        times, left = np.divmod(left, divisor)
+        found = found + times
+    return found
+
+
 @lru_cache(maxsize=64)
 def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors of `number`, in descending order.

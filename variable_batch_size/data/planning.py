@@ -201,7 +201,7 @@ def _resumed_growth(trace: GrowingTrace, state: dict[str, Any], devices: int, da
 
 
 def growing_at_start(
-    trace: GrowingTrace, devices: int, minibatch_size: int, dataset_size: int, on_end: object
+    trace: GrowingTrace, devices: int, minibatch_size: int, dataset_size: int, on_end: object, *, fixed_shape: bool
 ) -> Growing:
     """Return a growing trace at the beginning of a training.
 
@@ -211,4 +211,5 @@ def growing_at_start(
     if on_end is not None:
         raise value_error("on_end must be left out with a trace that never ends", repr(on_end), "omit it")
     own = trace.for_training(check_int(dataset_size, "dataset_size", 1))
-    return Growing(own, own.begin(devices, check_int(minibatch_size, "minibatch_size", 1)))
+    rows = check_int(minibatch_size, "minibatch_size", 1)
+    return Growing(own, own.begin(devices, rows, fixed_shape=fixed_shape))

@@ -99,19 +99,21 @@ class CustomSampler(Sampler[list[int]]):
         super().__init__()
         self.world = world_of(rank, num_replicas)
         samples = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
+        fixed_shape = runs_on_xla() if fixed_shape is None else bool(fixed_shape)
         growing = None
         if callable(trace):
             raise type_error(
                 "trace must be a batch trace, or an AdaptiveTrace", trace, "put AdaptiveTrace(...) around it"
             )
         if isinstance(trace, GrowingTrace):
-            growing = growing_at_start(trace, self.world.size, minibatch_size, samples, on_end)
+            sizes = self.world.size, minibatch_size, samples
+            growing = growing_at_start(trace, *sizes, on_end, fixed_shape=fixed_shape)
         plan = Plan(
             trace=BatchTrace.of(trace, on_end=on_end) if growing is None else growing.growth.trace,
             dataset_size=samples,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
-            fixed_shape=runs_on_xla() if fixed_shape is None else bool(fixed_shape),
+            fixed_shape=fixed_shape,
             max_updates=max_updates,
             max_samples=max_samples,
         )

@@ -107,8 +107,8 @@ class Deciding:
         if oldest is not self._oldest:
             self._oldest, self._number, self._answer = oldest, self._number + 1, None
         if self._backend.world.rank == 0 and self._answer is None:
-            minibatch_size = self._loop.sampler.plan.minibatch_size
-            self._answer = trace.answer(growth, minibatch_size, self._stopwatch)
+            plan = self._loop.sampler.plan
+            self._answer = trace.answer(growth, plan.minibatch_size, self._stopwatch, fixed_shape=plan.fixed_shape)
             if self._store is not None:
                 self._store.set(str(self._number), self._answer)
                 self._store.delete_key(str(self._number - _KEPT))

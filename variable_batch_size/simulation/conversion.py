@@ -18,6 +18,7 @@ def to_batch_trace(
     throughput: Throughput,
     *,
     minibatch_size: int | None = None,
+    fixed_shape: bool = False,
     max_updates: int | None = None,
     on_end: OnEnd = "error",
 ) -> BatchTrace:
@@ -38,6 +39,7 @@ def to_batch_trace(
         controller: chooses the batch size; asked when the number of devices changes.
         throughput: the seconds of an update.
         minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as in a training with PyTorch/XLA.
         max_updates: number of updates after which the training ends; by default it ends with the capacity trace.
         on_end: what follows the last step of the batch trace.
 
@@ -52,6 +54,7 @@ def to_batch_trace(
         throughput=throughput,
         rule="constant",
         minibatch_size=minibatch_size,
+        fixed_shape=fixed_shape,
         until=limit,
         by="updates",
     )

@@ -172,9 +172,8 @@ class Engine:
     def _input(self, devices: int, chosen: int | None) -> ControlInput:
         done, model = self._position, self.model
         noise = model.noise_of(done.progress, done.updates, chosen)
-        return ControlInput(
-            devices, chosen, model.minibatch_size, done.updates, done.samples, done.progress, noise, model.throughput
-        )
+        counts = done.updates, done.samples, done.progress
+        return ControlInput(devices, chosen, model.minibatch_size, *counts, noise, model.throughput, model.fixed_shape)
 
     def _save(self, nodes: int, kill: float, blocking: bool) -> bool:
         """Write a checkpoint; return False if the training is killed before it is complete, and waits for it."""

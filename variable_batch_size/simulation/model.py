@@ -28,6 +28,7 @@ class Model:
         ref_batchsize: batch size at which progress is counted; None if the rule needs none.
         noise: the gradient noise by progress; None if it is not known.
         spread: whether each device gets a share of a batch of few microbatches, see `Throughput.seconds`.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows.
     """
 
     throughput: Throughput
@@ -38,6 +39,7 @@ class Model:
     ref_batchsize: int | None
     noise: NoiseCurve | None
     spread: bool = True
+    fixed_shape: bool = False
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # of (samples, devices)
 
     def devices(self, nodes: int) -> int:
@@ -66,7 +68,8 @@ class Model:
         """Return the seconds of an update."""
         key = batch_size, devices
         if key not in self._seconds:
-            self._seconds[key] = self.throughput.seconds(batch_size, devices, self.minibatch_size, spread=self.spread)
+            cut = {"spread": self.spread, "fixed_shape": self.fixed_shape}
+            self._seconds[key] = self.throughput.seconds(batch_size, devices, self.minibatch_size, **cut)
         return self._seconds[key]
 
     def noise_of(self, progress: float, updates: int, batch_size: int | None) -> Noise | None:

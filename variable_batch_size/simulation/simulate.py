@@ -49,6 +49,7 @@ def simulate(
     every: int | None = None,
     delay: int = 0,
     minibatch_size: int | None = None,
+    fixed_shape: bool = False,
     dataset_size: int | None = None,
     devices_per_node: int = 1,
     overheads: Overheads | None = None,
@@ -92,6 +93,7 @@ def simulate(
             and in a world of another size.
         delay: number of updates from a question to the first update with its answer, >= 0.
         minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as in a training with PyTorch/XLA.
         dataset_size: samples of an epoch, whose last update is shortened; by default there are no epochs.
         devices_per_node: number of devices of each node, >= 1.
         overheads: what interruptions and checkpoints cost; None: nothing interrupts the training.
@@ -104,7 +106,8 @@ def simulate(
     Raises:
         TypeError: if an argument has another type.
         ValueError: if an argument is not in its range, a batch is larger than the dataset, the rule needs
-            `ref_batchsize` or `noise` and there is none, or 2**53 updates end before the training.
+            `ref_batchsize` or `noise` and there is none, the shape is fixed without a `minibatch_size`, or 2**53
+            updates end before the training.
         TraceEndError: if a batch trace with `on_end="error"` ends before the training.
     """
     for value, name, kind in (
@@ -119,6 +122,8 @@ def simulate(
     check_choice(by, "by", get_args(Unit))
     goal = math.inf if until is None else check_positive(until, "until", "pass a positive number")
     costs = overheads or Overheads()
+    if fixed_shape and minibatch_size is None:
+        raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
     checked, reference = _checked_rule(rule, ref_batchsize, noise)
     model = Model(
         throughput,
@@ -129,6 +134,7 @@ def simulate(
         reference,
         noise,
         spread=not (needs_noise(checked) or needs_noise(controller)),
+        fixed_shape=bool(fixed_shape),
     )
     engine = Engine(
         end=min(capacity.end, goal) if by == "seconds" else capacity.end,

@@ -202,7 +202,7 @@ class GrowingTrace(Protocol):
         """Return the trace with batch sizes that the dataset has; raise ValueError if it cannot train."""
         ...
 
-    def begin(self, devices: int, minibatch_size: int) -> Growth:
+    def begin(self, devices: int, minibatch_size: int, *, fixed_shape: bool) -> Growth:
         """Return the growth at the beginning of a training."""
         ...
 
@@ -244,7 +244,7 @@ class GrowingTrace(Protocol):
         """Return what measures the seconds of updates; None if nobody needs them."""
         ...
 
-    def answer(self, growth: Growth, minibatch_size: int, stopwatch: Stopwatch | None) -> str:
+    def answer(self, growth: Growth, minibatch_size: int, stopwatch: Stopwatch | None, *, fixed_shape: bool) -> str:
         """Return the answer to the oldest question, as rank 0 tells it; it may be that it failed."""
         ...
 
