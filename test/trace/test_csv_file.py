@@ -281,7 +281,7 @@ def test_renumber_rejects_rows_that_pandas_would_repair(tmp_path, row, part):
 @pytest.mark.parametrize(("name", "error"), [("none.csv", FileNotFoundError), (".", IsADirectoryError)])
 def test_rejects_a_path_that_is_not_a_file(tmp_path, monkeypatch, name, error):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=rf"^trace must be a CSV file, got '{name}' \(.*\); correct the path, or"):
+    with pytest.raises(error, match=rf"^trace must be a CSV file, got '{name}' \(.*\); correct the path, pass"):
         BatchTrace.of(name)
 
 

@@ -78,7 +78,9 @@ class AdaptiveTrace:
             requirement = f"the bounds must include a multiple of multiple_of={self.multiple_of}"
             raise value_error(requirement, self.bounds, "change one of them")
         if self.start is not None:
-            object.__setattr__(self, "start", check_int(self.start, "start", low, high, "pass an integer within the bounds"))
+            object.__setattr__(
+                self, "start", check_int(self.start, "start", low, high, "pass an integer within the bounds")
+            )
             if self.start % self.multiple_of:
                 requirement = f"start must be a multiple of multiple_of={self.multiple_of}"
                 raise value_error(requirement, self.start, f"pass {self._allowed(self.start)}")
@@ -100,7 +102,14 @@ class AdaptiveTrace:
         Raises:
             TypeError, ValueError: if the answer is not an integer in [1, 2**53].
         """
-        return self._allowed(check_int(self.controller(input), "the batch size of the controller", 1, MAX_INT))
+        try:
+            answer = self.controller(input)
+        except (AttributeError, ValueError) as error:
+            explained = _explained(error, self.controller, input)
+            if explained is None:
+                raise
+            raise explained from error
+        return self._allowed(check_int(answer, "the batch size of the controller", 1, MAX_INT))
 
     def _allowed(self, size: int) -> int:
         """Return the nearest multiple within the bounds."""
@@ -161,9 +170,16 @@ class AdaptiveTrace:
 
     @property
     def description(self) -> str:
-        """What decides, in words that are the same on all ranks."""
-        limits = f"bounds={self.bounds}, multiple_of={self.multiple_of}"
-        return without_addresses(f"{self.controller!r}, start={self.start}, {limits}")
+        """What decides, and when, in words that are the same on all ranks."""
+        return f"{self._decides}, start={self.start}, {self._asked}"
+
+    @property
+    def _decides(self) -> str:
+        return without_addresses(f"{self.controller!r}, bounds={self.bounds}, multiple_of={self.multiple_of}")
+
+    @property
+    def _asked(self) -> str:
+        return f"every={self.every}, delay={self.delay}"
 
     @property
     def needs_noise(self) -> bool:
@@ -221,18 +237,19 @@ class AdaptiveTrace:
             updates: number of updates so far.
             step: the first step whose batch size may change.
         """
-        changed = state["decides"] != self.description
+        changed = state["decides"] != self._decides
         decisions = self.in_world(tuple(map(decision_of, state["decisions"])), devices, step, changed=changed)
         growth = Growth.of([(first, size) for first, size in state["runs"]], decisions, step)
         asked = [Facts(**facts)._replace(devices=devices) for facts in state["questions"]]
         return replace(growth, questions=tuple(map(Question.of, asked)), asked=updates)
 
     def warn_if_changed(self, state: dict[str, Any]) -> None:
-        """Warn if another controller decides than in the training whose `state_of` this is."""
-        if state["decides"] != self.description:
+        """Warn if another controller decides than in the training whose `state_of` this is, or at other updates."""
+        before, now = (state["decides"], state["asked"]), (self._decides, self._asked)
+        if before != now:
             warnings.warn(
-                f"The training goes on differently: its batch sizes were chosen by {state['decides']}, and are by "
-                f"{self.description} from now on",
+                f"The training goes on differently: its batch sizes were chosen by {', '.join(before)}, and are by "
+                f"{', '.join(now)} from now on",
                 UserWarning,
                 stacklevel=5,
             )
@@ -253,7 +270,8 @@ class AdaptiveTrace:
         decisions = [plain_decision(decision) for decision in growth.decisions]
         questions = [question.read()._asdict() for question in growth.questions]
         runs = [list(run) for run in growth.runs]
-        return {"runs": runs, "decisions": decisions, "questions": questions, "decides": self.description}
+        made = {"runs": runs, "decisions": decisions, "questions": questions}
+        return {**made, "decides": self._decides, "asked": self._asked}
 
     def known_until(self, growth: Growth) -> int | None:
         """Return the first step whose batch size is not known; None if all are."""
@@ -307,6 +325,20 @@ class AdaptiveTrace:
             cut = {"spread": not self.needs_noise, "fixed_shape": input.fixed_shape}
             found["seconds"] = input.throughput.seconds(*parts, **cut)
         return found
+
+
+def _explained(error: AttributeError | ValueError, controller: object, input: ControlInput) -> Exception | None:
+    """Return the error of a controller that does not expect what is not known; None if it is another one."""
+    name = without_addresses(str(controller))
+    if isinstance(error, AttributeError):
+        unknown = [part for part in ("noise", "throughput") if getattr(input, part) is None]
+        if error.obj is None and unknown:
+            requirement = f"{name} must say in its class what it reads: needs_noise = True, needs_throughput = True"
+            return AttributeError(f"{requirement}, got None as {' and '.join(unknown)} ({error}); add it")
+    elif input.noise is not None and math.isnan(input.noise.sigma2) and "NaN" in str(error):
+        requirement = f"{name} must return a batch size before the first estimate of the noise, too, when it is nan"
+        return value_error(requirement, error, "return input.batch_size, or a first size, if it is")
+    return None
 
 
 def _noise(facts: Facts, batch_size: int) -> Noise:

@@ -69,7 +69,7 @@ def _read_bytes(path: str) -> bytes:
     try:
         data = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip()
     except OSError as error:
-        remedy = f"correct the path, or pass a schedule like {EXAMPLE}"
+        remedy = f"correct the path, pass a schedule like {EXAMPLE}, or a controller in an AdaptiveTrace"
         raise type(error)(f"trace must be a CSV file, got {path!r} ({error.strerror}); {remedy}") from None
     try:
         data.decode()
