@@ -39,11 +39,20 @@ def lazy_index(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         elif not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
             return importlib.import_module(f"{package}.{name}")  # which sets the attribute
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_elsewhere(package, file, name)}")
         setattr(sys.modules[package], name, value)  # found without this function from now on
         return value
 
     return getattr_, lambda: sorted({*vars(sys.modules[package]), *public}), public
+
+
+def _elsewhere(package: str, file: str, name: str) -> str:
+    """Return where a name of a subpackage is found, as the end of an error; nothing is imported."""
+    for index in sorted(Path(file).parent.glob("*/__init__.py")) if name.isidentifier() and name[0] != "_" else ():
+        nodes = ast.walk(ast.parse(index.read_text(encoding="utf-8")))
+        if any(alias.name == name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names):
+            return f"; it is in {package}.{index.parent.name}"
+    return ""
 
 
 def _imports_for_type_checkers(file: str) -> list[ast.ImportFrom]:

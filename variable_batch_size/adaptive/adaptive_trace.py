@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from variable_batch_size._extras import import_extra
@@ -323,7 +323,7 @@ class AdaptiveTrace:
         if input.throughput is not None:
             parts = decision.batch_size, input.devices, input.minibatch_size
             cut = {"spread": not self.needs_noise, "fixed_shape": input.fixed_shape}
-            found["seconds"] = input.throughput.seconds(*parts, **cut)
+            found |= {"seconds": input.throughput.seconds(*parts, **cut), **asdict(input.throughput)}
         return found
 
 

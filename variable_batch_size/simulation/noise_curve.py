@@ -78,7 +78,7 @@ class NoiseCurve:
             OSError: if the file cannot be read.
             ValueError: if it has not the columns vbs/progress, vbs/sigma2 and vbs/mu2, or no row with an estimate.
         """
-        remedy = "log a training with noise=True, or with a rule that reads the noise"
+        remedy = 'log a training with noise="microbatches", or with a rule that reads the noise'
         columns = [column.tolist() for column in read_columns(path, COLUMNS, remedy).values()]
         rows = list(_estimates(zip(*columns, strict=True)))
         if not rows:
