@@ -399,10 +399,3 @@ def test_a_copy_of_a_sampler_goes_on_by_itself(copied: Callable[[vbs.CustomSampl
     sampler.set_epoch(1)
     assert list(other) == list(sampler)
     assert runs_of(other) == runs_of(sampler)
-
-
-def test_a_restored_training_warns_if_it_is_asked_at_other_updates_and_not_of_another_start() -> None:
-    state, weights, _ = trained(small(start=8), [(1, 30)])
-    part(small(start=9), World(), None, state, 40, weights)
-    with pytest.warns(UserWarning, match=r"chosen by .*, every=10, delay=8, and are by .*, every=7, delay=8 from now"):
-        part(small(start=8, every=7), World(), None, state, 40, weights)
