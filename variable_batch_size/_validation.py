@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Set
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the index imports this module, and nothing but the standard library
@@ -94,10 +94,11 @@ def check_bounds(value: object, name: str = "bounds") -> tuple[int, int]:
         TypeError: if they are not two integers.
         ValueError: if they are not in [1, 2**53] and in this order.
     """
-    if not (isinstance(value, Sequence) and len(value) == 2):
+    if not (isinstance(value, Collection) and not isinstance(value, Set) and len(value) == 2):
         raise type_error(f"{name} must be two integers", value, "pass (least, largest)")
-    low = check_int(value[0], f"the lower one of {name}", 1, MAX_INT)
-    return low, check_int(value[1], f"the upper one of {name}", low, MAX_INT)
+    lower, upper = value
+    low = check_int(lower, f"the lower one of {name}", 1, MAX_INT)
+    return low, check_int(upper, f"the upper one of {name}", low, MAX_INT)
 
 
 def check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 import variable_batch_size as vbs
 from helpers.adaptive_training import Setting, Wild, part, trained
-from variable_batch_size.adaptive import ControlInput
+from variable_batch_size.adaptive import (
+    Bounded,
+    ConstantBatch,
+    ControlInput,
+    Monotone,
+    NoiseScale,
+    PerDevice,
+    Smoothed,
+)
+from variable_batch_size.data import known_steps
+from variable_batch_size.testing import ThreadBackend, run_ranks
 from variable_batch_size.world import World
 
 
@@ -43,3 +59,78 @@ def test_a_restored_training_warns_if_it_is_asked_at_other_updates_and_not_of_an
     part(setting(9), World(), None, state, 40, weights)
     with pytest.warns(UserWarning, match=r"chosen by .*, every=10, delay=8, and are by .*, every=7, delay=8 from now"):
         part(setting(8, every=7), World(), None, state, 40, weights)
+
+
+@pytest.mark.parametrize("stop", [7, 30, 50])
+@pytest.mark.parametrize("every", [5, 50, None])
+def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, every: int | None) -> None:
+    before = vbs.AdaptiveTrace(ConstantBatch(16), every=every, delay=9)
+    after = vbs.AdaptiveTrace(Smoothed(NoiseScale(), 0.5), start=16, every=5, delay=9)
+    state, weights, _ = trained(Setting(before, 4, False, "linear"), [(1, stop)])
+    with pytest.warns(UserWarning, match="^The training goes on differently"):
+        _, _, runs = part(Setting(after, 4, False, "linear"), World(), None, state, 90, weights)
+    assert runs[0] == (0, 16)
+    assert len(runs) > 1
+
+
+@pytest.mark.parametrize("answer", [1e9, True, -5, 2**60, None, "a"])
+def test_what_a_composition_gets_is_checked_too(answer: Any) -> None:
+    for controller in Bounded(lambda i: answer, 4, 30), Smoothed(lambda i: answer, 0.5), Monotone(lambda i: answer):
+        with pytest.raises((TypeError, ValueError), match=r"^the batch size of the controller must be an integer"):
+            controller(ControlInput(1, 8))
+
+
+def test_ranks_are_told_what_their_controller_is() -> None:
+    def rank(backend: ThreadBackend) -> None:
+        kind = Setting(vbs.AdaptiveTrace(PerDevice(8), bounds=(1, 30 + backend.world.rank)), 4, False, "linear")
+        part(kind, backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
+
+    told = (
+        r"controller with its arguments, by a checksum, but it is .*\(here PerDevice\(samples=8\), bounds=\(1, 3[01]\)"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        run_ranks(rank, 2)
+
+
+def test_limits_that_the_dataset_sets_are_named() -> None:
+    def dealt(**options: Any) -> vbs.CustomSampler:
+        return vbs.CustomSampler(100, vbs.AdaptiveTrace(PerDevice(8), **options), num_replicas=1, rank=0)
+
+    with pytest.raises(ValueError, match=r"multiple_of must be at most the dataset's size of 100 samples, got 200"):
+        dealt(multiple_of=200)
+    with pytest.raises(ValueError, match=r"start must be at most the dataset's size of 100 samples, got 300"):
+        dealt(start=300)
+    assert dealt(bounds=np.array([1, 5])).max_batch_size == 5
+
+
+def test_a_reader_that_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_steps, "WARN_SECONDS", 0.0)
+    monkeypatch.setattr(known_steps, "_POLL_SECONDS", 0.001)
+    known = iter([False, False, False, True])
+    told: list[warnings.WarningMessage] = []
+
+    def read(steps: known_steps.KnownSteps) -> None:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            assert steps.wait_for(lambda: next(known), lambda: False)
+        told.extend(caught)
+
+    thread = threading.Thread(target=read, args=[known_steps.KnownSteps()], daemon=True)
+    thread.start()
+    thread.join()
+    assert len(told) == 1
+    assert "pass a larger delay to the AdaptiveTrace" in str(told[0].message)
+
+
+def test_an_abandoned_reader_ends_quietly() -> None:
+    errors: list[BaseException] = []
+
+    def read(steps: known_steps.KnownSteps) -> None:
+        try:
+            steps.wait_for(lambda: False, lambda: True)
+        except known_steps.AbandonedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, args=[known_steps.KnownSteps()], daemon=True)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1

@@ -24,6 +24,8 @@ from variable_batch_size.rules.adascale import measured_gain
 from variable_batch_size.rules.base import Noise, Rule, needs_noise
 from variable_batch_size.trace.growing import ADOPTED_AFTER, Decision, Decisions, Facts, Growth, Question, counting
 
+UNKNOWN = Noise(math.nan, math.nan)  # before the first estimate
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class AdaptiveTrace:
         """
         found: list[Decision] = []
         for decision in counting(decisions, step):
-            asked = decision.input
+            asked = None if decision.input is None else self._noted(decision.input)
             if asked is None:
                 allowed = self._allowed(decision.batch_size)
                 decision = decision if allowed == decision.batch_size else Decision(step, allowed)
@@ -161,6 +163,10 @@ class AdaptiveTrace:
                     decision = Decision(max(decision.begins, step), self.batch_size(asked), asked)
             found.append(decision)
         return tuple(found)
+
+    def _noted(self, asked: ControlInput) -> ControlInput:
+        """Return an input that has a noise if the controller reads it: without an estimate, if none was measured."""
+        return replace(asked, noise=UNKNOWN) if self.needs_noise and asked.noise is None else asked
 
     def is_due(self, updates: int) -> bool:
         """Return whether the controller is asked after so many updates."""
@@ -216,6 +222,10 @@ class AdaptiveTrace:
             ValueError: if the upper bound exceeds the dataset.
         """
         if self.bounds is None:
+            for value, name in (self.multiple_of, "multiple_of"), (self.start or 1, "start"):
+                if value > dataset_size:
+                    requirement = f"{name} must be at most the dataset's size of {dataset_size} samples"
+                    raise value_error(requirement, value, "lower it, or use a larger dataset")
             return replace(self, bounds=(1, dataset_size))
         if self.largest > dataset_size:
             requirement = f"the upper one of bounds must be at most the dataset's size of {dataset_size} samples"
@@ -224,8 +234,7 @@ class AdaptiveTrace:
 
     def begin(self, devices: int, minibatch_size: int, *, fixed_shape: bool) -> Growth:
         """Return the growth at the beginning of a training."""
-        noise = Noise(math.nan, math.nan) if self.needs_noise else None
-        decisions = self.first(ControlInput(devices, None, minibatch_size, noise=noise, fixed_shape=fixed_shape))
+        decisions = self.first(self._noted(ControlInput(devices, None, minibatch_size, fixed_shape=fixed_shape)))
         return Growth.of((), decisions, 0)
 
     def restored(self, state: dict[str, Any], devices: int, updates: int, step: int) -> Growth:
@@ -291,7 +300,7 @@ class AdaptiveTrace:
             noise = None if facts.noise is None else _noise(facts, growth.decisions[-1].batch_size)
             counts = facts.updates, facts.samples, facts.progress
             input = ControlInput(facts.devices, None, minibatch_size, *counts, noise, throughput, fixed_shape)
-            return json.dumps(plain_decision(self.decided(growth.decisions, input)))
+            return json.dumps(plain_decision(self.decided(growth.decisions, self._noted(input))))
         except Exception as error:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 

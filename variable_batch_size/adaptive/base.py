@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from variable_batch_size._validation import MAX_INT, type_error, value_error
+from variable_batch_size._validation import MAX_INT, check_int, type_error, value_error
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.rules.base import Noise, Rule, needs_noise
 
@@ -100,6 +100,14 @@ class OfAnother(ABC):
     def check_rule(self, rule: Rule) -> None:
         """Raise ValueError if the batch sizes of the other controller are not for a learning-rate rule."""
         check_rule_of(self.controller, rule)
+
+    def wanted(self, input: ControlInput) -> int:
+        """Return the batch size of the other controller.
+
+        Raises:
+            TypeError, ValueError: if that is not an integer in [1, 2**53].
+        """
+        return check_int(self.controller(input), "the batch size of the controller", 1, MAX_INT)
 
     @abstractmethod
     def __call__(self, input: ControlInput, /) -> int:

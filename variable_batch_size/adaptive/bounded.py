@@ -43,4 +43,4 @@ class Bounded(OfAnother):
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the controller, limited."""
-        return min(max(self.controller(input), self.low), self.high)
+        return min(max(self.wanted(input), self.low), self.high)

@@ -30,4 +30,4 @@ class Monotone(OfAnother):
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the controller, or the present one if that is larger."""
-        return max(self.controller(input), input.batch_size or 1)
+        return max(self.wanted(input), input.batch_size or 1)

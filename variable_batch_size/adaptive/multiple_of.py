@@ -40,5 +40,5 @@ class MultipleOf(OfAnother):
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the nearest multiple; of two, the larger one."""
-        nearest = (self.controller(input) + self.samples // 2) // self.samples
+        nearest = (self.wanted(input) + self.samples // 2) // self.samples
         return min(max(nearest, 1), MAX_INT // self.samples) * self.samples

@@ -47,7 +47,7 @@ class Smoothed(OfAnother):
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the geometric mean, at least one sample closer to the wanted batch size."""
-        wanted, present = self.controller(input), input.batch_size
+        wanted, present = self.wanted(input), input.batch_size
         if present is None:
             return wanted
         mean: float = present * (wanted / present) ** self.weight

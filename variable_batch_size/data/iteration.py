@@ -9,6 +9,7 @@ from typing import Protocol, final
 from variable_batch_size._validation import MAX_INT, IntArray
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Deal
+from variable_batch_size.data.known_steps import AbandonedError
 from variable_batch_size.data.planning import Planning
 from variable_batch_size.data.read_ahead import ReadAhead
 from variable_batch_size.world import World
@@ -122,9 +123,12 @@ class Iteration:
         end_step, planning = MAX_INT, self._source.planning
         if planning.growing is not None:
             ahead = self.counts.yielded - self.counts.stepped + 1
-            known = planning.known_plan(
-                self._epoch.number, self._next_step, ahead, abandoned=lambda: self.use is Use.STALE
-            )
+            try:
+                known = planning.known_plan(
+                    self._epoch.number, self._next_step, ahead, abandoned=lambda: self.use is Use.STALE
+                )
+            except AbandonedError:
+                raise StopIteration from None
             self.plan, self._epoch, end_step = known
         if self._next_step == self._epoch.end_step:
             if not (self.resumed and self.counts.stepped == 0 and self._next_epoch_is_due):

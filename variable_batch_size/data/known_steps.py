@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import final
 
 _POLL_SECONDS = 0.5  # after which a reader looks whether the training has ended
+WARN_SECONDS = 30.0  # of waiting
+
+
+class AbandonedError(Exception):
+    """Nobody reads what a waiting reader would read."""
 
 
 @final
@@ -40,12 +47,27 @@ class KnownSteps:
         Args:
             known: function that returns whether it is known.
             abandoned: function that returns whether nobody reads what this reader would read.
+
+        Raises:
+            AbandonedError: if nobody does.
         """
+        begun, warned = time.monotonic(), False
         with self._changed:
             while not known():
-                if self._is_in_vain() or abandoned():
+                if self._is_in_vain():
                     return False
+                if abandoned():
+                    raise AbandonedError
                 self._changed.wait(_POLL_SECONDS)
+                if not warned and time.monotonic() - begun > WARN_SECONDS:
+                    warned = True
+                    warnings.warn(
+                        f"A loader has waited {WARN_SECONDS:.0f} seconds in {threading.current_thread().name} for a "
+                        f"batch size that the training chooses; if the training waits for this thread, pass a larger "
+                        f"delay to the AdaptiveTrace (num_workers * prefetch_factor + 4 is always enough)",
+                        UserWarning,
+                        stacklevel=2,
+                    )
         return True
 
     def _is_in_vain(self) -> bool:

@@ -134,6 +134,7 @@ class Planning:
 
         Raises:
             RuntimeError: if the batch size can become known only after this call.
+            AbandonedError: if nobody reads what the caller would read.
         """
         while True:
             end = self.known_until  # before the plan, which the training may replace in between
@@ -186,8 +187,8 @@ class Planning:
         return RuntimeError(
             f"a loader must not read updates whose batch size is not chosen yet, but it reads update {step}, {ahead} "
             f"reads ahead of step(), and the batch sizes are known up to update {known_until - 1}; pass "
-            f"delay={max(delay + 1, ahead + ADOPTED_AFTER)} to the AdaptiveTrace (num_workers * prefetch_factor + 4 is "
-            f"always enough), or let the loader prefetch less"
+            f"delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace, which is always enough, here at least "
+            f"{max(delay + 1, ahead + ADOPTED_AFTER)}, or let the loader prefetch less"
         )
 
 

@@ -22,7 +22,10 @@ from variable_batch_size.optim.update import Updater
 
 _DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
 
+CONTROLLER = "controller with its arguments, by a checksum"
+
 _REMEDIES = {
+    "trace": "pass the same value on every rank; a controller must answer the same input in the same way on all",
     "parameters": "call vbs.broadcast_parameters(model) before the first update",
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
@@ -68,7 +71,9 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
     if backend.world.size > 1:
         of_update = facts_of_update(updater, inner, backend)  # before the sampler's, which noise has changed
         facts = {**loop.clock.state_dict(), **of_update, **facts_of_sampler(loop.sampler)}
-        check_same_on_all_ranks(facts, backend, updater.parameters[0].device)
+        growing = loop.sampler.planning.growing
+        words = {} if growing is None else {CONTROLLER: growing.trace.description}
+        check_same_on_all_ranks(facts, backend, updater.parameters[0].device, words)
         names = updater.gradient.step_means.names_of_step
         check_same_names(names, "log()", backend, updater.parameters[0].device)
         updater.gradient.agree()
@@ -76,13 +81,16 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
     updater.gradient.agreed = True
 
 
-def check_same_on_all_ranks(facts: Mapping[str, int], backend: Backend, device: torch.device) -> None:
+def check_same_on_all_ranks(
+    facts: Mapping[str, int], backend: Backend, device: torch.device, words: Mapping[str, str] | None = None
+) -> None:
     """Check that these integers are the same on every rank. Every rank has to call it.
 
     Args:
         facts: name -> integer in [0, 2**64), with the same names in the same order on every rank.
         backend: how ranks communicate.
         device: device on which they communicate.
+        words: what some of the integers stand for, on this rank.
 
     Raises:
         RuntimeError: if one differs; on every rank, with its name, two values, and a rank that has each.
@@ -92,9 +100,11 @@ def check_same_on_all_ranks(facts: Mapping[str, int], backend: Backend, device: 
     for rank in range(1, backend.world.size):
         for name, first, other in zip(facts, rows[0].tolist(), rows[rank].tolist(), strict=True):
             if first != other:
+                here = f" (here {words[name]})" if words and name in words else ""
+                remedy = _REMEDIES.get(name, "pass the same value on every rank")
                 raise RuntimeError(
                     f"all ranks must train with the same {name}, but it is {_from_digits(first)} on rank 0 and "
-                    f"{_from_digits(other)} on rank {rank}; {_REMEDIES.get(name, 'pass the same value on every rank')}"
+                    f"{_from_digits(other)} on rank {rank}{here}; {remedy}"
                 )
 
 
@@ -139,6 +149,7 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
     plan, samples, growing = sampler.plan, sampler.fingerprint(), sampler.planning.growing
     controller = "" if growing is None else growing.trace.description
     return {
+        CONTROLLER: zlib.crc32(controller.encode()),  # before the trace that it writes
         **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
         "trace": int(samples["trace"][:16], 16),
         "minibatch_size": plan.minibatch_size,
@@ -146,7 +157,6 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
         "max_updates": plan.max_updates or 0,
         "max_samples": plan.max_samples or 0,
         "minimum number of microbatches": sampler.min_microbatches,
-        "controller, with its limits, by a checksum": zlib.crc32(controller.encode()),
     }
 
 

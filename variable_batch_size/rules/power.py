@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -41,4 +42,8 @@ class PowerRule:
 
     def __call__(self, update: RuleInput) -> Scaling:
         """Return the factor k^exponent on lr."""
-        return Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
+        try:
+            lr = update.ratio**self.exponent
+        except OverflowError:
+            lr = math.inf  # which the optimizer refuses
+        return Scaling(lr=lr, progress=update.ratio)
