@@ -40,3 +40,71 @@ def test_it_makes_the_updates_of_whole_batches(name: str, rule: str, loader: boo
     assert model.custom_optimizer.updates == int(model.optimizer.iterations) == UPDATES
     print(name, rule, jobs.difference(model, want))
     assert jobs.difference(model, want) < 1e-12
+
+
+def test_the_optimizers_of_keras_compute_what_the_page_says() -> None:
+    for name, (make, twin_of) in jobs.OPTIMIZERS.items():
+        model, twin = jobs.variable(make()), network()
+        jobs.fit(model)
+        by_hand(twin, twin_of(twin.parameters()))
+        assert jobs.difference(model, flat(twin)) < (1e-12 if name == "SGD" else 1e-5)
+
+
+def test_keras_clips_the_gradient_of_a_whole_update() -> None:
+    model, twin = jobs.variable(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=MAX_GRAD_NORM)), network()
+    jobs.fit(model)
+    by_hand(twin, jobs.SGDTwin(twin.parameters(), 0.1, global_clipnorm=MAX_GRAD_NORM))
+    assert jobs.difference(model, flat(twin)) < 1e-7  # Keras' norm is in float32
+    by_hand(other := network(), jobs.SGDTwin(other.parameters(), 0.1))
+    assert jobs.difference(model, flat(other)) > 1e-2
+
+
+def test_schedules_of_keras_count_updates() -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=1, decay_rate=0.9)
+    optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
+    model, twin = jobs.variable(optimizer), network()
+    jobs.fit(model)
+    inner = jobs.SGDTwin(twin.parameters(), 0.1)
+    by_hand(twin, inner, scheduler=torch.optim.lr_scheduler.ExponentialLR(inner, 0.9))
+    assert jobs.difference(model, flat(twin)) < 1e-7  # Keras computes the schedule in float32
+    assert float(optimizer.learning_rate) == pytest.approx(0.1 * 0.9**UPDATES)
+    assert optimizer.get_config()["learning_rate"]["class_name"] == "ExponentialDecay"
+
+
+def test_the_rate_of_a_callback_and_of_a_function_is_scaled() -> None:
+    rates = [0.1 * 0.5**epoch for epoch in range(EPOCHS)]
+    scheduled = jobs.variable(keras.optimizers.SGD(0.1, momentum=0.9))
+    history = jobs.fit(scheduled, callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, _: rates[epoch])])
+    assert float(scheduled.optimizer.learning_rate) == rates[-1]
+    twin = network()
+    inner = jobs.SGDTwin(twin.parameters(), 0.1)
+    by_hand(twin, inner, scheduler=torch.optim.lr_scheduler.MultiStepLR(inner, ENDS[:2], 0.5))
+    assert jobs.difference(scheduled, flat(twin)) < 1e-12
+    logged = [rate * (size / 16) ** 0.5 for rate, size in zip(rates, (50, 50, 50), strict=True)]
+    print(history.history, logged)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "backup"])
+@pytest.mark.parametrize("stop", [5, 11, 14, 21, 24])
+def test_a_resume_after_any_update_changes_nothing(way: str, stop: int, tmp_path: Path) -> None:
+    def saved() -> Any:
+        if way == "checkpoint":
+            return VariableBatchCheckpoint(tmp_path / way, every=1)
+        return keras.callbacks.BackupAndRestore(tmp_path / way, save_freq=1)
+
+    make = jobs.OPTIMIZERS["SGD"][0]
+    whole = jobs.variable(make(), rule="adascale", dropout=0.3)
+    history = jobs.fit(whole)
+    first = jobs.variable(make(), rule="adascale", dropout=0.3)
+    with pytest.raises(jobs.Stop):
+        jobs.fit(first, callbacks=[saved(), jobs.StopAfter(stop)])
+    second = jobs.variable(make(), rule="adascale", dropout=0.3)
+    resumed = jobs.fit(second, callbacks=[saved()])
+    assert second.custom_optimizer.updates == int(second.optimizer.iterations) == UPDATES
+    assert jobs.difference(second, jobs.weights(whole)) == 0.0
+    assert resumed.epoch[-1] == EPOCHS - 1
+    print(stop, history.history["loss"], resumed.history["loss"], resumed.epoch)
+
+
+def test_an_adaptive_trace_lengthens_epochs(tmp_path: Path) -> None:
+    pass

@@ -87,7 +87,7 @@ class VariableBatchModel(Base):
         optimizer_options: Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        self._variable_batch = Training(settings)
+        self._variable_batch = Training(settings, self)
         if self.compiled:
             self._check_compiled()
 
@@ -224,7 +224,7 @@ class VariableBatchModel(Base):
                     self.compute_metrics(*rows)
             optimizer.step()
         update_loss(self, optimizer, size)
-        if training.after_update(self):
+        if training.after_update():
             merge_metrics(self, optimizer)
         return {**self.get_metrics_result(), **logs_of(optimizer, size)}
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, final
 
 import keras
+import torch
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
 
@@ -57,7 +58,10 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
                 f"VariableBatchCheckpoint needs a VariableBatchModel, got {type(self.model).__name__}; put "
                 f"VariableBatchModel(..., trace=...) around the model"
             )
-        self._checkpoint = Checkpoint(model=self.model, optimizer=training.optimizer, **self._options)
+        # By their order: Keras numbers the names of layers in a process.
+        variables = torch.nn.ParameterList([variable.value for variable in self.model.variables])
+        parts = {"model": variables, "optimizer": training.optimizer, "metrics": training.metrics}
+        self._checkpoint = Checkpoint(**parts, **self._options)
         if self._checkpoint.restore():
             training.restored()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Any
+from typing import Any, final
 
-import keras
 import torch
 
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 _UPDATES, _RANKS = 0x9E3779B1, 0x85EBCA6B  # odd numbers, so that seeds of updates and ranks are far apart
+_SEEDS = "seed_generator_state"  # the name of the variable of a keras.random.SeedGenerator
 
 
 def update_loss(model: Any, optimizer: CustomOptimizer, batch_size: int) -> None:
@@ -50,6 +50,11 @@ def logs_of(optimizer: CustomOptimizer, batch_size: int) -> dict[str, Any]:
     return logs
 
 
+def seeds_of(model: Any) -> list[Any]:
+    """Return the variables from which the layers draw: their seed, and how often they have drawn."""
+    return [variable for variable in model.non_trainable_variables if variable.name == _SEEDS]
+
+
 def set_seeds(model: Any, optimizer: CustomOptimizer) -> None:
     """Let the layers of each rank draw other numbers in each update, the same ones after a resume.
 
@@ -59,6 +64,38 @@ def set_seeds(model: Any, optimizer: CustomOptimizer) -> None:
     if world.size == 1:
         return
     number = (optimizer.updates * _UPDATES + world.rank * _RANKS) % 2**31
-    for variable in model.non_trainable_variables:
-        if variable.name == keras.random.SeedGenerator(0).state.name:
-            variable.assign([int(variable.value[0]), number])
+    for variable in seeds_of(model):
+        variable.assign([int(variable.value[0]), number])
+
+
+@final
+class EpochMetrics:
+    """The metrics of the epoch under way, for a checkpoint within it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._saved: list[torch.Tensor] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all metrics, of this rank but for the loss."""
+        return {str(n): v.value.detach().clone() for n, v in enumerate(self._model.metrics_variables)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state, for `restore`."""
+        self._saved = [state[str(number)] for number in range(len(state))]
+
+    def drop(self) -> None:
+        """Drop the state: it is that of an epoch that has ended."""
+        self._saved = None
+
+    def restore(self, rank: int) -> None:
+        """Set the metrics to the loaded state, once; of ranks but the first only the loss, which is that of all."""
+        if self._saved is None:
+            return
+        own = self._model.metrics_variables
+        loss = {id(v) for metric in self._model.metrics if metric.name == "loss" for v in metric.variables}
+        if [tuple(v.shape) for v in own] == [tuple(value.shape) for value in self._saved]:
+            for variable, value in zip(own, self._saved, strict=True):
+                if rank == 0 or id(variable) in loss:
+                    variable.assign(value.to(variable.value.device))
+        self._saved = None

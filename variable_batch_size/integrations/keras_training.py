@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from variable_batch_size._validation import value_error
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.keras_data import first_rows
+from variable_batch_size.integrations.keras_metrics import EpochMetrics, seeds_of
 from variable_batch_size.integrations.keras_optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -32,14 +33,17 @@ class Training:
 
     Attributes:
         settings: what the user has passed.
+        model: the model.
         sampler: the sampler; None before `fit`.
         optimizer: the optimizer; None before `fit`.
+        metrics: the metrics of the epoch under way, for a checkpoint.
         forward: computes the outputs and the loss of a microbatch, compiled if the user asks for it.
         state: saves and restores the position with the weights of the model.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, model: Any) -> None:
+        self.settings, self.model = settings, model
+        self.metrics = EpochMetrics(model)
         self.sampler: CustomSampler | None = None
         self.optimizer: CustomOptimizer | None = None
         self.forward: Any = None
@@ -75,14 +79,14 @@ class Training:
         self._loader = with_sampler(loader, self.sampler)
         return DataLoader(_Source(self), batch_size=None, collate_fn=_same, generator=torch.Generator())
 
-    def start(self, model: Any) -> None:
+    def start(self) -> None:
         """Create the optimizer, or continue with it; the model is built."""
         assert self.sampler is not None
         if self.optimizer is None:
-            if any(isinstance(layer, keras.layers.BatchNormalization) for layer in _layers(model)):
+            if any(isinstance(layer, keras.layers.BatchNormalization) for layer in _layers(self.model)):
                 self.sampler.attach(spread=False)  # its result depends on how a step is split
-            broadcast_parameters(model)
-            inner = KerasOptimizer(model.optimizer, model.trainable_variables)
+            broadcast_parameters(self.model)
+            inner = KerasOptimizer(self.model.optimizer, self.model.trainable_variables)
             self.optimizer = self.settings.optimizer(inner, self.sampler)
         elif self.optimizer.inside_step:  # the last fit() was interrupted
             self.optimizer.discard_step()
@@ -101,6 +105,8 @@ class Training:
         self._restorable = False
         if self._restored:
             clock = self._sampler.clock
+            if clock.finished:
+                self.metrics.drop()
             if clock.finished and not optimizer.done and optimizer.epoch == clock.epoch.number:
                 self._set_epoch(optimizer.epoch + 1)  # what ends an epoch came before the save, see keras_checkpoint.py
             self._offset = 0
@@ -118,10 +124,11 @@ class Training:
         self._set_epoch(max(epoch + self._offset, self._optimizer.epoch))
         clock = self._sampler.clock
         assert self._updates is not None
+        self.metrics.restore(self._sampler.world.rank)
         self._reading = iter(self._updates)
         return clock.epoch.end_step - clock.step
 
-    def after_update(self, model: Any) -> bool:
+    def after_update(self) -> bool:
         """Return whether the update was the last one of its epoch, which ends then."""
         optimizer = self._optimizer
         if not optimizer.sampler.clock.finished:
@@ -129,14 +136,14 @@ class Training:
         assert self._reading is not None
         next(self._reading, None)  # lets the loader end
         self._reading = None
-        self._ends_epoch = not (model.stop_training or optimizer.done)
-        model.stop_training = True
+        self._ends_epoch = not (self.model.stop_training or optimizer.done)
+        self.model.stop_training = True
         return True
 
-    def end_epoch(self, model: Any) -> None:
+    def end_epoch(self) -> None:
         """Let Keras go on after an epoch that `after_update` has ended."""
         if self._ends_epoch:
-            model.stop_training = self._ends_epoch = False
+            self.model.stop_training = self._ends_epoch = False
 
     def end(self) -> None:
         """Leave `fit`, also after an exception."""
@@ -149,13 +156,15 @@ class Training:
         else:
             yield from self._reading
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Move to a saved position, if a callback restores before the first epoch of a `fit`."""
+    def load(self, state: dict[str, Any]) -> bool:
+        """Move to a saved position and return True, if a callback restores before the first epoch of a `fit`."""
         if not self._restorable:
-            return
+            return False
         optimizer = self._optimizer
-        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state})
+        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state["vbs"]})
+        self.metrics.load_state_dict(state["metrics"])
         self._restored = True
+        return True
 
     def restored(self) -> None:
         """Note that a callback has moved the optimizer to a saved position."""
@@ -185,7 +194,7 @@ class Callbacks(keras.callbacks.CallbackList):
         super().__init__(callbacks, **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._training.start(self.model)
+        self._training.start()
         super().on_train_begin(logs)
         first = self._training.first_epoch(self._initial_epoch, self.params["epochs"])
         # "Can be set by callbacks in on_train_begin", says Keras' Trainer; BackupAndRestore does so.
@@ -196,7 +205,7 @@ class Callbacks(keras.callbacks.CallbackList):
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._training.end_epoch(self.model)
+        self._training.end_epoch()
         super().on_epoch_end(epoch, logs)
 
 
@@ -213,25 +222,32 @@ class _Source(IterableDataset[Any]):
 class PositionInWeights(keras.layers.Layer):
     """The position in the training among the weights that `save_weights` writes, and so `BackupAndRestore`.
 
-    It is found as an attribute of the model; a plain Keras model that loads the file ignores it.
+    Keras finds it as an attribute of the model; a plain model that loads the file ignores it. The seeds of the layers
+    go along, which Keras does not write.
     """
 
     def __init__(self, training: Training) -> None:
         super().__init__(name="variable_batch_size")
-        self._training = (training,)
+        self._training = training
 
     def save_own_variables(self, store: Any) -> None:
-        optimizer = self._training[0].optimizer
-        if optimizer is None or optimizer.inside_step:
+        training = self._training
+        if training.optimizer is None or training.optimizer.inside_step:
             return
+        seeds = [variable.value.detach().clone() for variable in seeds_of(training.model)]
+        state = {"vbs": training.optimizer.state_dict()["vbs"], "metrics": training.metrics.state_dict()}
         file = io.BytesIO()
-        torch.save(optimizer.state_dict()["vbs"], file)
+        torch.save({**state, "seeds": seeds}, file)
         store["position"] = np.frombuffer(file.getvalue(), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        if "position" in store.keys():  # noqa: SIM118 (a store of Keras, not a dict)
-            state = np.asarray(store["position"]).tobytes()
-            self._training[0].load(torch.load(io.BytesIO(state), weights_only=True))
+        training = self._training
+        if "position" not in store.keys():  # noqa: SIM118 (a store of Keras, not a dict)
+            return
+        state = torch.load(io.BytesIO(np.asarray(store["position"]).tobytes()), weights_only=True)
+        if training.load(state):
+            for variable, seed in zip(seeds_of(training.model), state["seeds"], strict=True):
+                variable.assign(seed.to(variable.value.device))
 
 
 def _layers(model: Any) -> Iterator[Any]:
