@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,20 @@ from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from helpers.keras_backend import keras
-from helpers.yardstick import CLASSES, EPOCHS, FEATURES, MICROBATCH, REF, TRACE, Samples, network, samples
+from helpers.yardstick import (
+    CLASSES,
+    EPOCHS,
+    FEATURES,
+    MAX_GRAD_NORM,
+    MICROBATCH,
+    REF,
+    TRACE,
+    UPDATES,
+    Samples,
+    by_hand,
+    network,
+    samples,
+)
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel
 
 
@@ -97,12 +111,23 @@ class StopAfter(keras.callbacks.Callback):
         super().__init__()
         self.updates = updates
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.model.custom_optimizer.updates == self.updates:
             raise Stop
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.on_train_batch_begin(0)
+
+
+class Seen(keras.callbacks.Callback):
+    """Keeps what Keras logs at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.on_train_batch_end(0)
+        self.seen.append(dict(logs or {}))
 
 
 # What Keras' optimizers compute, as torch optimizers for `by_hand`. ------------------------------------------------
@@ -165,3 +190,77 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Optimizer]]] = {
     "SGD": (lambda lr=0.1: keras.optimizers.SGD(lr, momentum=0.9), lambda p: SGDTwin(p, 0.1)),
     "AdamW": (lambda lr=0.01: keras.optimizers.AdamW(lr), lambda p: AdamWTwin(p, 0.01)),
 }
+
+
+# Jobs. -------------------------------------------------------------------------------------------------------------
+
+
+def expected(name: str, **options: Any) -> Tensor:
+    """The weights after one whole batch an update by hand."""
+    twin = Classifier()
+    by_hand(twin, Plain(twin, OPTIMIZERS[name][0]()), **options)
+    return weights(twin)
+
+
+def save(folder: Path, name: str, **values: Any) -> None:
+    """Write what a rank has found."""
+    torch.save(values, folder / f"{name}-{dist.get_rank()}.pt")
+
+
+def ranks_train(folder: Path) -> None:
+    """Each optimizer and rule; a resume after each of five updates; and an adaptive trace."""
+    with float64():
+        clip = {"max_grad_norm": MAX_GRAD_NORM}
+        for name, (make, _) in OPTIMIZERS.items():
+            for rule in "root", "adascale":
+                trained = variable(make(), rule=rule, optimizer_options=clip)
+                if dist.get_rank():
+                    trained.last.bias.assign_add(torch.ones(CLASSES))  # rank 0's weights count
+                history = fit(trained).history
+                save(folder, f"{name}-{rule}", weights=weights(trained), history=history)
+        make = OPTIMIZERS["SGD"][0]
+        whole = variable(make(), dropout=0.3)
+        logs = fit(whole).history
+        for stop in (5, 11, 14, 21, 24):
+            parts = folder / f"dropout-{stop}"
+            first = variable(make(), dropout=0.3)
+            try:
+                fit(first, callbacks=[VariableBatchCheckpoint(parts, every=1), StopAfter(stop)])
+            except Stop:
+                assert first.custom_optimizer.updates == stop
+            second = variable(make(), dropout=0.3)
+            resumed = fit(second, callbacks=[VariableBatchCheckpoint(parts, every=1)])
+            found = difference(second, weights(whole)), resumed.history["loss"][-1] - logs["loss"][-1]
+            save(folder, f"resumed-{stop}", found=found)
+
+
+@dataclass(frozen=True)
+class Sawtooth:
+    """A pure controller: 8 to 44 samples, by the number of updates."""
+
+    def __call__(self, input: Any) -> int:
+        return 8 + 12 * (input.updates // 3 % 4)
+
+
+def adaptive_trace() -> Any:
+    """A trace that a controller continues every 3 updates."""
+    return vbs.AdaptiveTrace(Sawtooth(), start=20, bounds=(8, 64), every=3, delay=4)
+
+
+def stopped(folder: Path, stop: int) -> None:
+    """Train until `stop`, with checkpoints."""
+    with float64():
+        try:
+            fit(variable(OPTIMIZERS["AdamW"][0]()), callbacks=[VariableBatchCheckpoint(folder, every=1), StopAfter(stop)])
+        except Stop:
+            return
+    raise AssertionError
+
+
+def resumed(folder: Path, name: str) -> None:
+    """Resume, in any world, and write the weights."""
+    with float64():
+        trained = variable(OPTIMIZERS["AdamW"][0]())
+        fit(trained, callbacks=[VariableBatchCheckpoint(folder, every=1)])
+        assert trained.custom_optimizer.updates == UPDATES
+        save(folder, name, weights=weights(trained))

@@ -24,19 +24,13 @@ def float64() -> Iterator[None]:
         yield
 
 
-def expected(name: str, **options: Any) -> torch.Tensor:
-    twin = jobs.Classifier()
-    by_hand(twin, jobs.Plain(twin, jobs.OPTIMIZERS[name][0]()), **options)
-    return jobs.weights(twin)
-
-
 @pytest.mark.parametrize("name", jobs.OPTIMIZERS)
 @pytest.mark.parametrize("rule", ["root", "adascale"])
 @pytest.mark.parametrize("loader", [False, True])
 def test_it_makes_the_updates_of_whole_batches(name: str, rule: str, loader: bool) -> None:
     model = jobs.variable(jobs.OPTIMIZERS[name][0](), rule=rule, optimizer_options={"max_grad_norm": MAX_GRAD_NORM})
     history = jobs.fit(model, loader=loader)
-    want = expected(name, rule=rule, max_grad_norm=MAX_GRAD_NORM)
+    want = jobs.expected(name, rule=rule, max_grad_norm=MAX_GRAD_NORM)
     assert model.custom_optimizer.updates == int(model.optimizer.iterations) == UPDATES
     print(name, rule, jobs.difference(model, want))
     assert jobs.difference(model, want) < 1e-12
@@ -106,5 +100,25 @@ def test_a_resume_after_any_update_changes_nothing(way: str, stop: int, tmp_path
     print(stop, history.history["loss"], resumed.history["loss"], resumed.epoch)
 
 
-def test_an_adaptive_trace_lengthens_epochs(tmp_path: Path) -> None:
-    pass
+def test_an_adaptive_trace_is_trained_to_the_end_of_each_epoch() -> None:
+    model = jobs.variable(jobs.OPTIMIZERS["SGD"][0](), trace=jobs.adaptive_trace(), dropout=0.0)
+    history = jobs.fit(model).history
+    updates = model.custom_optimizer.updates
+    sizes = [model.sampler.trace.batch_size(step) for step in range(updates)]
+    assert len({*sizes}) > 3
+    assert history["samples"] == [203, 406, 609]
+    twin = jobs.Classifier()
+    by_hand(twin, jobs.Plain(twin, jobs.OPTIMIZERS["SGD"][0]()), updates=updates, sizes=sizes)
+    assert jobs.difference(model, jobs.weights(twin)) < 1e-12
+
+
+def test_an_adaptive_trace_resumes(tmp_path: Path) -> None:
+    def made() -> Any:
+        return jobs.variable(jobs.OPTIMIZERS["SGD"][0](), trace=jobs.adaptive_trace(), rule="adascale", dropout=0.2)
+
+    jobs.fit(whole := made())
+    with pytest.raises(jobs.Stop):
+        jobs.fit(made(), callbacks=[VariableBatchCheckpoint(tmp_path, every=1), jobs.StopAfter(14)])
+    jobs.fit(second := made(), callbacks=[VariableBatchCheckpoint(tmp_path)])
+    assert jobs.difference(second, jobs.weights(whole)) == 0.0
+    assert second.custom_optimizer.updates == whole.custom_optimizer.updates
