@@ -7,6 +7,6 @@ import os
 os.environ["KERAS_BACKEND"] = "torch"
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-import keras  # noqa: E402
+import keras
 
 __all__ = ["keras"]

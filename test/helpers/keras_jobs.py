@@ -37,10 +37,12 @@ from variable_batch_size.integrations.keras import VariableBatchCheckpoint, Vari
 def float64() -> Iterator[None]:
     """Let Keras keep float64, which it does in no layer by default."""
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         yield
     finally:
         keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
 
 
 class Linear(keras.layers.Layer):
@@ -100,7 +102,7 @@ def fit(trained: Any, epochs: int = EPOCHS, loader: bool = False, **options: Any
     return trained.fit(x, target, batch_size=MICROBATCH, epochs=epochs, verbose=0, **options)
 
 
-class Stop(Exception):
+class StopError(Exception):
     """The end of a run that is interrupted."""
 
 
@@ -113,7 +115,7 @@ class StopAfter(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.model.custom_optimizer.updates == self.updates:
-            raise Stop
+            raise StopError
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.on_train_batch_begin(0)
@@ -226,7 +228,7 @@ def ranks_train(folder: Path) -> None:
             first = variable(make(), dropout=0.3)
             try:
                 fit(first, callbacks=[VariableBatchCheckpoint(parts, every=1), StopAfter(stop)])
-            except Stop:
+            except StopError:
                 assert first.custom_optimizer.updates == stop
             second = variable(make(), dropout=0.3)
             resumed = fit(second, callbacks=[VariableBatchCheckpoint(parts, every=1)])
@@ -251,8 +253,11 @@ def stopped(folder: Path, stop: int) -> None:
     """Train until `stop`, with checkpoints."""
     with float64():
         try:
-            fit(variable(OPTIMIZERS["AdamW"][0]()), callbacks=[VariableBatchCheckpoint(folder, every=1), StopAfter(stop)])
-        except Stop:
+            fit(
+                variable(OPTIMIZERS["AdamW"][0]()),
+                callbacks=[VariableBatchCheckpoint(folder, every=1), StopAfter(stop)],
+            )
+        except StopError:
             return
     raise AssertionError
 

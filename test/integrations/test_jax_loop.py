@@ -59,7 +59,7 @@ def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
     first, second = sampler(), sampler()
     params, velocity, _ = train(x, target, first, params, velocity, stop)
     second.load_state_dict(first.state_dict())
-    params, _, losses = train(x, target, second, params, velocity, UPDATES - stop)
+    params, _, _ = train(x, target, second, params, velocity, UPDATES - stop)
     assert all(np.array_equal(params[name], whole[name]) for name in NAMES)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from helpers import keras_jobs as jobs
 from helpers.keras_backend import keras
-from helpers.yardstick import ENDS, EPOCHS, MAX_GRAD_NORM, TRACE, UPDATES, by_hand, network
+from helpers.yardstick import ENDS, EPOCHS, MAX_GRAD_NORM, REF, SAMPLES, SIZES, UPDATES, by_hand, network
 from helpers.yardstick import weights as flat
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint
 
@@ -29,10 +29,9 @@ def float64() -> Iterator[None]:
 @pytest.mark.parametrize("loader", [False, True])
 def test_it_makes_the_updates_of_whole_batches(name: str, rule: str, loader: bool) -> None:
     model = jobs.variable(jobs.OPTIMIZERS[name][0](), rule=rule, optimizer_options={"max_grad_norm": MAX_GRAD_NORM})
-    history = jobs.fit(model, loader=loader)
+    jobs.fit(model, loader=loader)
     want = jobs.expected(name, rule=rule, max_grad_norm=MAX_GRAD_NORM)
     assert model.custom_optimizer.updates == int(model.optimizer.iterations) == UPDATES
-    print(name, rule, jobs.difference(model, want))
     assert jobs.difference(model, want) < 1e-12
 
 
@@ -74,8 +73,9 @@ def test_the_rate_of_a_callback_and_of_a_function_is_scaled() -> None:
     inner = jobs.SGDTwin(twin.parameters(), 0.1)
     by_hand(twin, inner, scheduler=torch.optim.lr_scheduler.MultiStepLR(inner, ENDS[:2], 0.5))
     assert jobs.difference(scheduled, flat(twin)) < 1e-12
-    logged = [rate * (size / 16) ** 0.5 for rate, size in zip(rates, (50, 50, 50), strict=True)]
-    print(history.history, logged)
+    last = [SAMPLES - sum(SIZES[begin : end - 1]) for begin, end in zip((0, *ENDS), ENDS, strict=False)]
+    effective = [rate * (size / REF) ** 0.5 for rate, size in zip(rates, last, strict=True)]
+    assert history.history["effective_learning_rate"] == pytest.approx(effective)
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "backup"])
@@ -88,16 +88,17 @@ def test_a_resume_after_any_update_changes_nothing(way: str, stop: int, tmp_path
 
     make = jobs.OPTIMIZERS["SGD"][0]
     whole = jobs.variable(make(), rule="adascale", dropout=0.3)
-    history = jobs.fit(whole)
+    history = jobs.fit(whole).history
     first = jobs.variable(make(), rule="adascale", dropout=0.3)
-    with pytest.raises(jobs.Stop):
+    with pytest.raises(jobs.StopError):
         jobs.fit(first, callbacks=[saved(), jobs.StopAfter(stop)])
     second = jobs.variable(make(), rule="adascale", dropout=0.3)
     resumed = jobs.fit(second, callbacks=[saved()])
     assert second.custom_optimizer.updates == int(second.optimizer.iterations) == UPDATES
     assert jobs.difference(second, jobs.weights(whole)) == 0.0
     assert resumed.epoch[-1] == EPOCHS - 1
-    print(stop, history.history["loss"], resumed.history["loss"], resumed.epoch)
+    assert resumed.history["loss"] == history["loss"][resumed.epoch[0] :]
+    assert resumed.history["accuracy"] == history["accuracy"][resumed.epoch[0] :]
 
 
 def test_an_adaptive_trace_is_trained_to_the_end_of_each_epoch() -> None:
@@ -117,7 +118,7 @@ def test_an_adaptive_trace_resumes(tmp_path: Path) -> None:
         return jobs.variable(jobs.OPTIMIZERS["SGD"][0](), trace=jobs.adaptive_trace(), rule="adascale", dropout=0.2)
 
     jobs.fit(whole := made())
-    with pytest.raises(jobs.Stop):
+    with pytest.raises(jobs.StopError):
         jobs.fit(made(), callbacks=[VariableBatchCheckpoint(tmp_path, every=1), jobs.StopAfter(14)])
     jobs.fit(second := made(), callbacks=[VariableBatchCheckpoint(tmp_path)])
     assert jobs.difference(second, jobs.weights(whole)) == 0.0

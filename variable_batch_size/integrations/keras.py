@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from variable_batch_size.integrations.versions import require_version
-
-require_version("keras", "3.10", "keras")
-
-_WAY_OUT = 'set os.environ["KERAS_BACKEND"] = "torch" before keras is imported'
-try:
-    import keras
-except ModuleNotFoundError as error:  # of its default backend
-    raise ImportError(f"this needs Keras on the torch backend, but {error}; {_WAY_OUT}") from error
-if keras.config.backend() != "torch":
-    raise ImportError(f"this needs Keras on the torch backend, but it runs on {keras.config.backend()}; {_WAY_OUT}")
 
 import torch
 from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.integrations.keras_backend import keras
 from variable_batch_size.integrations.keras_checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras_data import loader_of, split
 from variable_batch_size.integrations.keras_metrics import logs_of, merge_metrics, set_seeds, update_loss
@@ -38,7 +26,9 @@ from variable_batch_size.rules import Rule
 __all__ = ["VariableBatchCheckpoint", "VariableBatchModel"]
 
 if TYPE_CHECKING:
-    Base = keras.Model
+
+    class Base(keras.Model):
+        """A Keras model, to which the methods belong in the subclass that is made of the model's class."""
 else:
     Base = object
 
@@ -46,7 +36,7 @@ else:
 class VariableBatchModel(Base):
     """A Keras model whose `fit` follows a trace of batch sizes.
 
-    `VariableBatchModel(model, trace=...)` returns `model` itself, of a subclass of its class that has the same name: its
+    `VariableBatchModel(model, trace=...)` returns `model` itself, of a subclass of its class with the same name: its
     layers, weights, files and results stay as they are. A batch of Keras is then one update. `batch_size` of `fit` and
     of a DataLoader are the rows of a microbatch.
 
@@ -64,6 +54,7 @@ class VariableBatchModel(Base):
     """
 
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
+        """Return the model, of another class."""
         if isinstance(model, VariableBatchModel) or not isinstance(model, keras.Model):
             raise type_error(
                 "model must be a keras.Model without a trace", model, "pass keras.Sequential(...), for example"
@@ -74,7 +65,8 @@ class VariableBatchModel(Base):
                 f"{type(model).__name__}.train_step",
                 "override compute_loss instead, or write the loop",
             )
-        model.__class__ = _subclass(type(model))
+        kind: Any = type(model)
+        model.__class__ = _subclass(kind)
         return model
 
     def __init__(
@@ -126,11 +118,11 @@ class VariableBatchModel(Base):
         callbacks: Any = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: Any = True,
         class_weight: Mapping[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
-        steps_per_epoch: None = None,
+        steps_per_epoch: int | None = None,
         validation_batch_size: int | None = None,
         **options: Any,
     ) -> Any:
@@ -161,7 +153,7 @@ class VariableBatchModel(Base):
         if steps_per_epoch is not None:
             remedy = 'pass sampler_options={"max_updates": ...} to end the training earlier'
             raise value_error("an epoch uses each sample once, without steps_per_epoch", steps_per_epoch, remedy)
-        if not isinstance(shuffle, bool):
+        if shuffle not in (True, False):
             raise value_error("shuffle must be True or False", repr(shuffle), "pass one of them")
         if isinstance(callbacks, keras.callbacks.CallbackList):
             raise type_error("callbacks must be a list", callbacks, "pass its callbacks")
@@ -208,7 +200,7 @@ class VariableBatchModel(Base):
             raise RuntimeError(
                 "an update needs its microbatches, which only fit() reads; call fit() instead of train_on_batch()"
             )
-        optimizer.inner.read_learning_rate()
+        training.read_learning_rate()
         set_seeds(self, optimizer)
         size = optimizer.microbatch.batch_size
         for microbatch in data:
@@ -267,6 +259,8 @@ class VariableBatchModel(Base):
 
     def _check_compiled(self) -> None:
         check_optimizer(self.optimizer)
+        if self.steps_per_execution != 1:
+            raise value_error("steps_per_execution must be 1", self.steps_per_execution, "leave it out")
         for loss in keras.tree.flatten(self.loss):
             reduction = getattr(loss, "reduction", "mean")
             if reduction not in ("mean", "sum_over_batch_size"):
@@ -277,8 +271,8 @@ class VariableBatchModel(Base):
                 )
 
 
-@lru_cache(maxsize=None)
-def _subclass(kind: type) -> type:
+@cache
+def _subclass(kind: Any) -> type:
     """Return the class of a model with a trace; its name is the same, because Keras writes it."""
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (VariableBatchModel, kind), {**same, "from_config": kind.from_config})

@@ -7,10 +7,10 @@ import os
 from datetime import timedelta
 from typing import Any, final
 
-import keras
 import torch
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
+from variable_batch_size.integrations.keras_backend import keras
 
 
 @final
@@ -47,7 +47,9 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
             RuntimeError: before `fit`.
         """
         if self._checkpoint is None:
-            raise RuntimeError("the checkpoints must be open, but fit() has not begun, or has ended; use vbs.Checkpoint")
+            raise RuntimeError(
+                "the checkpoints must be open, but fit() has not begun, or has ended; use vbs.Checkpoint"
+            )
         return self._checkpoint
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-import keras
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.integrations.keras_backend import keras
 
 _NO_INDEX = "the data must have an index, because each rank is told which samples to read"
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-import keras
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.integrations.keras_backend import keras
 
 
 @final
@@ -43,7 +43,7 @@ class KerasOptimizer(Optimizer):
         self.param_groups[0]["lr"] = self._learning_rate()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients with the learning rate of the group."""
         gradients = [variable.value.grad for variable in self._variables]
         with self._at(self.param_groups[0]["lr"]):

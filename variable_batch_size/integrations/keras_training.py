@@ -6,13 +6,13 @@ import io
 from collections.abc import Iterator
 from typing import Any, final
 
-import keras
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.keras_backend import keras
 from variable_batch_size.integrations.keras_data import first_rows
 from variable_batch_size.integrations.keras_metrics import EpochMetrics, seeds_of
 from variable_batch_size.integrations.keras_optimizer import KerasOptimizer
@@ -48,6 +48,7 @@ class Training:
         self.optimizer: CustomOptimizer | None = None
         self.forward: Any = None
         self.state = PositionInWeights(self)
+        self._inner: KerasOptimizer | None = None
         self._shuffle = True
         self._offset = 0  # epochs that were trained before Keras' epoch 0
         self._reading: Iterator[list[Any]] | None = None  # the updates of the epoch under way
@@ -86,8 +87,8 @@ class Training:
             if any(isinstance(layer, keras.layers.BatchNormalization) for layer in _layers(self.model)):
                 self.sampler.attach(spread=False)  # its result depends on how a step is split
             broadcast_parameters(self.model)
-            inner = KerasOptimizer(self.model.optimizer, self.model.trainable_variables)
-            self.optimizer = self.settings.optimizer(inner, self.sampler)
+            self._inner = KerasOptimizer(self.model.optimizer, self.model.trainable_variables)
+            self.optimizer = self.settings.optimizer(self._inner, self.sampler)
         elif self.optimizer.inside_step:  # the last fit() was interrupted
             self.optimizer.discard_step()
         self._updates = updates(self._loader, self.optimizer)
@@ -100,6 +101,7 @@ class Training:
 
         Raises:
             RuntimeError: if the training has ended before.
+            ValueError: if the trace ends before the training does.
         """
         optimizer = self._optimizer
         self._restorable = False
@@ -117,6 +119,7 @@ class Training:
                 f"pass a longer trace, or larger max_updates or max_samples, and call compile()"
             )
         self._offset = max(0, optimizer.epoch - initial_epoch)
+        self._sampler.plan.check_trace(epochs + self._offset)
         return initial_epoch
 
     def begin_epoch(self, epoch: int) -> int:
@@ -127,6 +130,11 @@ class Training:
         self.metrics.restore(self._sampler.world.rank)
         self._reading = iter(self._updates)
         return clock.epoch.end_step - clock.step
+
+    def read_learning_rate(self) -> None:
+        """Take the learning rate of the next update from Keras."""
+        assert self._inner is not None
+        self._inner.read_learning_rate()
 
     def after_update(self) -> bool:
         """Return whether the update was the last one of its epoch, which ends then."""
@@ -194,6 +202,7 @@ class Callbacks(keras.callbacks.CallbackList):
         super().__init__(callbacks, **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Create the optimizer, let callbacks restore, and find the first epoch."""
         self._training.start()
         super().on_train_begin(logs)
         first = self._training.first_epoch(self._initial_epoch, self.params["epochs"])
@@ -201,10 +210,12 @@ class Callbacks(keras.callbacks.CallbackList):
         self.model._initial_epoch = first or None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tell the callbacks how many updates the epoch has."""
         self.set_params({**self.params, "steps": self._training.begin_epoch(epoch)})
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Let `stop_training` be what the user's callbacks have set."""
         self._training.end_epoch()
         super().on_epoch_end(epoch, logs)
 
@@ -231,6 +242,7 @@ class PositionInWeights(keras.layers.Layer):
         self._training = training
 
     def save_own_variables(self, store: Any) -> None:
+        """Write position, metrics and seeds."""
         training = self._training
         if training.optimizer is None or training.optimizer.inside_step:
             return
@@ -241,6 +253,7 @@ class PositionInWeights(keras.layers.Layer):
         store["position"] = np.frombuffer(file.getvalue(), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
+        """Restore them if `fit` begins."""
         training = self._training
         if "position" not in store.keys():  # noqa: SIM118 (a store of Keras, not a dict)
             return
