@@ -1,4 +1,4 @@
-"""What does an update in Keras cost with a trace, relative to Keras' own gradient accumulation with a constant batch?"""
+"""What does an update in Keras cost with a trace, relative to Keras' own accumulation with a constant batch?"""
 
 from __future__ import annotations
 

@@ -1,42 +1,23 @@
-"""What `fit` of a Keras model with a trace accepts, logs and refuses."""
+"""What `fit` of a Keras model with a trace accepts and logs."""
 
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from helpers import keras_jobs as jobs
 from helpers.keras_backend import keras
+from helpers.keras_plain import LOSS, X, Y, dense, fit, functional, made
 from helpers.pages import ROOT
-from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples, samples
+from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel
 from variable_batch_size.integrations.keras_data import class_weights
-
-LOSS = keras.losses.SparseCategoricalCrossentropy
-X, Y = (part.numpy().astype(kind) for part, kind in zip(samples(), ("float32", "int64"), strict=True))
-
-
-def dense(*middle: Any) -> Any:
-    return keras.Sequential([keras.layers.Dense(16, activation="tanh"), *middle, keras.layers.Dense(CLASSES)])
-
-
-def made(model: Any = None, optimizer: Any = "sgd", **options: Any) -> Any:
-    wrapped = VariableBatchModel(model or dense(), TRACE, "root", 16, {"fixed_shape": False, **options})
-    wrapped.compile(optimizer, LOSS(from_logits=True), metrics=["accuracy"])
-    return wrapped
-
-
-def fit(model: Any, epochs: int = 1, **options: Any) -> Any:
-    return model.fit(X, Y, batch_size=MICROBATCH, epochs=epochs, verbose=0, **options)
-
 
 # What it was without. ----------------------------------------------------------------------------------------------
 
@@ -61,11 +42,6 @@ class OwnModel(keras.Model):
 
     def call(self, x: Any) -> Any:
         return self.last(x)
-
-
-def functional() -> Any:
-    inputs = keras.Input((FEATURES,))
-    return keras.Model(inputs, keras.layers.Dense(CLASSES)(inputs))
 
 
 @pytest.mark.parametrize("make", [dense, functional, OwnModel])
@@ -262,15 +238,6 @@ def test_bfloat16_layers() -> None:
     assert model.trainable_variables[0].dtype == "float32"
 
 
-def test_float16_is_refused() -> None:
-    keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        with pytest.raises(ValueError, match=r"the loss must not be scaled.*mixed_bfloat16"):
-            made(dense())
-    finally:
-        keras.mixed_precision.set_global_policy("float32")
-
-
 def test_jit_compile_compiles_forward_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function.__name__) or function)
@@ -283,99 +250,6 @@ def test_jit_compile_compiles_forward_and_loss(monkeypatch: pytest.MonkeyPatch) 
     fit(model)
 
 
-# What is refused. --------------------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([])
-
-
-class Ready(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        return X[:8], Y[:8]
-
-
-@pytest.mark.parametrize("data", [Ready(), DataLoader(Stream(), 8), (pair for pair in [(X, Y)]), Samples()])
-def test_data_without_an_index_is_refused(data: Any) -> None:
-    with pytest.raises(TypeError, match=r"the data(set)? must have an index, .*; (pass|put) "):
-        made().fit(data)
-
-
-def test_arguments_that_contradict_the_trace_are_refused() -> None:
-    model = made()
-    with pytest.raises(ValueError, match=r"an epoch uses each sample once, without steps_per_epoch, got 5; pass"):
-        fit(model, steps_per_epoch=5)
-    with pytest.raises(ValueError, match=r"shuffle must be True or False, got 'batch'"):
-        fit(model, shuffle="batch")
-    with pytest.raises(ValueError, match=r"a DataLoader must have a batch_size"):
-        model.fit(DataLoader(Samples(), batch_sampler=[[0, 1]]))
-    with pytest.raises(ValueError, match=r"a DataLoader must yield \(x, y\).*got y besides it"):
-        model.fit(DataLoader(Samples(), 8), Y)
-    short = VariableBatchModel(dense(), [24] * 9)
-    short.compile("sgd", LOSS(from_logits=True))
-    with pytest.raises(ValueError, match=r"the trace must last until the training ends"):
-        fit(short, 2)
-    with pytest.raises(RuntimeError, match=r"train_on_batch\(\) was called"):
-        model.train_on_batch(X, Y)
-    fit(model)
-    with pytest.raises(ValueError, match=r"a training continues with the same .*\(203, 8, True\), got \(203, 16, True"):
-        model.fit(X, Y, batch_size=16)
-
-
-def test_what_compile_refuses() -> None:
-    for optimizer, loss, message in [
-        (keras.optimizers.SGD(gradient_accumulation_steps=4), "mse", "must have no gradient_accumulation_steps, got 4"),
-        (keras.optimizers.SGD(loss_scale_factor=4.0), "mse", "must have no loss_scale_factor, got 4.0"),
-        ("sgd", LOSS(reduction="sum"), "a loss must be a mean over the samples, got reduction='sum'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            VariableBatchModel(dense(), TRACE).compile(optimizer, loss)
-        model = dense()
-        model.compile(optimizer, loss)
-        with pytest.raises(ValueError, match=message):
-            VariableBatchModel(model, TRACE)
-    with pytest.raises(ValueError, match=r"steps_per_execution must be 1"):
-        VariableBatchModel(dense(), TRACE).compile("sgd", "mse", steps_per_execution=2)
-    with pytest.raises(TypeError, match=r"compile\(\) must get a Keras optimizer"):
-        VariableBatchModel(functional(), TRACE).compile(None, "mse")
-
-
-def test_what_is_no_model_of_keras_is_refused() -> None:
-    class Own(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            return {}
-
-    with pytest.raises(TypeError, match=r"model must be a keras.Model without a trace, got .*Linear"):
-        VariableBatchModel(torch.nn.Linear(2, 3), TRACE)
-    with pytest.raises(TypeError, match=r"model must be a keras.Model without a trace"):
-        VariableBatchModel(VariableBatchModel(dense(), TRACE), TRACE)
-    with pytest.raises(ValueError, match=r"the model must have the train_step of Keras.*Own.train_step; override"):
-        VariableBatchModel(Own(), TRACE)
-
-
-def test_masks_and_rules_for_other_hyperparameters_are_refused() -> None:
-    layers = [keras.layers.Embedding(10, 4, mask_zero=True), keras.layers.Dense(3)]
-    model = VariableBatchModel(keras.Sequential(layers), 8)
-    model.compile("sgd", LOSS(from_logits=True))
-    with pytest.raises(RuntimeError, match=r"the loss must be a mean over samples, but .* has a mask"):
-        model.fit(np.ones((16, 5), int), np.ones((16, 5), int), verbose=0)
-    model = VariableBatchModel(dense(), TRACE, "linear-momentum", 16)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS(from_logits=True))
-    with pytest.raises((TypeError, ValueError), match="use the linear rule instead"):
-        fit(model)
-
-
-def test_a_checkpoint_needs_a_trace(tmp_path: Path) -> None:
-    model = dense()
-    model.compile("sgd", LOSS(from_logits=True))
-    with pytest.raises(TypeError, match=r"VariableBatchCheckpoint needs a VariableBatchModel, got Sequential; put"):
-        fit(model, callbacks=[VariableBatchCheckpoint(tmp_path)])
-
-
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     class Values(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -386,14 +260,6 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("update-*")) == ["update-00000021", "update-00000026"]
     with pytest.raises(RuntimeError, match=r"the checkpoints must be open"):
         _ = saves.checkpoint
-
-
-def test_another_backend_is_refused() -> None:
-    lines = "import variable_batch_size.integrations.keras"
-    for backend, found in ("jax", "it runs on jax"), ("tensorflow", "No module named 'tensorflow'"):
-        environment = {"KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)}
-        ran = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=environment)
-        assert f"ImportError: this needs Keras on the torch backend, but {found}; set os.environ" in ran.stderr
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
