@@ -1,0 +1,62 @@
+"""What does an update in Keras cost with a trace, relative to Keras' own accumulation with a constant batch?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras as keras_library
+import numpy as np
+import torch
+
+from records import spread
+from results import record
+from variable_batch_size.integrations.keras import VariableBatchModel
+
+ROWS, MICROBATCHES, UPDATES, WIDTH = 32, 4, 8, 1024
+
+
+def keras(pairs: int = 31) -> None:
+    """Print and record the ratio: fits of a few updates of both sides, interleaved."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS * MICROBATCHES * UPDATES, 784)).astype("float32")
+    y = rng.integers(10, size=len(x))
+
+    def side(*, trace: bool) -> Callable[[], float]:
+        layers = [keras_library.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
+        model: Any = keras_library.Sequential([keras_library.Input((784,)), *layers, keras_library.layers.Dense(10)])
+        accumulation = {} if trace else {"gradient_accumulation_steps": MICROBATCHES}
+        if trace:
+            model = VariableBatchModel(model, ROWS * MICROBATCHES, "root", ROWS)
+        optimizer = keras_library.optimizers.SGD(1e-3, momentum=0.9, **accumulation)
+        model.compile(optimizer, keras_library.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+        def block() -> float:
+            begin = time.perf_counter()
+            model.fit(x, y, batch_size=ROWS, verbose=0)
+            return time.perf_counter() - begin
+
+        return block
+
+    with_trace, plain = side(trace=True), side(trace=False)
+    for _ in range(2):
+        with_trace(), plain()
+    ratios = []
+    for pair in range(pairs):
+        if pair % 2:
+            first, second = with_trace(), plain()
+        else:
+            second, first = plain(), with_trace()
+        ratios.append(first / second)
+    record(
+        "What does an update cost in a trainer, relative to the trainer alone?",
+        "Keras / its gradient accumulation",
+        spread(ratios),
+        on=f"{MICROBATCHES} microbatches of {ROWS}, 3 layers of {WIDTH}",
+        where="CPU, 1 process, 1 thread",
+    )

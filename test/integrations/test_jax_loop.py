@@ -1,0 +1,68 @@
+"""The loop in JAX of examples/trainers: against one whole batch an update by hand, and each function compiled once."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.pages import ROOT
+from helpers.yardstick import MICROBATCH, SAMPLES, TRACE, UPDATES, by_hand, network, samples
+
+EXAMPLE = str(ROOT / "examples" / "trainers" / "jax_loop.py")
+NAMES = ("w1", "b1", "w2", "b2")
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def sampler() -> vbs.CustomSampler:
+    return vbs.CustomSampler(SAMPLES, TRACE, 1, 0, MICROBATCH, fixed_shape=True)
+
+
+def begin() -> tuple[Any, Any, Any, Any]:
+    x, target = (part.numpy() for part in samples())
+    params = {name: p.detach().numpy().T for name, p in zip(NAMES, network().parameters(), strict=True)}
+    return x, target, params, {name: np.zeros_like(value) for name, value in params.items()}
+
+
+def difference(params: Any, twin: torch.nn.Module) -> float:
+    pairs = zip((params[name] for name in NAMES), twin.parameters(), strict=True)
+    return max(float(np.abs(np.asarray(own).T - p.detach().numpy()).max()) for own, p in pairs)
+
+
+def test_it_makes_the_updates_of_whole_batches_with_one_compilation_of_each_function() -> None:
+    example = runpy.run_path(EXAMPLE)
+    x, target, params, velocity = begin()
+    params, _, losses = example["train"](x, target, sampler(), params, velocity, UPDATES)
+    twin = network()
+    expected = by_hand(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9))
+    assert difference(params, twin) < 1e-12
+    assert losses == pytest.approx(expected, abs=1e-12)
+    assert {name: example[name]._cache_size() for name in ("accumulate", "update")} == {"accumulate": 1, "update": 1}
+
+
+@pytest.mark.parametrize("stop", [5, 11, 14, 21, 24])
+def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
+    train = runpy.run_path(EXAMPLE)["train"]
+    whole = train(*begin()[:2], sampler(), *begin()[2:], UPDATES)[0]
+    x, target, params, velocity = begin()
+    first, second = sampler(), sampler()
+    params, velocity, _ = train(x, target, first, params, velocity, stop)
+    second.load_state_dict(first.state_dict())
+    params, _, _ = train(x, target, second, params, velocity, UPDATES - stop)
+    assert all(np.array_equal(params[name], whole[name]) for name in NAMES)
+
+
+def test_the_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(EXAMPLE, run_name="__main__")
+    assert "update 32" in capsys.readouterr().out

@@ -1,0 +1,267 @@
+"""What `fit` of a Keras model with a trace accepts and logs."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from helpers import keras_jobs as jobs
+from helpers.keras_backend import keras
+from helpers.keras_plain import LOSS, X, Y, dense, fit, functional, made
+from helpers.pages import ROOT
+from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples
+from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel
+from variable_batch_size.integrations.keras_data import class_weights
+
+# What it was without. ----------------------------------------------------------------------------------------------
+
+
+def test_without_a_trace_keras_makes_an_update_of_each_microbatch() -> None:
+    with jobs.float64():
+        sampler = jobs.vbs.CustomSampler(SAMPLES, TRACE, 1, 0, MICROBATCH, fixed_shape=False)
+        model = jobs.Classifier()
+        model.compile(jobs.OPTIMIZERS["SGD"][0]())
+        model.fit(DataLoader(Samples(), batch_sampler=sampler), epochs=3, verbose=0, shuffle=False)
+        assert int(model.optimizer.iterations) == 93
+        assert jobs.difference(model, jobs.expected("SGD")) > 1
+
+
+# The model. --------------------------------------------------------------------------------------------------------
+
+
+class OwnModel(keras.Model):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.last = keras.layers.Dense(CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.last(x)
+
+
+@pytest.mark.parametrize("make", [dense, functional, OwnModel])
+def test_a_model_stays_what_it_is(make: Any, tmp_path: Path) -> None:
+    plain = make()
+    kind = type(plain)
+    model = made(plain)
+    assert model is plain
+    assert isinstance(model, VariableBatchModel)
+    assert isinstance(model, kind)
+    fit(model, callbacks=[keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True)])
+    other = make()
+    other(X[:1])
+    other.load_weights(tmp_path / "1.weights.h5")
+    assert np.array_equal(other.predict(X, verbose=0), model.predict(X, verbose=0))
+    with keras.saving.custom_object_scope({"OwnModel": OwnModel}):
+        model.save(tmp_path / "model.keras")
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded) is kind
+    assert np.array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+    assert isinstance(model, VariableBatchModel)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(loaded.evaluate(X, Y, verbose=0))
+
+
+def test_a_copy_has_no_trace() -> None:
+    model = made(functional())
+    assert not isinstance(keras.models.clone_model(model), VariableBatchModel)
+
+
+# What is counted and logged. ---------------------------------------------------------------------------------------
+
+
+def test_batches_of_keras_are_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    class Batches(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches: list[list[int]] = []
+            self.sizes: list[int] = []
+            self.steps: list[int] = []
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.batches.append([])
+            self.steps.append(self.params["steps"])
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches[-1].append(batch)
+            self.sizes.append(logs["batch_size"])
+
+    model, seen = made(), Batches()
+    history = model.fit(X, Y, batch_size=MICROBATCH, epochs=3, verbose=2, callbacks=[seen]).history
+    assert seen.steps == [len(epoch) for epoch in seen.batches] == [11, 10, 5]
+    assert seen.batches[1] == [*range(10)]
+    assert sum(seen.sizes) == 3 * SAMPLES
+    assert all(size == SIZES[step] for step, size in enumerate(seen.sizes) if step + 1 not in ENDS)
+    assert history["samples"] == [SAMPLES, 2 * SAMPLES, 3 * SAMPLES]
+    assert history["effective_learning_rate"][-1] == pytest.approx(0.01 * (seen.sizes[-1] / 16) ** 0.5)
+    printed = capsys.readouterr().out
+    assert [f"{number}/{number}" in printed for number in (11, 10, 5)] == [True] * 3
+    assert "Epoch 3/3" in printed
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_loss_and_metrics_are_those_of_the_samples(fixed_shape: bool) -> None:
+    model = made(optimizer=keras.optimizers.SGD(0.0), fixed_shape=fixed_shape)
+    history = fit(model, validation_data=(X, Y)).history
+    assert history["loss"] == pytest.approx(history["val_loss"], rel=1e-5)
+    assert history["accuracy"] == pytest.approx(history["val_accuracy"], rel=1e-5)
+
+
+def test_noise_and_norm_are_logged_where_they_are_measured() -> None:
+    options = {"rule": "adascale", "ref_batchsize": 16, "optimizer_options": {"grad_norm": True}}
+    model = VariableBatchModel(dense(), TRACE, **options)
+    model.compile("sgd", LOSS(from_logits=True))
+    history = fit(model).history
+    assert history["grad_norm"][0] > 0
+    assert history["noise_scale"][0] > 0
+
+
+def test_callbacks_work(tmp_path: Path) -> None:
+    class Worse(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["val_loss"] = float(epoch)
+
+    csv = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    plateau = keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0)
+    stopping = keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)
+    model = made(optimizer=keras.optimizers.SGD(0.1))
+    history = fit(model, 9, validation_split=0.2, callbacks=[Worse(), plateau, csv, stopping])
+    assert history.epoch == [0, 1, 2, 3]
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 / 8)
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 5
+    assert history.history["samples"] == [162 * epoch for epoch in (1, 2, 3, 4)]
+
+
+def test_a_callback_may_end_the_training_within_an_epoch() -> None:
+    class StopAt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.model.custom_optimizer.updates == 14:
+                self.model.stop_training = True
+
+    model = made()
+    assert fit(model, 3, callbacks=[StopAt()]).epoch == [0, 1]
+    assert model.custom_optimizer.updates == 14
+    fit(model, 3, initial_epoch=1)
+    assert model.custom_optimizer.updates == UPDATES
+
+
+def test_a_second_fit_trains_further_epochs() -> None:
+    model = made()
+    fit(model)
+    fit(model, 2)
+    assert (model.custom_optimizer.updates, model.custom_optimizer.epoch) == (UPDATES, 3)
+    model.compile("sgd", LOSS(from_logits=True))
+    fit(model, 3)
+    assert model.custom_optimizer.updates == UPDATES
+
+
+def test_the_training_ends_where_the_options_say() -> None:
+    model = made(max_updates=14)
+    assert fit(model, 5).epoch == [0, 1]
+    assert model.custom_optimizer.updates == 14
+    with pytest.raises(RuntimeError, match=r"fit\(\) needs updates that are left, but .* after 14 updates; pass a lo"):
+        fit(model, 5)
+
+
+def test_an_interrupted_fit_can_be_called_again() -> None:
+    class Broken(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    model = made()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, callbacks=[Broken()])
+    fit(model, 3)
+    assert model.custom_optimizer.updates == UPDATES
+
+
+# Data. -------------------------------------------------------------------------------------------------------------
+
+
+def test_class_and_sample_weights_are_those_of_keras() -> None:
+    weight = {0: 2.0, 3: 0.5}
+    expected = np.where(Y == 0, 2.0, np.where(Y == 3, 0.5, 1.0)).astype("float32")
+    assert np.array_equal(class_weights(Y, weight), expected)
+    assert np.array_equal(class_weights(np.eye(CLASSES)[Y], weight), expected)
+    assert np.array_equal(class_weights(torch.from_numpy(Y)[:, None], weight), expected)
+    trained = []
+    for given in {"class_weight": weight}, {"sample_weight": expected}, {}:
+        keras.utils.set_random_seed(0)
+        model = made()
+        history = fit(model, **given).history
+        trained.append((history["loss"][0], model.predict(X, verbose=0)))
+    assert trained[0][0] == trained[1][0] != trained[2][0]
+    assert np.array_equal(trained[0][1], trained[1][1])
+
+
+def test_inputs_by_name_and_several_outputs() -> None:
+    a, b = keras.Input((FEATURES,), name="a"), keras.Input((FEATURES,), name="b")
+    both = keras.layers.Concatenate()([a, b])
+    heads = {"c": keras.layers.Dense(CLASSES, name="c")(both), "d": keras.layers.Dense(1, name="d")(both)}
+    model = VariableBatchModel(keras.Model({"a": a, "b": b}, heads), TRACE)
+    model.compile("adam", {"c": LOSS(from_logits=True), "d": "mse"}, metrics={"c": ["accuracy"]})
+    history = model.fit({"a": X, "b": X}, {"c": Y, "d": X[:, 0]}, batch_size=MICROBATCH, verbose=0).history
+    assert {"loss", "c_loss", "d_loss", "c_accuracy"} <= history.keys()
+    assert history["loss"][0] == pytest.approx(history["c_loss"][0] + history["d_loss"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_of_datasets(workers: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    table = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch")
+
+    def pairs(rows: Any) -> Any:
+        return torch.stack([row["x"] for row in rows]), torch.stack([row["y"] for row in rows])
+
+    model = made()
+    model.fit(StatefulDataLoader(table, MICROBATCH, collate_fn=pairs, num_workers=workers), epochs=3, verbose=0)
+    assert model.custom_optimizer.updates == UPDATES
+
+
+# Precision, compilation. -------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_layers() -> None:
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        model = made(dense(keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)), "adamw")
+        fit(model, 3)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    assert model.custom_optimizer.updates == UPDATES
+    assert model.trainable_variables[0].dtype == "float32"
+
+
+def test_jit_compile_compiles_forward_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function.__name__) or function)
+    model = made(functional())
+    model.compile("sgd", LOSS(from_logits=True), jit_compile=True)
+    fit(model)
+    assert "_forward" in compiled
+    assert model.custom_optimizer.updates == ENDS[0]
+    model.compile("sgd", LOSS(from_logits=True), run_eagerly=True)
+    fit(model)
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    class Values(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["val_loss"] = [1.0, 0.5, 2.0][epoch]
+
+    saves = VariableBatchCheckpoint(tmp_path, keep=1, best="min:val_loss")
+    fit(made(), 3, callbacks=[saves, Values()])
+    assert sorted(path.name for path in tmp_path.glob("update-*")) == ["update-00000021", "update-00000026"]
+    with pytest.raises(RuntimeError, match=r"the checkpoints must be open"):
+        _ = saves.checkpoint
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "trainers" / "keras_digits.py"), run_name="__main__")
+    assert "updates" in capsys.readouterr().out

@@ -1,0 +1,289 @@
+"""Keras 3 on the torch backend: `compile` and `fit` as ever, with a batch size that changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.integrations.keras_backend import keras
+from variable_batch_size.integrations.keras_checkpoint import VariableBatchCheckpoint
+from variable_batch_size.integrations.keras_data import loader_of, split
+from variable_batch_size.integrations.keras_metrics import logs_of, merge_metrics, set_seeds, update_loss
+from variable_batch_size.integrations.keras_optimizer import check_optimizer
+from variable_batch_size.integrations.keras_training import Callbacks, Training
+from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.rules import Rule
+
+__all__ = ["VariableBatchCheckpoint", "VariableBatchModel"]
+
+if TYPE_CHECKING:
+
+    class Base(keras.Model):
+        """A Keras model, to which the methods belong in the subclass that is made of the model's class."""
+else:
+    Base = object
+
+
+class VariableBatchModel(Base):
+    """A Keras model whose `fit` follows a trace of batch sizes.
+
+    `VariableBatchModel(model, trace=...)` returns `model` itself, of a subclass of its class with the same name: its
+    layers, weights, files and results stay as they are. A batch of Keras is then one update. `batch_size` of `fit` and
+    of a DataLoader are the rows of a microbatch.
+
+    Args:
+        model: any `keras.Model` with the `train_step` of Keras, compiled or not.
+        trace: the trace of the global batch size, see `CustomSampler`.
+        rule: the learning-rate rule, see `CustomOptimizer`.
+        ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
+        sampler_options: further arguments of the `CustomSampler`.
+        optimizer_options: further arguments of the `CustomOptimizer`.
+
+    Raises:
+        TypeError: if it is no `keras.Model`, or has such a trace already.
+        ValueError: if it has a `train_step` of its own, or is compiled with what `compile` refuses.
+    """
+
+    def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
+        """Return the model, of another class."""
+        if isinstance(model, VariableBatchModel) or not isinstance(model, keras.Model):
+            raise type_error(
+                "model must be a keras.Model without a trace", model, "pass keras.Sequential(...), for example"
+            )
+        if type(model).train_step is not keras.Model.train_step:
+            raise value_error(
+                "the model must have the train_step of Keras, because each call of it would be an update",
+                f"{type(model).__name__}.train_step",
+                "override compute_loss instead, or write the loop",
+            )
+        kind: Any = type(model)
+        model.__class__ = _subclass(kind)
+        return model
+
+    def __init__(
+        self,
+        model: Any,
+        trace: TraceLike,
+        rule: Rule | str | Sequence[Rule | str] = "constant",
+        ref_batchsize: int | None = None,
+        sampler_options: Mapping[str, Any] | None = None,
+        optimizer_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
+        self._variable_batch = Training(settings, self)
+        if self.compiled:
+            self._check_compiled()
+
+    @property
+    def sampler(self) -> CustomSampler | None:
+        """The sampler of the training; None before `fit`."""
+        return self._variable_batch.sampler
+
+    @property
+    def custom_optimizer(self) -> CustomOptimizer | None:
+        """The optimizer of the training, with its position and the measured noise; None before `fit`."""
+        return self._variable_batch.optimizer
+
+    @property
+    def variable_batch_size(self) -> Any:
+        """What saves the position with the weights."""
+        return self._variable_batch.state
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile as Keras does, and begin another training.
+
+        Raises:
+            ValueError: if the loss is no mean over the samples, or the optimizer accumulates or scales gradients.
+        """
+        super().compile(*args, **options)
+        self._variable_batch.clear()
+        self._check_compiled()
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Train as Keras does, with a batch of the trace for each update.
+
+        Args:
+            x: arrays, or tensors, with one row a sample; or a DataLoader with a map-style dataset.
+            y: targets.
+            batch_size: rows of a microbatch, 32 by default. Not with a DataLoader, which has its own.
+            epochs: number of the last epoch; a second call trains further ones.
+            verbose: as in Keras, as are all others.
+            callbacks: a list of callbacks, whose batches are updates.
+            validation_split: part of the arrays for the validation.
+            validation_data: data for it; every rank evaluates all of them.
+            shuffle: whether the sampler shuffles.
+            class_weight: weight of each class.
+            sample_weight: weight of each sample.
+            initial_epoch: number of the first epoch.
+            steps_per_epoch: refused: an epoch uses each sample once.
+            validation_batch_size: as in Keras.
+            **options: further arguments of Keras.
+
+        Raises:
+            TypeError: if samples have no index, as in a generator.
+            ValueError: if an argument contradicts the trace.
+        """
+        training = self._variable_batch
+        if steps_per_epoch is not None:
+            remedy = 'pass sampler_options={"max_updates": ...} to end the training earlier'
+            raise value_error("an epoch uses each sample once, without steps_per_epoch", steps_per_epoch, remedy)
+        if shuffle not in (True, False):
+            raise value_error("shuffle must be True or False", repr(shuffle), "pass one of them")
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            raise type_error("callbacks must be a list", callbacks, "pass its callbacks")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split(x, y, sample_weight, validation_split)
+        shuffle = shuffle and not isinstance(getattr(x, "sampler", None), torch.utils.data.SequentialSampler)
+        loader = loader_of(x, y, sample_weight, class_weight, batch_size or 32)
+        own = sorted(keras.tree.flatten(callbacks or []), key=lambda one: isinstance(one, VariableBatchCheckpoint))
+        shown: dict[str, Any] = {"add_history": True, "add_progbar": verbose != 0, "verbose": verbose}
+        try:
+            return super().fit(
+                training.loader(loader, shuffle=shuffle),
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=Callbacks(training, own, initial_epoch, **shown, epochs=epochs, steps=None, model=self),
+                validation_data=validation_data,
+                shuffle=False,
+                initial_epoch=initial_epoch,
+                validation_batch_size=validation_batch_size or batch_size,
+                **options,
+            )
+        finally:
+            training.end()
+            self._initial_epoch = None
+            for one in own:
+                if isinstance(one, VariableBatchCheckpoint):
+                    one.close()
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Compile forward and loss of a microbatch if `jit_compile` is set, and not the update."""
+        super().make_train_function(force)
+        forward = self._forward
+        self._variable_batch.forward = torch.compile(forward) if self.jit_compile else forward
+        self.train_function = lambda data: self.train_step(data[0])
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Make an update of this rank's microbatches, and return the metrics so far.
+
+        The loss is the mean over all samples of the epoch so far, on all ranks; the other metrics are those of this
+        rank until the epoch ends.
+        """
+        training, optimizer = self._variable_batch, self.custom_optimizer
+        if optimizer is None or not isinstance(data, list):
+            raise RuntimeError(
+                "an update needs its microbatches, which only fit() reads; call fit() instead of train_on_batch()"
+            )
+        training.read_learning_rate()
+        set_seeds(self, optimizer)
+        size = optimizer.microbatch.batch_size
+        for microbatch in data:
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
+            y_pred, loss = training.forward(x, y, sample_weight)
+            loss.backward()
+            optimizer.log(loss=loss)
+            part = optimizer.microbatch
+            if part.samples:  # a replay counts on another rank
+                repeated = part.rows // part.samples
+                rows = [_distinct(value, repeated) for value in (x, y, y_pred, sample_weight)]
+                with torch.no_grad():
+                    self.compute_metrics(*rows)
+            optimizer.step()
+        update_loss(self, optimizer, size)
+        if training.after_update():
+            merge_metrics(self, optimizer)
+        return {**self.get_metrics_result(), **logs_of(optimizer, size)}
+
+    def train_on_batch(self, *args: Any, **options: Any) -> Any:
+        """Raise RuntimeError: a batch of the trace is not one of the caller's."""
+        raise RuntimeError(
+            "the trace determines the batches, but train_on_batch() was called with one; call fit(), or "
+            "train_on_batch() of a model without a trace"
+        )
+
+    def save(self, *args: Any, **options: Any) -> Any:
+        """Save as a model of its own class, without the trace."""
+        with self._without_trace():
+            return self.save(*args, **options)
+
+    def __reduce__(self) -> Any:
+        with self._without_trace():
+            return super().__reduce__()
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        changed = type(self)
+        self.__class__ = changed.__mro__[2]
+        try:
+            yield
+        finally:
+            self.__class__ = changed
+
+    def _forward(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Tensor]:
+        training = {"training": True}
+        y_pred = self(x, **training) if _has_training(self.call) else self(x)
+        for output in keras.tree.flatten(y_pred):
+            if getattr(output, "_keras_mask", None) is not None:  # set by Keras; there is no public access
+                raise RuntimeError(
+                    "the loss must be a mean over samples, but the output of the model has a mask, over whose entries "
+                    "Keras takes the mean of each microbatch; pass sample_weight instead of the mask"
+                )
+        more = training if _has_training(self.compute_loss) else {}
+        return y_pred, self.compute_loss(x, y, y_pred, sample_weight, **more)
+
+    def _check_compiled(self) -> None:
+        check_optimizer(self.optimizer)
+        if self.steps_per_execution != 1:
+            raise value_error("steps_per_execution must be 1", self.steps_per_execution, "leave it out")
+        for loss in keras.tree.flatten(self.loss):
+            reduction = getattr(loss, "reduction", "mean")
+            if reduction not in ("mean", "sum_over_batch_size"):
+                raise value_error(
+                    "a loss must be a mean over the samples",
+                    f"reduction={reduction!r} of {loss.name}",
+                    'pass reduction="sum_over_batch_size"',
+                )
+
+
+@cache
+def _subclass(kind: Any) -> type:
+    """Return the class of a model with a trace; its name is the same, because Keras writes it."""
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (VariableBatchModel, kind), {**same, "from_config": kind.from_config})
+
+
+def _has_training(function: Any) -> bool:
+    return "training" in inspect.signature(function).parameters
+
+
+def _distinct(value: Any, repeated: int) -> Any:
+    """Return the rows of a microbatch without their repetitions."""
+    if value is None or repeated == 1:
+        return value
+    return keras.tree.map_structure(lambda rows: rows[::repeated], value)

@@ -1,0 +1,273 @@
+"""The training of a Keras model: its sampler, its optimizer, and the epoch that `fit` is in."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from variable_batch_size._validation import value_error
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.keras_backend import keras
+from variable_batch_size.integrations.keras_data import first_rows
+from variable_batch_size.integrations.keras_metrics import EpochMetrics, seeds_of
+from variable_batch_size.integrations.keras_optimizer import KerasOptimizer
+from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.optim.by_update import Updates, updates
+from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+
+@final
+class Training:
+    """What `fit` trains by, from the first call after `compile` on.
+
+    Keras takes all epochs to be as long as the first one, unless it does not know their length: then only
+    `stop_training` ends them. So `train_step` sets it after the last update of an epoch, and it is taken back before
+    the callbacks for the end of the epoch, see `Callbacks`.
+
+    Attributes:
+        settings: what the user has passed.
+        model: the model.
+        sampler: the sampler; None before `fit`.
+        optimizer: the optimizer; None before `fit`.
+        metrics: the metrics of the epoch under way, for a checkpoint.
+        forward: computes the outputs and the loss of a microbatch, compiled if the user asks for it.
+        state: saves and restores the position with the weights of the model.
+    """
+
+    def __init__(self, settings: Settings, model: Any) -> None:
+        self.settings, self.model = settings, model
+        self.metrics = EpochMetrics(model)
+        self.sampler: CustomSampler | None = None
+        self.optimizer: CustomOptimizer | None = None
+        self.forward: Any = None
+        self.state = PositionInWeights(self)
+        self._inner: KerasOptimizer | None = None
+        self._shuffle = True
+        self._offset = 0  # epochs that were trained before Keras' epoch 0
+        self._reading: Iterator[list[Any]] | None = None  # the updates of the epoch under way
+        self._updates: Updates[Any] | None = None
+        self._loader: Any = None
+        self._ends_epoch = False  # whether `stop_training` was set by `after_update`
+        self._restorable = self._restored = False
+
+    def clear(self) -> None:
+        """Begin anew, for another compiled optimizer."""
+        self.sampler = self.optimizer = None
+
+    def loader(self, loader: Any, *, shuffle: bool) -> Any:
+        """Return a loader whose items are updates, for Keras, over the microbatches of a user's loader.
+
+        Raises:
+            ValueError: if the training has begun with other samples or another microbatch.
+        """
+        if self.sampler is None:
+            self.sampler = self.settings.sampler(loader.dataset, minibatch_size=loader.batch_size, shuffle=shuffle)
+            self._shuffle = shuffle
+        found = len(loader.dataset), loader.batch_size, shuffle
+        plan = self.sampler.plan
+        if (begun := (plan.dataset_size, plan.minibatch_size, self._shuffle)) != found:
+            names = "samples, rows of a microbatch, shuffle"
+            raise value_error(
+                f"a training continues with the same ({names}), {begun}", found, "call compile() to begin another one"
+            )
+        self._loader = with_sampler(loader, self.sampler)
+        return DataLoader(_Source(self), batch_size=None, collate_fn=_same, generator=torch.Generator())
+
+    def start(self) -> None:
+        """Create the optimizer, or continue with it; the model is built."""
+        assert self.sampler is not None
+        if self.optimizer is None:
+            if any(isinstance(layer, keras.layers.BatchNormalization) for layer in _layers(self.model)):
+                self.sampler.attach(spread=False)  # its result depends on how a step is split
+            broadcast_parameters(self.model)
+            self._inner = KerasOptimizer(self.model.optimizer, self.model.trainable_variables)
+            self.optimizer = self.settings.optimizer(self._inner, self.sampler)
+        elif self.optimizer.inside_step:  # the last fit() was interrupted
+            self.optimizer.discard_step()
+        self._updates = updates(self._loader, self.optimizer)
+        self._restorable, self._restored = True, False
+
+    def first_epoch(self, initial_epoch: int, epochs: int) -> int:
+        """Return the number by which Keras calls the epoch that comes first, after the callbacks have restored.
+
+        A second `fit` trains further epochs. After a restore epochs are counted from the beginning of the training.
+
+        Raises:
+            RuntimeError: if the training has ended before.
+            ValueError: if the trace ends before the training does.
+        """
+        optimizer = self._optimizer
+        self._restorable = False
+        if self._restored:
+            clock = self._sampler.clock
+            if clock.finished:
+                self.metrics.drop()
+            if clock.finished and not optimizer.done and optimizer.epoch == clock.epoch.number:
+                self._set_epoch(optimizer.epoch + 1)  # what ends an epoch came before the save, see keras_checkpoint.py
+            self._offset = 0
+            return epochs if optimizer.done else optimizer.epoch
+        if optimizer.done:
+            raise RuntimeError(
+                f"fit() needs updates that are left, but the training has ended after {optimizer.updates} updates; "
+                f"pass a longer trace, or larger max_updates or max_samples, and call compile()"
+            )
+        self._offset = max(0, optimizer.epoch - initial_epoch)
+        self._sampler.plan.check_trace(epochs + self._offset)
+        return initial_epoch
+
+    def begin_epoch(self, epoch: int) -> int:
+        """Begin or continue an epoch of Keras, and return how many updates are left of it, by what is known now."""
+        self._set_epoch(max(epoch + self._offset, self._optimizer.epoch))
+        clock = self._sampler.clock
+        assert self._updates is not None
+        self.metrics.restore(self._sampler.world.rank)
+        self._reading = iter(self._updates)
+        return clock.epoch.end_step - clock.step
+
+    def read_learning_rate(self) -> None:
+        """Take the learning rate of the next update from Keras."""
+        assert self._inner is not None
+        self._inner.read_learning_rate()
+
+    def after_update(self) -> bool:
+        """Return whether the update was the last one of its epoch, which ends then."""
+        optimizer = self._optimizer
+        if not optimizer.sampler.clock.finished:
+            return False
+        assert self._reading is not None
+        next(self._reading, None)  # lets the loader end
+        self._reading = None
+        self._ends_epoch = not (self.model.stop_training or optimizer.done)
+        self.model.stop_training = True
+        return True
+
+    def end_epoch(self) -> None:
+        """Let Keras go on after an epoch that `after_update` has ended."""
+        if self._ends_epoch:
+            self.model.stop_training = self._ends_epoch = False
+
+    def end(self) -> None:
+        """Leave `fit`, also after an exception."""
+        self._reading, self._ends_epoch, self._restorable = None, False, False
+
+    def read(self) -> Iterator[Any]:
+        """Yield the updates of an epoch; before the first one a microbatch, from which Keras builds the model."""
+        if self._reading is None:
+            yield first_rows(self._loader, self._sampler.plan.minibatch_size)
+        else:
+            yield from self._reading
+
+    def load(self, state: dict[str, Any]) -> bool:
+        """Move to a saved position and return True, if a callback restores before the first epoch of a `fit`."""
+        if not self._restorable:
+            return False
+        optimizer = self._optimizer
+        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state["vbs"]})
+        self.metrics.load_state_dict(state["metrics"])
+        self._restored = True
+        return True
+
+    def restored(self) -> None:
+        """Note that a callback has moved the optimizer to a saved position."""
+        self._restored = True
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+        self._optimizer.set_epoch(epoch)
+
+    @property
+    def _optimizer(self) -> CustomOptimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @property
+    def _sampler(self) -> CustomSampler:
+        assert self.sampler is not None
+        return self.sampler
+
+
+@final
+class Callbacks(keras.callbacks.CallbackList):
+    """The callbacks of a `fit`, which tell the training where it is, and hear how long an epoch is."""
+
+    def __init__(self, training: Training, callbacks: list[Any], initial_epoch: int, **options: Any) -> None:
+        self._training, self._initial_epoch = training, initial_epoch
+        super().__init__(callbacks, **options)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Create the optimizer, let callbacks restore, and find the first epoch."""
+        self._training.start()
+        super().on_train_begin(logs)
+        first = self._training.first_epoch(self._initial_epoch, self.params["epochs"])
+        # "Can be set by callbacks in on_train_begin", says Keras' Trainer; BackupAndRestore does so.
+        self.model._initial_epoch = first or None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tell the callbacks how many updates the epoch has."""
+        self.set_params({**self.params, "steps": self._training.begin_epoch(epoch)})
+        super().on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Let `stop_training` be what the user's callbacks have set."""
+        self._training.end_epoch()
+        super().on_epoch_end(epoch, logs)
+
+
+class _Source(IterableDataset[Any]):
+    """The updates of an epoch as a dataset without a length."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._training.read()
+
+
+class PositionInWeights(keras.layers.Layer):
+    """The position in the training among the weights that `save_weights` writes, and so `BackupAndRestore`.
+
+    Keras finds it as an attribute of the model; a plain model that loads the file ignores it. The seeds of the layers
+    go along, which Keras does not write.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(name="variable_batch_size")
+        self._training = training
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write position, metrics and seeds."""
+        training = self._training
+        if training.optimizer is None or training.optimizer.inside_step:
+            return
+        seeds = [variable.value.detach().clone() for variable in seeds_of(training.model)]
+        state = {"vbs": training.optimizer.state_dict()["vbs"], "metrics": training.metrics.state_dict()}
+        file = io.BytesIO()
+        torch.save({**state, "seeds": seeds}, file)
+        store["position"] = np.frombuffer(file.getvalue(), dtype=np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Restore them if `fit` begins."""
+        training = self._training
+        if "position" not in store.keys():  # noqa: SIM118 (a store of Keras, not a dict)
+            return
+        state = torch.load(io.BytesIO(np.asarray(store["position"]).tobytes()), weights_only=True)
+        if training.load(state):
+            for variable, seed in zip(seeds_of(training.model), state["seeds"], strict=True):
+                variable.assign(seed.to(variable.value.device))
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, keras.layers.Layer):
+            yield module
+
+
+def _same(update: Any) -> Any:
+    return update
