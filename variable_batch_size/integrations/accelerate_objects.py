@@ -13,6 +13,7 @@ from accelerate.utils import send_to_device
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
@@ -46,14 +47,18 @@ class VariableBatchLoader(DataLoaderStateMixin):
         if hasattr(self.loader.dataset, "set_epoch"):
             self.loader.dataset.set_epoch(epoch)
         self.begin()
-        self.under_way = True
+        self.under_way, microbatch = True, None
         try:
             for batch in self.loader:
+                if microbatch is optimizer.microbatch:
+                    raise _unstepped(microbatch)
                 microbatch = optimizer.microbatch
                 accelerator.sync_gradients = microbatch.ends_step
                 end = optimizer.sampler.plan.epoch(epoch).end_step  # of a trace that grows, as far as it is known
                 self.end_of_dataloader = microbatch.ends_step and microbatch.step + 1 == end
                 yield self._on_device(batch)
+            if microbatch is not None and microbatch.step == optimizer.updates:
+                raise _unstepped(microbatch)
         finally:
             self.under_way = False
             accelerator.sync_gradients = True
@@ -75,6 +80,13 @@ class VariableBatchLoader(DataLoaderStateMixin):
         if not accelerator.device_placement:
             return batch
         return send_to_device(batch, accelerator.device, non_blocking=accelerator.non_blocking)
+
+
+def _unstepped(microbatch: Microbatch) -> RuntimeError:
+    return RuntimeError(
+        f"every microbatch of the loader must reach optimizer.step(), but one of update {microbatch.step} did not; "
+        f"call optimizer.step() after each accelerator.backward(), whatever accelerator.sync_gradients is"
+    )
 
 
 class VariableBatchOptimizer(AcceleratedOptimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from variable_batch_size._validation import type_error, value_error
@@ -38,15 +38,17 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     if isinstance(sampler, DistributedSampler):  # each rank gets its share of each batch anyway
-        return bool(sampler.shuffle)
-    plain = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(sampler.data_source)
-    if not plain and type(sampler) is not SequentialSampler:
+        return sampler.shuffle
+    if type(sampler) is SequentialSampler:
+        return False
+    # A RandomSampler, of torch or of torchdata, whose StatefulDataLoader has its own.
+    if getattr(sampler, "replacement", True) or len(sampler) != len(getattr(sampler, "data_source", ())):
         raise type_error(
             "the loader must read each sample once an epoch, in order or with shuffle=True, because the trace "
             "determines which samples make up an update",
             sampler,
             "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does",
         )
-    return plain
+    return True
