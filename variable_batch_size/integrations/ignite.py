@@ -126,8 +126,8 @@ def per_update(step: Step, optimizer: CustomOptimizer) -> Step:
     """Return a process function for an Engine whose batches are updates, as those of `vbs.updates` are.
 
     Its output has the structure of that of `step`: a number or 0-D tensor, which should be a mean over the rows of a
-    microbatch, becomes the mean over the samples of the update, of all ranks; a larger tensor becomes the list of those
-    of this rank's microbatches, which metrics of Ignite read one by one; of anything else the last one is returned.
+    microbatch, becomes the mean over the samples of the update, of all ranks; the rows of larger tensors are put
+    together, those of this rank; of anything else the last one is returned.
 
     Args:
         step: the process function for a microbatch. It calls `optimizer.step()`.
@@ -205,7 +205,7 @@ class UpdateEpochs:
         if self._optimizer.done and (state.max_epochs is None or state.epoch < state.max_epochs):
             engine.terminate()
 
-    def _skip_epoch(self, engine: Engine) -> None:
+    def _skip_epoch(self, engine: Engine, **_: object) -> None:
         """After `terminate_epoch()`: leave out the rest of the epoch."""
         optimizer = self._optimizer
         engine.state.epoch_length = None
@@ -281,10 +281,11 @@ class VariableBatchEngine(Engine):
         if "vbs" not in state_dict:
             remedy = "load the state of a VariableBatchEngine, or begin anew"
             raise value_error('the state must hold the position in the training under "vbs"', "one without", remedy)
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "vbs"})
         optimizer = self.optimizer
         optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state_dict["vbs"]})
-        self.state.iteration, self.state.epoch, self.state.epoch_length = optimizer.updates, optimizer.epoch, None
+        kept = {name: value for name, value in state_dict.items() if name not in ("vbs", "iteration")}
+        super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
+        self.state.iteration, self.state.epoch_length = optimizer.updates, None
 
     def _updates(self, data: Iterable[Any] | None) -> Iterable[Any]:
         data = getattr(self.state, "dataloader", None) if data is None else data

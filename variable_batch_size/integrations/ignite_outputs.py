@@ -24,8 +24,8 @@ def combine(outputs: Sequence[Any], samples: Sequence[int], batch_size: int, bac
         backend: how ranks communicate.
 
     Returns:
-        The structure, with a mean in the place of numbers and 0-D tensors, sum_j n_j v_j / B over all ranks, lists in
-        the place of other tensors, and otherwise the last value.
+        The structure, with the mean over all ranks, sum_j n_j v_j / B, in the place of numbers and 0-D tensors; the
+        rows of this rank in the place of other tensors, or an empty list if it has none; and otherwise the last value.
     """
     sums: list[Any] = []
 
@@ -57,5 +57,6 @@ def _walk(outputs: Sequence[Any], samples: Sequence[int], mean: Mean) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(_walk(parts, samples, mean) for parts in zip(*outputs, strict=True))
     if isinstance(first, Tensor) and first.dim():
-        return [output for output, n in zip(outputs, samples, strict=True) if n]
+        own = [output for output, n in zip(outputs, samples, strict=True) if n]
+        return torch.cat(own) if own else []  # a metric of Ignite leaves an empty list out, unlike an empty tensor
     return outputs[-1] if isinstance(first, bool) or not isinstance(first, (Tensor, Real)) else mean(outputs)
