@@ -205,7 +205,7 @@ class UpdateEpochs:
         if self._optimizer.done and (state.max_epochs is None or state.epoch < state.max_epochs):
             engine.terminate()
 
-    def _skip_epoch(self, engine: Engine, **_: object) -> None:
+    def _skip_epoch(self, engine: Engine, iter_counter: int | None = None) -> None:
         """After `terminate_epoch()`: leave out the rest of the epoch."""
         optimizer = self._optimizer
         engine.state.epoch_length = None
