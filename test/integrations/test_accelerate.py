@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers import accelerate_jobs as jobs
 from helpers.accelerate_jobs import CASES, Case, Loop, check, expected, trained
+from helpers.trainer_examples import run_script
 from helpers.yardstick import (
     EPOCHS,
     MICROBATCH,
@@ -428,3 +430,19 @@ def test_a_forgotten_step_raises(forgotten: int) -> None:
 
     with pytest.raises(RuntimeError, match=rf"must reach optimizer.step\(\), but one of update {forgotten} did not"):
         train()
+
+
+def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    last = run_example("accelerate_classifier.py", capsys, "--epochs", "2")
+    assert run_example("accelerate_classifier.py", capsys, "--epochs", "1", "--folder", str(tmp_path))
+    assert (
+        run_example("accelerate_classifier.py", capsys, "--epochs", "2", "--folder", str(tmp_path), "--resume") == last
+    )
+    assert re.match(r"epoch 1: 40 updates, accuracy 0\.[89]", last)
+
+
+def run_example(name: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The last line that the script prints."""
+    jobs.reset()
+    run_script(name, *flags)
+    return capsys.readouterr().out.splitlines()[-1]

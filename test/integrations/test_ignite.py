@@ -30,6 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import variable_batch_size as vbs
 from helpers import ignite_jobs as jobs
 from helpers.ignite_jobs import CASES, Case, Script, check, expected
+from helpers.trainer_examples import run_script
 from helpers.yardstick import (
     EPOCHS,
     MICROBATCH,
@@ -402,7 +403,9 @@ def test_steps_that_are_wrong() -> None:
     loader = DataLoader(Samples(), MICROBATCH)
     model = network()
     inner = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"(?s)must be a vbs.CustomOptimizer.*pass what variable_batch\(optimizer, loader"):
+    with pytest.raises(
+        TypeError, match=r"(?s)must be a vbs.CustomOptimizer.*pass what variable_batch\(optimizer, loader"
+    ):
         VariableBatchEngine(supervised_training_step(model, inner, cross_entropy), inner)  # type: ignore[arg-type]
     for name, message in [
         ("inner", r"a wrapped optimizer must be stepped by its wrapper"),
@@ -426,3 +429,12 @@ def _wrong(name: str, model: torch.nn.Module, inner: SGD, optimizer: vbs.CustomO
             (inner if name == "inner" else optimizer).step()
 
     return train_step
+
+
+def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_script("ignite_classifier.py", "--epochs", "2", "--folder", str(tmp_path))
+    whole = capsys.readouterr().out.splitlines()
+    run_script("ignite_classifier.py", "--epochs", "2", "--resume", str(tmp_path / "checkpoint_30.pt"))
+    after = capsys.readouterr().out.splitlines()
+    assert whole[1:] == after
+    assert re.match(r"epoch 2: 40 updates, accuracy 0\.[89]", after[0])

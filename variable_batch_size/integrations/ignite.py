@@ -251,7 +251,7 @@ class VariableBatchEngine(Engine):
         Args:
             data: the loader of the training, or `vbs.updates` of one that reads the optimizer's sampler.
             max_epochs: number of epochs of the training, with those before a restore.
-            max_iters: number of updates of the training.
+            max_iters: number of updates of the training; Ignite 0.5.5 or newer.
             epoch_length: must be None: it is the number of updates of each epoch.
 
         Raises:
@@ -262,7 +262,8 @@ class VariableBatchEngine(Engine):
             requirement = "epoch_length must be left out, because epochs have unequal numbers of updates"
             raise value_error(requirement, epoch_length, "pass max_epochs or max_iters only")
         updates = self._updates(data)
-        return self.state if self.optimizer.done else super().run(updates, max_epochs, max_iters)
+        limit = {} if max_iters is None else {"max_iters": max_iters}  # which Ignite has since 0.5.5
+        return self.state if self.optimizer.done else super().run(updates, max_epochs, **limit)
 
     def state_dict(self) -> Any:
         """Return the state of the engine, with the position in the training under "vbs"."""
