@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,13 @@ from ignite.engine import Events, create_supervised_evaluator
 from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Accuracy, RunningAverage
 from ignite.metrics import Loss as LossMetric
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
+from helpers.trainer_cases import CASES, STOPS, Case, chosen, expected
 from helpers.yardstick import (
     EPOCHS,
-    MAX_GRAD_NORM,
     MICROBATCH,
     REF,
     SAMPLES,
@@ -33,47 +29,12 @@ from helpers.yardstick import (
     TRACE,
     UPDATES,
     Samples,
-    by_hand,
     difference,
     network,
     samples,
     weights,
 )
 from variable_batch_size.integrations.ignite import create_supervised_trainer
-
-STOPS = (5, 11, 14, 21, 24)  # updates; 11 and 21 end an epoch
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training of the yardstick."""
-
-    inner: str = "adamw"
-    rule: str = "root"
-    clip: float | None = None
-    schedule: bool = True
-    dropout: float = 0.0
-    adaptive: bool = False
-
-    def make_inner(self, model: nn.Module) -> Any:
-        return AdamW(model.parameters(), lr=0.01) if self.inner == "adamw" else SGD(model.parameters(), 0.1, 0.9)
-
-    def scheduler(self, inner: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(inner, 4, 0.8) if self.schedule else None
-
-
-CASES = [
-    Case(),
-    Case("sgd", clip=MAX_GRAD_NORM),
-    Case("sgd", "adascale", clip=MAX_GRAD_NORM),
-    Case("adamw", "adascale"),
-    Case("adamw", "linear", schedule=False, clip=MAX_GRAD_NORM),
-]
-
-
-def chosen(input: Any) -> int:
-    """A controller: the batch size goes up and down with the updates."""
-    return 10 + 7 * (input.updates % 5)
 
 
 class Script:
@@ -130,23 +91,6 @@ class Script:
     def run(self, epochs: int = EPOCHS) -> Script:
         self.trainer.run(self.loader, max_epochs=epochs)
         return self
-
-
-@cache
-def expected(case: Case, sizes: tuple[int, ...] = tuple(SIZES), updates: int = UPDATES) -> tuple[Tensor, list[float]]:
-    """The weights after a training by hand, and the loss of each update."""
-    model = network()
-    inner = case.make_inner(model)
-    losses = by_hand(
-        model,
-        inner,
-        rule=case.rule,
-        max_grad_norm=case.clip,
-        scheduler=case.scheduler(inner),
-        sizes=sizes,
-        updates=updates,
-    )
-    return weights(model), losses
 
 
 def check(script: Script) -> None:

@@ -12,12 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-)
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -27,7 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers import accelerate_jobs as jobs
-from helpers.accelerate_jobs import CASES, Case, Loop, check, expected, trained
+from helpers.accelerate_jobs import Loop, check, ordinary, trained
+from helpers.trainer_cases import CASES, Case, expected
 from helpers.trainer_examples import run_script
 from helpers.yardstick import (
     EPOCHS,
@@ -39,7 +34,6 @@ from helpers.yardstick import (
     difference,
     network,
     samples,
-    twin_of,
     weights,
 )
 from variable_batch_size.integrations.accelerate import prepare
@@ -294,142 +288,6 @@ def test_another_training_after_free_memory() -> None:
     loop.accelerator.free_memory()
     _, optimizer, loader = prepare(loop.accelerator, *ordinary(), trace=TRACE)
     assert (optimizer.updates, len(loader)) == (0, 31)
-
-
-# What is refused. ------------------------------------------------------------------------------------------------
-
-
-def ordinary(**options: Any) -> tuple[Any, Any, Any]:
-    model = network()
-    loader = DataLoader(**{"dataset": Samples(), "batch_size": MICROBATCH, "shuffle": True} | options)
-    return model, SGD(model.parameters(), lr=0.1), loader
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gradient_accumulation_steps": 4}, r"gradient_accumulation_steps must be 1, .*, got 4; create the Accel"),
-        ({"dataloader": {"split_batches": True}}, r"split_batches must be left out, .*without split_batches"),
-        ({"dataloader": {"dispatch_batches": True}}, r"dispatch_batches must be left out, .*got True"),
-        ({"comm_hook": "fp16"}, r"comm_hook must be left out, because the optimizer sums the gradients"),
-        ({"type": "FSDP"}, r"every process must train the whole model, .*got FSDP; leave the FSDP"),
-        ({"type": "DEEPSPEED"}, r"every process must train the whole model, .*got DEEPSPEED"),
-    ],
-)
-def test_accelerators_that_divide_the_work_otherwise(settings: dict[str, Any], message: str) -> None:
-    kind, options = settings.pop("type", None), dict(settings)
-    if "dataloader" in options:
-        options["dataloader_config"] = DataLoaderConfiguration(**options.pop("dataloader"))
-    if options.pop("comm_hook", None):
-        options["kwargs_handlers"] = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]
-    accelerator = Accelerator(cpu=True, **options)
-    if kind is not None:
-        accelerator.state.distributed_type = DistributedType[kind]  # what such a plugin would set on several GPUs
-    with pytest.raises(ValueError, match=message):
-        prepare(accelerator, *ordinary(), trace=TRACE)
-
-
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100))
-
-
-def test_objects_that_are_refused() -> None:
-    accelerator = Accelerator(cpu=True)
-    model, inner, loader = ordinary()
-    weighted = torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
-    batches = torch.utils.data.BatchSampler(range(SAMPLES), 4, drop_last=False)
-    other = Accelerator(cpu=True)
-    for objects, error, message in [
-        ((model, inner), ValueError, r"one optimizer, and the loader .*got 1 models, 1 optimizers and 0 loaders"),
-        ((model, inner, inner, loader), ValueError, r"got 1 models, 2 optimizers and 1 loaders"),
-        ((model, other.prepare(inner), loader), TypeError, r"(?s)as they were created.*instead of accelerator.prepare"),
-        ((model, inner, other.prepare(loader)), TypeError, r"as they were created"),
-        ((model, inner, DataLoader(Stream())), TypeError, r"the dataset must have an index"),
-        ((model, inner, DataLoader(Samples(), sampler=weighted)), TypeError, r"each sample once.*Weighted.*Subset"),
-        ((model, inner, DataLoader(Samples(), batch_sampler=batches)), ValueError, r"must have a batch_size"),
-    ]:
-        with pytest.raises(error, match=message):
-            prepare(accelerator, *objects, trace=TRACE)
-    with pytest.raises(TypeError, match=r"(?s)accelerator must be an Accelerator, .*pass the accelerator, then the"):
-        prepare(model, inner, loader, trace=TRACE)
-    with pytest.raises(ValueError, match=r"sampler_options must be what no setting .* got minibatch_size"):
-        prepare(accelerator, *ordinary(), trace=TRACE, sampler_options={"minibatch_size": 3})
-    with pytest.raises(ValueError, match=r"ref_batchsize"):
-        prepare(accelerator, *ordinary(), trace=TRACE, rule="root")
-    with pytest.raises(TypeError, match="trace"):
-        prepare(accelerator, *ordinary())  # type: ignore[call-arg]
-
-
-def test_partial_gradients_are_not_clipped() -> None:
-    loop = Loop(Case("sgd"))
-    x, target = next(iter(loop.loader))
-    loop.accelerator.backward(cross_entropy(loop.model(x), target))
-    message = (
-        r"accelerator.clip_grad_norm_\(\) must see the whole gradient .*optimizer_options=\{\"max_grad_norm\": 1.0\}"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match=r"accelerator.clip_grad_value_\(\) must see the whole gradient"):
-        loop.accelerator.clip_grad_value_(next(loop.model.parameters()), 0.5)
-    other = twin_of(loop.model)
-    other(x).sum().backward()
-    assert loop.accelerator.clip_grad_norm_(other.parameters(), 1.0) > 1
-    loop.accelerator.clip_grad_value_(other.parameters(), 0.01)
-    assert max(float(parameter.grad.abs().max()) for parameter in other.parameters()) <= 0.01
-
-
-def test_the_loss_is_not_divided() -> None:
-    loop = Loop(Case("sgd"))
-    x, target = next(iter(loop.loader))
-    loop.accelerator.gradient_accumulation_steps = 2
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be 1"):
-        loop.accelerator.backward(cross_entropy(loop.model(x), target))
-
-
-def test_a_state_is_saved_between_updates(tmp_path: Path) -> None:
-    loop = Loop(Case("sgd"))
-    x, target = next(batches := iter(loop.loader))
-    loop.accelerator.backward(cross_entropy(loop.model(x), target))
-    assert loop.optimizer.step() is False
-    with pytest.raises(RuntimeError, match=r"save_state\(\) must be called between updates.*update 0 are accumul"):
-        loop.accelerator.save_state(str(tmp_path / "state"))
-    assert not (tmp_path / "state").exists()
-    batches.close()
-
-
-def test_microbatches_cannot_be_skipped(tmp_path: Path) -> None:
-    loop = Loop(Case("sgd"))
-    assert loop.accelerator.skip_first_batches(loop.loader) is loop.loader
-    with pytest.raises(RuntimeError, match=r"must yield all microbatches .*asked to skip 3; iterate the loader"):
-        loop.accelerator.skip_first_batches(loop.loader, 3)
-    test = loop.accelerator.prepare(DataLoader(Samples(), 50))
-    assert len(list(loop.accelerator.skip_first_batches(test, 3))) == 2
-
-
-def test_a_loop_over_finished_epochs_raises(tmp_path: Path) -> None:
-    """`for epoch in range(3)` with `loader.set_epoch(epoch)` after a restore."""
-    loop = Loop(Case())
-    loop.run(lambda updates: tmp_path / "state" if updates == 14 else None, until=14)
-    loop = Loop(Case())
-    loop.accelerator.load_state(str(tmp_path / "state"))
-    with pytest.raises(RuntimeError, match=r"epoch 0 is over .*loop over range\(optimizer.epoch, epochs\)"):
-        loop.loader.set_epoch(0)
-
-
-@pytest.mark.parametrize("forgotten", [1, 10])
-def test_a_forgotten_step_raises(forgotten: int) -> None:
-    """Also that of the last update of an epoch."""
-    loop = Loop(Case())
-
-    def train() -> None:
-        for x, target in loop.loader:
-            loop.accelerator.backward(cross_entropy(loop.model(x), target))
-            if loop.optimizer.updates < forgotten or not loop.accelerator.sync_gradients:
-                loop.optimizer.step()
-
-    with pytest.raises(RuntimeError, match=rf"must reach optimizer.step\(\), but one of update {forgotten} did not"):
-        train()
 
 
 def test_the_example_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

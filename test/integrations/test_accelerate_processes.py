@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import accelerate_jobs as jobs
+from helpers.trainer_cases import Case
 from helpers.yardstick import in_processes
 
 
@@ -19,7 +20,7 @@ def new_state() -> Iterator[None]:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    jobs.trained(jobs.Case()).run(jobs.at(tmp_path / "one"))
+    jobs.trained(Case()).run(jobs.at(tmp_path / "one"))
     in_processes(jobs.two_processes, 2, tmp_path)
-    for _, loop in jobs.resumed(jobs.Case(), tmp_path / "two"):
+    for _, loop in jobs.resumed(Case(), tmp_path / "two"):
         jobs.check(loop)
