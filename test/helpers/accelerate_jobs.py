@@ -12,7 +12,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -137,6 +139,7 @@ def two_processes(folder: Path) -> None:
     _adaptive()
     _metrics()
     _within_an_update()
+    _data_parallel()
 
 
 def _dropout(folder: Path) -> None:
@@ -186,6 +189,24 @@ def _within_an_update() -> None:
             call(loss)
     batches.close()
     assert loop.accelerator.gather(torch.ones(1)).sum() == 2
+
+
+def _data_parallel() -> None:
+    """A model that reduces its gradients itself is refused; Accelerate's options for it that mean something count."""
+    model, inner, loader = ordinary()
+    with pytest.raises(TypeError, match=r"wrapped in DistributedDataParallel.*train the bare module"):
+        prepare(Accelerator(cpu=True), DistributedDataParallel(model), inner, loader, trace=TRACE)
+    reset()
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    model, inner, loader = ordinary()
+    model.unused = torch.nn.Linear(1, 1)
+    inner.add_param_group({"params": list(model.unused.parameters())})
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    model, optimizer, loader = prepare(accelerator, model, inner, loader, trace=TRACE)
+    for x, target in loader:
+        accelerator.backward(cross_entropy(model[:3](x), target))
+        optimizer.step()
+    assert optimizer.updates == 11
 
 
 def ordinary(**options: Any) -> tuple[Any, Any, Any]:

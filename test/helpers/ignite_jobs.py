@@ -16,7 +16,9 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Accuracy, RunningAverage
 from ignite.metrics import Loss as LossMetric
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 import variable_batch_size as vbs
 from helpers.trainer_cases import CASES, STOPS, Case, chosen, expected
@@ -172,6 +174,21 @@ def two_processes(folder: Path) -> None:
     dropout_resumes(folder / "dropout", seed=dist.get_rank())
     check_adaptive(folder / "adaptive")
     check_metrics()
+    check_data_parallel()
+
+
+def check_data_parallel() -> None:
+    """A model that reduces its gradients itself is refused; the loader of a DistributedSampler is taken."""
+    model = network()
+    inner = Case().make_inner(model)
+    loader = DataLoader(Samples(), MICROBATCH, sampler=DistributedSampler(Samples()))
+    with pytest.raises(TypeError, match=r"wrapped in DistributedDataParallel.*train the bare module"):
+        create_supervised_trainer(DistributedDataParallel(model), inner, cross_entropy, loader=loader, trace=TRACE)
+    model = network()
+    trainer = create_supervised_trainer(model, Case().make_inner(model), cross_entropy, loader=loader, trace=TRACE)
+    trainer.run(loader, max_epochs=1)
+    assert trainer.optimizer.samples == SAMPLES
+    assert trainer.optimizer.sampler.shuffle
 
 
 def check_metrics() -> None:

@@ -286,6 +286,10 @@ def test_another_training_after_free_memory() -> None:
     with pytest.raises(RuntimeError, match=r"prepare\(\) must be called once .*accelerator.free_memory\(\)"):
         prepare(loop.accelerator, *ordinary(), trace=TRACE)
     loop.accelerator.free_memory()
+    loop.accelerator.gradient_accumulation_steps = 2  # what follows may be a plain training, too
+    with loop.accelerator.accumulate(loop.model):
+        assert not loop.accelerator.sync_gradients
+    loop.accelerator.gradient_accumulation_steps = 1
     _, optimizer, loader = prepare(loop.accelerator, *ordinary(), trace=TRACE)
     assert (optimizer.updates, len(loader)) == (0, 31)
 

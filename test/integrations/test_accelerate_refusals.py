@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
@@ -135,6 +135,8 @@ def test_microbatches_cannot_be_skipped(tmp_path: Path) -> None:
     assert loop.accelerator.skip_first_batches(loop.loader) is loop.loader
     with pytest.raises(RuntimeError, match=r"must yield all microbatches .*asked to skip 3; iterate the loader"):
         loop.accelerator.skip_first_batches(loop.loader, 3)
+    with pytest.raises(AttributeError, match=r"must all come from its own loader, but its batch_sampler was asked"):
+        skip_first_batches(loop.loader, 3)
     test = loop.accelerator.prepare(DataLoader(Samples(), 50))
     assert len(list(loop.accelerator.skip_first_batches(test, 3))) == 2
 
@@ -147,6 +149,12 @@ def test_a_loop_over_finished_epochs_raises(tmp_path: Path) -> None:
     loop.accelerator.load_state(str(tmp_path / "state"))
     with pytest.raises(RuntimeError, match=r"epoch 0 is over .*loop over range\(optimizer.epoch, epochs\)"):
         loop.loader.set_epoch(0)
+
+
+def test_an_evaluation_with_the_loader_of_the_training_raises() -> None:
+    loop = Loop(Case())
+    with pytest.raises(RuntimeError, match=r"must reach optimizer.step\(\).*evaluate with another loader"):
+        list(loop.loader)
 
 
 @pytest.mark.parametrize("forgotten", [1, 10])

@@ -80,7 +80,8 @@ def prepare(
     prepared = {id(model): accelerator.prepare_model(model, evaluation_mode=True) for model in models}  # without DDP
     for model in models:
         broadcast_parameters(model)
-    inner.load_state_dict(inner.state_dict())  # moves what there is to the device of the parameters
+    if inner.state:
+        inner.load_state_dict(inner.state_dict())  # moves it to the device of the parameters
     optimizer = settings.optimizer(inner, sampler, **_unused_parameters(accelerator))
     training = VariableBatchOptimizer(optimizer, accelerator.scaler)
     prepared[id(inner)] = accelerator.prepare_optimizer(training)
@@ -102,7 +103,7 @@ class VariableBatchMethods(Accelerator):
 
     def accumulate(self, *models: nn.Module) -> Any:
         """Return a context that does nothing: the loader has set `sync_gradients`, and no model synchronizes itself."""
-        return nullcontext()
+        return super().accumulate(*models) if self.variable_batch is None else nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward; the optimizer weighs the microbatch."""

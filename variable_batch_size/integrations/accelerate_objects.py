@@ -70,7 +70,13 @@ class VariableBatchLoader(DataLoaderStateMixin):
         self._optimizer.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the loader."""
+        """Return an attribute of the loader, but for its batch sampler: another loader would read the training's."""
+        if name == "batch_sampler":  # as the function accelerate.skip_first_batches does
+            raise AttributeError(
+                "the training's microbatches must all come from its own loader, but its batch_sampler was asked for; "
+                "iterate the loader itself, which continues with the next update after load_state(), and take "
+                "optimizer.sampler for anything else"
+            )
         if name == "loader":  # there is none yet
             raise AttributeError(name)
         return getattr(self.loader, name)
@@ -85,7 +91,8 @@ class VariableBatchLoader(DataLoaderStateMixin):
 def _unstepped(microbatch: Microbatch) -> RuntimeError:
     return RuntimeError(
         f"every microbatch of the loader must reach optimizer.step(), but one of update {microbatch.step} did not; "
-        f"call optimizer.step() after each accelerator.backward(), whatever accelerator.sync_gradients is"
+        f"call optimizer.step() after each accelerator.backward(), whatever accelerator.sync_gradients is, and "
+        f"evaluate with another loader"
     )
 
 
