@@ -28,13 +28,14 @@ def block(width: int, updates: int, *, plain: bool) -> Callable[[], None]:
     scheduler = StepLR(optimizer, 100)
     if plain:
         trainer = create_supervised_trainer(model, optimizer, cross_entropy, gradient_accumulation_steps=MICROBATCHES)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=MICROBATCHES), lambda: scheduler.step())
-        return lambda: trainer.run(loader, max_epochs=1, epoch_length=updates * MICROBATCHES) and None
-    trainer = ours.create_supervised_trainer(
-        model, optimizer, cross_entropy, loader=loader, trace=size, rule="root", ref_batchsize=size
-    )
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
-    return lambda: trainer.run(loader, max_iters=trainer.optimizer.updates + updates) and None
+    else:
+        trainer = ours.create_supervised_trainer(
+            model, optimizer, cross_entropy, loader=loader, trace=size, rule="root", ref_batchsize=size
+        )
+    iterations = MICROBATCHES if plain else 1  # of an update
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=iterations), lambda: scheduler.step())
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=iterations * updates), trainer.interrupt)
+    return lambda: trainer.run(loader, max_epochs=10**6) and None  # continues in the same iteration of the loader
 
 
 def ignite(blocks: int = 60, updates: int = 16) -> None:
