@@ -6,9 +6,9 @@ import importlib.util
 
 NEEDED = {
     "transformers": ["transformers", "accelerate", "datasets", "trl"],
-    "accelerate": ["accelerate"],
+    "accelerate": ["accelerate", "datasets"],
     "lightning": ["lightning"],
-    "ignite": ["ignite"],
+    "ignite": ["ignite", "datasets"],
     "keras": ["keras"],
     "jax": ["jax"],
 }  # the word in the name of a test file -> what it imports

@@ -1,0 +1,216 @@
+"""An ordinary loop of Accelerate around `prepare`, and what its tests run in processes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+import variable_batch_size as vbs
+from helpers.trainer_cases import CASES, STOPS, Case, chosen, expected
+from helpers.yardstick import (
+    EPOCHS,
+    MICROBATCH,
+    REF,
+    SAMPLES,
+    TRACE,
+    UPDATES,
+    Samples,
+    difference,
+    network,
+    samples,
+    weights,
+)
+from variable_batch_size.integrations.accelerate import prepare
+
+
+@dataclass
+class Loop:
+    """An ordinary loop of Accelerate with the objects that `prepare` returns."""
+
+    case: Case
+    sampler_options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"cpu": True})
+    dataset: Any = field(default_factory=Samples)
+    losses: list[float] = field(default_factory=list)
+    syncs: int = 0
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.accelerator = Accelerator(**self.settings)
+        model = network(case.dropout)
+        inner = case.make_inner(model)
+        loader = DataLoader(self.dataset, batch_size=MICROBATCH, shuffle=True)
+        objects = [model, inner, loader, *filter(None, [case.scheduler(inner)])]
+        self.model, self.optimizer, self.loader, *schedulers = prepare(
+            self.accelerator,
+            *objects,
+            trace=vbs.AdaptiveTrace(chosen, start=24, every=3, delay=5) if case.adaptive else TRACE,
+            rule=case.rule,
+            ref_batchsize=REF,
+            sampler_options=self.sampler_options,
+            optimizer_options={} if case.clip is None else {"max_grad_norm": case.clip},
+        )
+        self.scheduler = schedulers[0] if schedulers else None
+
+    def run(self, saved: Callable[[int], Path | None] = lambda updates: None, until: int = UPDATES) -> Loop:
+        """Train, and save where `saved` says; as a user would write it."""
+        accelerator, optimizer = self.accelerator, self.optimizer
+        for _ in range(optimizer.epoch, EPOCHS):
+            for batch in self.loader:
+                x, target = batch if isinstance(batch, list) else (batch["x"], batch["target"])
+                with accelerator.accumulate(self.model):
+                    loss = cross_entropy(self.model(x), target)
+                    accelerator.backward(loss)
+                    optimizer.log(loss=loss)
+                    optimizer.step()
+                    if self.scheduler is not None:
+                        self.scheduler.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    self.syncs += 1
+                    self.losses.append(float(optimizer.logged["loss"]))
+                    if (folder := saved(optimizer.updates)) is not None:
+                        accelerator.save_state(str(folder))
+                    if optimizer.updates == until:
+                        return self
+        return self
+
+
+def reset() -> None:
+    """Forget the settings of earlier accelerators, as Accelerate's own tests do."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def at(folder: Path) -> Callable[[int], Path | None]:
+    """Save after the updates of `STOPS`."""
+    return lambda updates: folder / f"at-{updates}" if updates in STOPS else None
+
+
+def trained(case: Case, **options: Any) -> Loop:
+    """Run a case, whose warning about AdaScale and Adam is known."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "AdaScale's gain is meant for SGD")
+        return Loop(case, **options)
+
+
+def check(loop: Loop) -> None:
+    """Compare a whole training with the one by hand."""
+    wanted, losses = expected(loop.case)
+    assert difference(loop.model, wanted) < 1e-12, loop.case
+    assert loop.optimizer.updates == UPDATES
+    assert loop.optimizer.samples == EPOCHS * SAMPLES
+    assert loop.losses == pytest.approx(losses[-len(loop.losses) :], rel=1e-12)
+    if loop.scheduler is not None:
+        assert loop.scheduler.scheduler.last_epoch == UPDATES
+
+
+def resumed(case: Case, folder: Path) -> Iterator[tuple[int, Loop]]:
+    """Continue from each of `STOPS`, to the end."""
+    for stop in STOPS:
+        loop = trained(case)
+        torch.manual_seed(99)  # dropout must not depend on what was drawn before
+        loop.accelerator.load_state(str(folder / f"at-{stop}"))
+        assert loop.optimizer.updates == stop
+        yield stop, loop.run()
+
+
+def two_processes(folder: Path) -> None:
+    """What two processes do; some of it is compared by the test that starts them."""
+    for case in CASES:
+        check(trained(case).run())
+    trained(Case()).run(at(folder / "two"))
+    for _, loop in resumed(Case(), folder / "one"):
+        check(loop)
+    _dropout(folder)
+    _adaptive()
+    _metrics()
+    _within_an_update()
+    _data_parallel()
+
+
+def _dropout(folder: Path) -> None:
+    case = Case(dropout=0.3)
+    torch.manual_seed(torch.distributed.get_rank())
+    whole = trained(case).run(at(folder / "dropout"))
+    for stop, loop in resumed(case, folder / "dropout"):
+        assert difference(loop.model, weights(whole.model)) == 0.0, stop
+
+
+def _adaptive() -> None:
+    loop = trained(Case(adaptive=True)).run(until=10**9)
+    updates = loop.optimizer.updates
+    sizes = loop.optimizer.sampler.trace.batch_sizes(range(updates)).tolist()
+    assert len(set(sizes)) > 3
+    wanted, _ = expected(Case(), tuple(sizes), updates)
+    assert difference(loop.model, wanted) < 1e-12
+
+
+def _metrics() -> None:
+    """Evaluation with Accelerate's own loader and `gather_for_metrics`: every sample once."""
+    reset()
+    accelerator = Accelerator(cpu=True)
+    model = network()
+    inner = Case().make_inner(model)
+    data = TensorDataset(*samples())
+    train, test = DataLoader(data, MICROBATCH, shuffle=True), DataLoader(data, 13)
+    model, _, _, test = prepare(accelerator, model, inner, train, test, trace=TRACE)
+    seen = 0
+    with torch.no_grad():
+        for x, target in test:
+            hits, _ = accelerator.gather_for_metrics((model(x).argmax(1) == target, target))
+            seen += len(hits)
+    assert seen == SAMPLES
+
+
+def _within_an_update() -> None:
+    """Ranks have unequal numbers of microbatches, so collectives within an update raise."""
+    loop = trained(Case("sgd"))
+    x, target = next(batches := iter(loop.loader))
+    first = loop.accelerator.is_main_process  # of 3 microbatches it has 2, the other one 1
+    assert loop.accelerator.sync_gradients is not first
+    loss = cross_entropy(loop.model(x), target)
+    calls = [loop.accelerator.gather, loop.accelerator.reduce, loop.accelerator.gather_for_metrics]
+    for call in calls * first:
+        with pytest.raises(RuntimeError, match=r"must be called on all ranks alike.*sync_gradients"):
+            call(loss)
+    batches.close()
+    assert loop.accelerator.gather(torch.ones(1)).sum() == 2
+
+
+def _data_parallel() -> None:
+    """A model that reduces its gradients itself is refused; Accelerate's options for it that mean something count."""
+    model, inner, loader = ordinary()
+    with pytest.raises(TypeError, match=r"wrapped in DistributedDataParallel.*train the bare module"):
+        prepare(Accelerator(cpu=True), DistributedDataParallel(model), inner, loader, trace=TRACE)
+    reset()
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    model, inner, loader = ordinary()
+    model.unused = torch.nn.Linear(1, 1)
+    inner.add_param_group({"params": list(model.unused.parameters())})
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    model, optimizer, loader = prepare(accelerator, model, inner, loader, trace=TRACE)
+    for x, target in loader:
+        accelerator.backward(cross_entropy(model[:3](x), target))
+        optimizer.step()
+    assert optimizer.updates == 11
+
+
+def ordinary(**options: Any) -> tuple[Any, Any, Any]:
+    """A model, its optimizer and a loader."""
+    model = network()
+    loader = DataLoader(**{"dataset": Samples(), "batch_size": MICROBATCH, "shuffle": True} | options)
+    return model, SGD(model.parameters(), lr=0.1), loader

@@ -1,0 +1,54 @@
+"""The sampler that reads a dataset as an ordinary DataLoader would, but for the batch sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.settings import Settings, check_indexed
+
+
+def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> CustomSampler:
+    """Return a sampler whose microbatches have at most the rows of a batch of `loader`.
+
+    It shuffles and drops the last batch if `loader` does.
+
+    Args:
+        loader: the loader, created with `batch_size` and perhaps `shuffle=True`.
+        settings: the trace, and further arguments of the sampler.
+        **world: `num_replicas` and `rank`, if the framework determines them.
+
+    Raises:
+        TypeError: if `loader` is not a DataLoader, its dataset has no index, or it has a sampler of its own.
+        ValueError: if it has no `batch_size`.
+    """
+    if not isinstance(loader, DataLoader):
+        raise type_error("the training's loader must be a DataLoader", loader, "pass the loader of the training data")
+    check_indexed(loader.dataset)
+    if loader.batch_size is None:
+        found = f"one with batch_sampler={type(loader.batch_sampler).__name__}"
+        remedy = "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example"
+        raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
+    of_loader = {"minibatch_size": loader.batch_size, "shuffle": _shuffles(loader), "drop_last": loader.drop_last}
+    return settings.sampler(loader.dataset, **of_loader, **world)
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    sampler: Any = loader.sampler
+    if isinstance(sampler, DistributedSampler):  # each rank gets its share of each batch anyway
+        return sampler.shuffle
+    if type(sampler) is SequentialSampler:
+        return False
+    # A RandomSampler, of torch or of torchdata, whose StatefulDataLoader has its own.
+    if getattr(sampler, "replacement", True) or len(sampler) != len(getattr(sampler, "data_source", ())):
+        raise type_error(
+            "the loader must read each sample once an epoch, in order or with shuffle=True, because the trace "
+            "determines which samples make up an update",
+            sampler,
+            "leave out sampler=, and put a choice of samples into the dataset, as torch.utils.data.Subset does",
+        )
+    return True
