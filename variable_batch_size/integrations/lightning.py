@@ -44,7 +44,7 @@ from variable_batch_size.integrations.lightning_checks import (  # noqa: E402
     seed_of_training,
 )
 from variable_batch_size.integrations.lightning_counts import count_updates  # noqa: E402
-from variable_batch_size.integrations.lightning_loader import LightningUpdates, Update  # noqa: E402
+from variable_batch_size.integrations.lightning_loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
 from variable_batch_size.integrations.lightning_logging import UpdateLog  # noqa: E402
 from variable_batch_size.integrations.lightning_manual import OncePerUpdate, counting_one_step  # noqa: E402
 
@@ -201,7 +201,7 @@ class VariableBatchStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Return the training's loader as updates; others as they are."""
         if not self._fits or self._trainer.state.stage != RunningStage.TRAINING:
-            return dataloader
+            return own_random_numbers(dataloader) if self._fits else dataloader
         if self._updates is not None:
             raise type_error("there must be one training DataLoader", dataloader, "pass a single one")
         loader = check_training_loader(dataloader)
@@ -229,7 +229,7 @@ class VariableBatchStrategy(ParallelStrategy):
         if self._updates is None or trainer.train_dataloader is not self._updates:
             raise type_error("there must be one training DataLoader", trainer.train_dataloader, "pass a single one")
         super().setup_optimizers(trainer)
-        found: list[Optimizer] = self.optimizers
+        found: list[Optimizer] = trainer.optimizers
         check_optimizers(trainer, found)
         self.optimizers = [self._wrapped(optimizer, self._updates) for optimizer in found]
         if not trainer.lightning_module.automatic_optimization:

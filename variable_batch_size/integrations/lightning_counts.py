@@ -61,24 +61,19 @@ def total_updates(plan: Plan, max_epochs: int | None, max_steps: int) -> int | f
     return limit
 
 
-def set_epoch_length(trainer: Trainer, updates: int, *, passed: int | None = None) -> None:
+def set_epoch_length(trainer: Trainer, updates: int) -> None:
     """Tell the loops of Lightning how many updates the epoch under way has.
 
-    They read the length of a loader when they are given it, and again only if the user's hook returns a new loader.
-
-    Args:
-        trainer: the trainer.
-        updates: number of updates of the epoch.
-        passed: the number by which a restored epoch was over, if the loops have not yet noticed that it is.
+    They read the length of a loader when they get it, and again only if a hook of the user returns a new one. The two
+    private objects are those in which they keep it.
     """
-    loop = trainer.fit_loop
-    loop.max_batches = updates if passed is None else min(updates, passed)
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    if isinstance(limit, int):  # with fast_dev_run
+        updates = min(updates, limit)
+    loop.max_batches = updates
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(updates * trainer.val_check_interval))
-    if (combined := loop._combined_loader) is not None:
-        limit = trainer.limit_train_batches  # an int with fast_dev_run
-        combined.limits = [min(updates, limit) if isinstance(limit, int) else updates]
-        if isinstance(limit, int):
-            loop.max_batches = min(loop.max_batches, limit)
-    if (fetcher := loop._data_fetcher) is not None and fetcher.length is not None:
-        fetcher.length = int(loop.max_batches) if passed is None else updates
+    if loop._combined_loader is not None:
+        loop._combined_loader.limits = [updates]
+    if loop._data_fetcher is not None and loop._data_fetcher.length is not None:
+        loop._data_fetcher.length = updates

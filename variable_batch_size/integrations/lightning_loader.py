@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import CustomSampler
@@ -37,7 +38,7 @@ class LightningUpdates:
     ) -> None:
         self.loader = loader
         self._trainer, self._optimizers = trainer, optimizers
-        self._restored = False
+        self._unread = 0  # updates of the epoch that were not read
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -75,16 +76,23 @@ class LightningUpdates:
         return epoch.end_step - epoch.first_step
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the next epoch if Lightning has left one before its end; tell it the length of this one."""
-        sampler, ready = self._sampler, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        begins = sampler.clock.step == self.plan.epoch(sampler.epoch).first_step
-        if not begins and not self._restored:  # on_train_batch_start has returned -1
-            sampler.set_epoch(sampler.epoch + 1)
-            for optimizer in self._optimizers():
-                optimizer.set_epoch(sampler.epoch)
-        passed = ready if self._restored and begins and ready else None
-        set_epoch_length(self._trainer, len(self), passed=passed)
-        self._restored = False
+        """Tell Lightning the length of the epoch that begins or continues.
+
+        Raises:
+            RuntimeError: if Lightning has left the last one before its end.
+        """
+        if self._unread:
+            raise RuntimeError(
+                f"an epoch must be trained to its end, but {self._unread} of its updates were left out, as with an "
+                f"on_train_batch_start that returns -1; set trainer.should_stop = True to end the training"
+            )
+        loop, sampler = self._trainer.fit_loop, self._sampler
+        ended = sampler.clock.step == self.plan.epoch(sampler.epoch).first_step
+        passed = loop.epoch_loop.batch_progress.current.ready
+        if loop.restarting and ended and passed:
+            set_epoch_length(self._trainer, passed)  # its loops have yet to find out that they are at its end
+        else:
+            set_epoch_length(self._trainer, len(self))
 
     def __iter__(self) -> Iterator[Update]:
         optimizers = self._optimizers()
@@ -92,12 +100,14 @@ class LightningUpdates:
             optimizer.set_epoch(optimizers[0].epoch)
         by_update = updates(self.loader, optimizers[0])
         for microbatches in by_update:
-            set_epoch_length(self._trainer, len(by_update))  # an adaptive trace may have changed it
+            length = len(by_update)  # which an adaptive trace may have changed
+            set_epoch_length(self._trainer, length)
+            clock = self._sampler.clock
+            self._unread = clock.epoch.end_step - clock.step - 1
             yield Update(microbatches)
 
     def after_restore(self) -> None:
-        """Note that the optimizers are restored, and Lightning's loops are to be."""
-        self._restored = True
+        """Tell Lightning the length of the epoch, now that the optimizers are restored."""
         set_epoch_length(self._trainer, len(self))
 
     def check_position(self) -> None:
@@ -124,3 +134,15 @@ class LightningUpdates:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accept the state."""
+
+
+def own_random_numbers(loader: object) -> object:
+    """Return the loader of an evaluation, which draws from a generator of its own.
+
+    Otherwise each evaluation would draw from torch's generator. A run that resumes at the end of an epoch does not
+    repeat the evaluation there, so its dropout would differ.
+    """
+    for drawing in (loader, getattr(loader, "sampler", None)):
+        if isinstance(drawing, DataLoader | RandomSampler) and drawing.generator is None:
+            drawing.generator = torch.Generator()
+    return loader
