@@ -293,6 +293,7 @@ class VariableBatchStrategy(ParallelStrategy):
             raise type_error("the optimizer must be one of configure_optimizers", optimizer, "return it there")
         if not self.lightning_module.automatic_optimization:
             closure()
+            self._log.check_deferred()  # before the processes meet
             return self._step(optimizer, kwargs)
         assert self._update is not None
         updated = False
@@ -301,7 +302,7 @@ class VariableBatchStrategy(ParallelStrategy):
                 with self._log.microbatch(optimizer.microbatch, first=index == 0):
                     self._microbatch = super().batch_to_device(microbatch)
                     check_loss(closure())
-                    updated = self._step(optimizer, kwargs)
+                updated = self._step(optimizer, kwargs)
         finally:
             self._microbatch = None
         self._finish_update(optimizer)

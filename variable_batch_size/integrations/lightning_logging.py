@@ -61,6 +61,15 @@ class UpdateLog:
         self._deferred.append(value)
         return True
 
+    def check_deferred(self) -> None:
+        """Check that what was not reduced in the microbatch is the last value of some name, which will be.
+
+        Raises:
+            RuntimeError: if `reduce()` was called for anything else.
+        """
+        if not {id(value) for value in self._deferred} <= {id(value) for value in self._values().values()}:
+            raise _communicates("reduce()")
+
     @contextmanager
     def microbatch(self, microbatch: Microbatch, *, first: bool) -> Iterator[None]:
         """Collect what is logged within a block, for a microbatch."""
@@ -104,10 +113,8 @@ class UpdateLog:
         return {name: metric._forward_cache for name, metric in self._trainer._results.items() if metric.is_tensor}
 
     def _collect(self, samples: int) -> None:
-        values = self._values()
-        if not {id(value) for value in self._deferred} <= {id(value) for value in values.values()}:
-            raise _communicates("reduce()")
-        for name, value in values.items():
+        self.check_deferred()
+        for name, value in self._values().items():
             if value is not self._seen.get(name):
                 self._logged.setdefault(name, []).append((samples, value))
 
