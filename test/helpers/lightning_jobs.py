@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,10 +141,12 @@ def quieten() -> None:
 
 
 ALLOWED = (
+    r"`.fit\(ckpt_path=None\)` was called without a model",
+    r"AdaScale's gain is meant for SGD",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning with torch 2.15
     r"Checkpoint directory .* exists and is not empty",
     r"The number of training batches .* is smaller than the logging interval",
-    r"The 'val_dataloader' does not have many workers",
+    r"The '(val|train)_dataloader' does not have many workers",
     r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
 )
 
@@ -165,7 +168,7 @@ class Recorder(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["loss_step"]))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self.epoch_losses.append(float(trainer.callback_metrics["loss_epoch"]))
+        self.epoch_losses.append(float(trainer.callback_metrics.get("loss_epoch", math.nan)))
 
 
 EXPECTED_UPDATES = [

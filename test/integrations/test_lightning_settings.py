@@ -1,0 +1,328 @@
+"""What else of Lightning works with a trace, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import variable_batch_size as vbs
+from helpers.lightning_jobs import (
+    ALLOWED,
+    Classifier,
+    Validated,
+    expected,
+    fit,
+    inner_of,
+    loader,
+    saved,
+    saver,
+    strategy,
+    trainer,
+)
+from helpers.yardstick import EPOCHS, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, samples, weights
+from variable_batch_size.integrations.lightning import VariableBatchStrategy
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        return loader(shuffle=False)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(SAMPLES))
+
+
+@pytest.mark.filterwarnings("ignore:.*has `dataloader_iter`|Found `dataloader_iter`|You are using the `dataloader_iter`")
+class Iterating(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        raise AssertionError
+
+
+class Clipping(Classifier):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+
+class Before(Classifier):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        raise AssertionError
+
+
+class Skipping(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Closing(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+
+
+class Leaving(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 3 else None
+
+
+class Without(Classifier):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"accumulate_grad_batches": 4}, "accumulate_grad_batches must be 1, because the trace defines .*, got 4; leave it out"),
+    (
+        {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+        "the trace defines the batch size of an update, got a GradientAccumulationScheduler; leave it out",
+    ),
+    (
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        'gradients must be clipped by their norm, got .*="value"; pass gradient_clip_algorithm="norm"',
+    ),
+    ({"limit_train_batches": 0.5}, "an epoch must have all samples of the dataset, got limit_train_batches=0.5; leave"),
+    ({"limit_train_batches": 3}, "an epoch must have all samples of the dataset, got limit_train_batches=3; leave"),
+    ({"overfit_batches": 2}, "an epoch must have all samples of the dataset, got overfit_batches=2; leave"),
+    ({"reload_dataloaders_every_n_epochs": 1}, "the training's loader must stay the same, .* leave it out"),
+    ({"sync_batchnorm": True}, "processes must not communicate within a microbatch.*sync_batchnorm=True; leave it out"),
+    ({"module": Clipping()}, r"gradients must be clipped when .* remove it, and pass gradient_clip_val to the Trainer"),
+    ({"module": Before()}, r"microbatches must reach the device as the loader yields them.* do its work in collate_fn"),
+    ({"module": Iterating()}, r"training_step must get a microbatch, got .*; define training_step\(self, batch"),
+    ({"module": Skipping()}, "training_step must return a loss for every microbatch"),
+    ({"module": Closing()}, r"an optimizer_step hook must call optimizer.step\(closure=optimizer_closure\)"),
+    ({"module": Leaving()}, r"an epoch must be trained to its end, but 7 of its updates were left out, .* should_stop"),
+    ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
+    ({"data": [(1, 2)]}, "the training's loader must be a DataLoader of torch, got .* pass one with a batch_size"),
+    ({"data": {"train_dataloaders": [loader(), loader()]}}, "there must be one training DataLoader.*pass a single one"),
+    ({"data": {"train_dataloaders": {"a": loader()}}}, "there must be one training DataLoader.*pass a single one"),
+    (
+        {"data": DataLoader(Samples(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))},
+        "must have no sampler of its own.*got WeightedRandomSampler; pass shuffle=True or False instead",
+    ),
+    (
+        {"data": DataLoader(Samples(), 8, sampler=RandomSampler(Samples(), num_samples=7))},
+        "must have no sampler of its own",
+    ),
+    (
+        {"data": DataLoader(Samples(), batch_sampler=vbs.CustomSampler(SAMPLES, 8, 1, 0))},
+        "must have no batch_sampler of its own.*got CustomSampler; pass batch_size",
+    ),
+    ({"strategy": strategy(sampler_options={"minibatch_size": 4})}, "sampler_options must be .*, got minibatch_size; leave"),
+    (
+        {"strategy": strategy(optimizer_options={"max_grad_norm": 4.0}), "gradient_clip_val": 1.0},
+        "optimizer_options must be .*, got max_grad_norm; leave",
+    ),
+    ({"strategy": VariableBatchStrategy(TRACE, "root")}, "ref_batchsize"),
+    ({"strategy": strategy(trace=[24, 24])}, "trace"),
+    ({"strategy": strategy(trace=SAMPLES + 1)}, "batch size"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        fit(**({"module": Classifier()} | options))
+
+
+def test_a_second_fit_and_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:
+    module = Classifier()
+    run = fit(module)
+    run.fit_loop.max_epochs = 2 * EPOCHS
+    with pytest.raises(RuntimeError, match=r"the Trainer has made 26 updates and the optimizer 0; create a new Trainer"):
+        run.fit(module, loader())
+    fit(Classifier(), strategy="auto", callbacks=[saver(tmp_path)], enable_checkpointing=True, max_steps=3)
+    with pytest.raises(ValueError, match="ckpt_path must be a checkpoint of a training with VariableBatchStrategy"):
+        fit(Classifier(), saved(tmp_path, 3))
+
+
+def test_a_strategy_trains_again_with_another_trainer() -> None:
+    same = strategy()
+    for _ in range(2):
+        module = Classifier()
+        run = fit(module, strategy=same)
+        assert run.global_step == UPDATES
+        assert difference(module.net, expected()) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_hugging_face_datasets_and_stateful_loaders(kind: Any, tmp_path: Path) -> None:
+    x, target = samples()
+    rows = datasets.Dataset.from_dict({"x": x.tolist(), "target": target.tolist()}).with_format("torch", dtype=x.dtype)
+    rows = rows.with_format("numpy")
+
+    class Named(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch["x"].double(), batch["target"]), batch_idx)
+
+    data = kind(rows, batch_size=8, shuffle=True)
+    module = Named()
+    fit(module, data=data, callbacks=[saver(tmp_path)], enable_checkpointing=True)
+    assert difference(module.net, expected()) < 1e-6  # the dataset holds float32
+    again = Named()
+    fit(again, saved(tmp_path, 14), data=kind(rows, batch_size=8, shuffle=True))
+    assert difference(again.net, weights(module.net)) == 0.0
+
+
+def test_a_data_module_and_early_stopping() -> None:
+    module = Validated()
+    stopper = EarlyStopping("val_loss", patience=0, min_delta=1e9)
+    run = fit(module, data={"datamodule": Data()}, callbacks=[stopper], max_epochs=9)
+    assert (run.global_step, run.current_epoch) == (21, 2)  # the second validation is not better by so much
+    assert run.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"] > 0
+    assert len(module.rows) == 3 * 26
+
+
+def test_workers_and_a_subset() -> None:
+    module, twin = Classifier(), network()
+    first: Any = Subset(Samples(), range(SAMPLES))
+    pl.seed_everything(7, workers=True, verbose=False)
+    fit(module, data=DataLoader(first, 8, shuffle=True, num_workers=1, persistent_workers=True))
+    by_hand(twin, inner_of("SGD", twin), seed=7)  # that of seed_everything
+    assert difference(module.net, weights(twin)) < 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "PL_GLOBAL_SEED", "PL_SEED_WORKERS":
+        monkeypatch.setenv(name, "0")  # so that they are restored
+
+
+class Single(Classifier):
+    """In float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.float()
+
+    def loss(self, batch: Any) -> Any:
+        x, target = batch
+        return torch.nn.functional.cross_entropy(self.net(x.float()).float(), target)
+
+
+def test_mixed_precision() -> None:
+    bf16 = Single()
+    run = fit(bf16, precision="bf16-mixed")
+    assert (run.global_step, bf16.net[0].weight.dtype) == (UPDATES, torch.float32)
+    assert difference(bf16.net, expected().float()) < 0.1
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5)
+    fp16 = Single()
+    run = fit(fp16, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.5)
+    assert run.global_step == UPDATES  # also the first ones, which the scaler skips
+    assert scaler.get_scale() < 2.0**40
+    assert torch.isfinite(weights(fp16.net)).all()
+
+
+def test_float16_saves_its_scale(tmp_path: Path) -> None:
+    def plugin() -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=5))
+
+    module = Single()
+    fit(module, plugins=[plugin()], callbacks=[saver(tmp_path)], enable_checkpointing=True)
+    again = Single()
+    fit(again, saved(tmp_path, 14), plugins=[plugin()])
+    assert difference(again.net, weights(module.net)) == 0.0
+
+
+class Two(pl.LightningModule):
+    """Two networks with an optimizer each, as in a GAN: both backwards come before both steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(), network()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, target = batch
+        optimizers: Any = self.optimizers()
+        for net in self.first, self.second:
+            self.manual_backward(torch.nn.functional.cross_entropy(net(x), target))
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        schedulers: Any = self.lr_schedulers()
+        for scheduler in schedulers:
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [SGD(self.first.parameters(), lr=0.1, momentum=0.9), inner_of("AdamW", self.second)]
+        return optimizers, [StepLR(optimizer, 7, 0.5) for optimizer in optimizers]
+
+
+def test_two_optimizers(tmp_path: Path) -> None:
+    module = Two()
+    run = fit(module, callbacks=[saver(tmp_path)], enable_checkpointing=True)
+    assert run.global_step == 2 * UPDATES  # Lightning counts the steps of both
+    assert difference(module.first, expected("SGD", schedule=True)) < 1e-12
+    assert difference(module.second, expected("AdamW", schedule=True)) < 1e-12
+    again = Two()
+    fit(again, saved(tmp_path, 28))
+    assert difference(again, weights(module)) == 0.0
+
+
+def test_a_closure_and_a_user_hook() -> None:
+    class Manual(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+
+            def closure() -> None:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+
+            optimizer.step(closure=closure)
+
+    class Warming(Classifier):
+        calls = 0
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            self.calls += 1
+            optimizer.step(closure=optimizer_closure)
+
+    manual, warming = Manual(manual=True), Warming()
+    assert fit(manual).global_step == UPDATES
+    fit(warming)
+    assert warming.calls == UPDATES
+    assert difference(manual.net, expected()) < 1e-12
+    assert difference(warming.net, expected()) < 1e-12
+
+
+def test_the_learning_rate_finder_counts_updates() -> None:
+    class Tuned(Classifier):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return SGD(self.net.parameters(), lr=self.lr)
+
+    run = trainer(enable_checkpointing=False)
+    found = Tuner(run).lr_find(Tuned(), loader(), num_training=20, update_attr=False)
+    assert found is not None
+    assert len(found.results["lr"]) >= 20
+    assert run.global_step == 0
+
+
+def test_settings_are_kept() -> None:
+    own = VariableBatchStrategy(8, "linear", REF)
+    assert own.settings.ref_batchsize == REF
+    with pytest.raises(TypeError, match="sampler_options must be a dict"):
+        VariableBatchStrategy(8, sampler_options=3)  # type: ignore[arg-type]
+    assert re.fullmatch(r"variable_batch", own.strategy_name)
