@@ -105,7 +105,9 @@ def test_resumes_with_validation_repeat_no_update(tmp_path: Path, trace: str, op
         saver(tmp_path),
         type("AfterEpochs", (ModelCheckpoint,), {})(tmp_path / "ends", filename="{step}", save_top_k=-1),
     ]
-    run = fit(module, data=data, callbacks=callbacks, enable_checkpointing=True, strategy=strategy(trace=trace), **options)
+    run = fit(
+        module, data=data, callbacks=callbacks, enable_checkpointing=True, strategy=strategy(trace=trace), **options
+    )
     ends = [update for update, *_, last in records.updates if last]
     stops = [saved(tmp_path, stop) for stop in {2, 3, *ends} if stop < run.global_step]
     for path in [*stops, *(tmp_path / "ends").iterdir()]:
@@ -155,7 +157,11 @@ def test_numbers_of_updates_are_true_everywhere() -> None:
     assert records.epochs == [11, 10, 5]
     assert isinstance(run, pl.Trainer)
     limited = fit(Asking(), max_steps=13)
-    assert (limited.global_step, limited.current_epoch, found["setup"]) == (13, 2, 13)  # Lightning counts the epoch under way
+    assert (limited.global_step, limited.current_epoch, found["setup"]) == (
+        13,
+        2,
+        13,
+    )  # Lightning counts the epoch under way
     assert trainer(max_epochs=-1).estimated_stepping_batches == float("inf")
     stopped = fit(Asking(), max_epochs=-1, strategy=strategy(sampler_options={"max_updates": 15}))
     assert (stopped.global_step, found["setup"]) == (15, 15)
@@ -187,7 +193,9 @@ def test_hooks_before_the_step_see_the_gradient_of_the_whole_update() -> None:
             self.steps += 1
             self.log("steps", float(self.steps), on_step=True, on_epoch=True)
             if self.steps == 1:
-                self.found = [parameter.grad.clone() for parameter in self.net.parameters() if parameter.grad is not None]
+                self.found = [
+                    parameter.grad.clone() for parameter in self.net.parameters() if parameter.grad is not None
+                ]
 
         def on_after_backward(self) -> None:
             self.log("backwards", 1.0, reduce_fx="sum", on_step=True, on_epoch=True)

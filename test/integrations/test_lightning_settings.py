@@ -32,7 +32,19 @@ from helpers.lightning_jobs import (
     strategy,
     trainer,
 )
-from helpers.yardstick import EPOCHS, REF, SAMPLES, TRACE, UPDATES, Samples, by_hand, difference, network, samples, weights
+from helpers.yardstick import (
+    EPOCHS,
+    REF,
+    SAMPLES,
+    TRACE,
+    UPDATES,
+    Samples,
+    by_hand,
+    difference,
+    network,
+    samples,
+    weights,
+)
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
@@ -51,7 +63,9 @@ class Stream(IterableDataset[int]):
         return iter(range(SAMPLES))
 
 
-@pytest.mark.filterwarnings("ignore:.*has `dataloader_iter`|Found `dataloader_iter`|You are using the `dataloader_iter`")
+@pytest.mark.filterwarnings(
+    "ignore:.*has `dataloader_iter`|Found `dataloader_iter`|You are using the `dataloader_iter`"
+)
 class Iterating(Classifier):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         raise AssertionError
@@ -88,7 +102,10 @@ class Without(Classifier):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"accumulate_grad_batches": 4}, "accumulate_grad_batches must be 1, because the trace defines .*, got 4; leave it out"),
+    (
+        {"accumulate_grad_batches": 4},
+        "accumulate_grad_batches must be 1, because the trace defines .*, got 4; leave it out",
+    ),
     (
         {"callbacks": [GradientAccumulationScheduler({0: 2})]},
         "the trace defines the batch size of an update, got a GradientAccumulationScheduler; leave it out",
@@ -107,7 +124,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"module": Iterating()}, r"training_step must get a microbatch, got .*; define training_step\(self, batch"),
     ({"module": Skipping()}, "training_step must return a loss for every microbatch"),
     ({"module": Closing()}, r"an optimizer_step hook must call optimizer.step\(closure=optimizer_closure\)"),
-    ({"module": Leaving()}, r"an epoch must be trained to its end, but 7 of its updates were left out, .* should_stop"),
+    ({"module": Leaving()}, r"an epoch must be trained to its end, but 7 of its updates were left out.*should_stop"),
     ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
     ({"data": [(1, 2)]}, "the training's loader must be a DataLoader of torch, got .* pass one with a batch_size"),
     ({"data": {"train_dataloaders": [loader(), loader()]}}, "there must be one training DataLoader.*pass a single one"),
@@ -124,7 +141,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"data": DataLoader(Samples(), batch_sampler=vbs.CustomSampler(SAMPLES, 8, 1, 0))},
         "must have no batch_sampler of its own.*got CustomSampler; pass batch_size",
     ),
-    ({"strategy": strategy(sampler_options={"minibatch_size": 4})}, "sampler_options must be .*, got minibatch_size; leave"),
+    (
+        {"strategy": strategy(sampler_options={"minibatch_size": 4})},
+        "sampler_options must be .*, got minibatch_size; leave",
+    ),
     (
         {"strategy": strategy(optimizer_options={"max_grad_norm": 4.0}), "gradient_clip_val": 1.0},
         "optimizer_options must be .*, got max_grad_norm; leave",
@@ -148,20 +168,13 @@ def test_a_second_fit_and_a_plain_checkpoint_are_refused(tmp_path: Path) -> None
     module = Classifier()
     run = fit(module)
     run.fit_loop.max_epochs = 2 * EPOCHS
-    with pytest.raises(RuntimeError, match=r"the Trainer has made 26 updates and the optimizer 0; create a new Trainer"):
+    with pytest.raises(
+        RuntimeError, match=r"the Trainer has made 26 updates and the optimizer 0; create a new Trainer"
+    ):
         run.fit(module, loader())
     fit(Classifier(), strategy="auto", callbacks=[saver(tmp_path)], enable_checkpointing=True, max_steps=3)
     with pytest.raises(ValueError, match="ckpt_path must be a checkpoint of a training with VariableBatchStrategy"):
         fit(Classifier(), saved(tmp_path, 3))
-
-
-def test_a_strategy_trains_again_with_another_trainer() -> None:
-    same = strategy()
-    for _ in range(2):
-        module = Classifier()
-        run = fit(module, strategy=same)
-        assert run.global_step == UPDATES
-        assert difference(module.net, expected()) < 1e-12
 
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
@@ -269,6 +282,7 @@ class Two(pl.LightningModule):
         return optimizers, [StepLR(optimizer, 7, 0.5) for optimizer in optimizers]
 
 
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_two_optimizers(tmp_path: Path) -> None:
     module = Two()
     run = fit(module, callbacks=[saver(tmp_path)], enable_checkpointing=True)

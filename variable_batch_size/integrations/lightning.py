@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.checkpoint.agreement import Agreement
@@ -42,6 +42,7 @@ from variable_batch_size.integrations.lightning_checks import (  # noqa: E402
     check_training,
     check_training_loader,
     seed_of_training,
+    shuffles,
 )
 from variable_batch_size.integrations.lightning_counts import count_updates  # noqa: E402
 from variable_batch_size.integrations.lightning_loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
@@ -202,19 +203,18 @@ class VariableBatchStrategy(ParallelStrategy):
         """Return the training's loader as updates; others as they are."""
         if not self._fits or self._trainer.state.stage != RunningStage.TRAINING:
             return own_random_numbers(dataloader) if self._fits else dataloader
-        if self._updates is not None:
-            raise type_error("there must be one training DataLoader", dataloader, "pass a single one")
         loader = check_training_loader(dataloader)
+        if self._updates is not None:
+            if loader.dataset is self._updates.loader.dataset:  # the learning rate finder asks again
+                return self._updates
+            raise type_error("there must be one training DataLoader", dataloader, "pass a single one")
         self._updates = LightningUpdates(self._with_sampler(loader), self._trainer, lambda: self._optimizers_of_sampler)
         return self._updates
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         ranks = {"num_replicas": self.world_size, "rank": self.global_rank, "drop_last": loader.drop_last}
         cut = {} if loader.batch_size is None else {"minibatch_size": loader.batch_size}
-        shuffled = isinstance(loader.sampler, RandomSampler)
-        if isinstance(loader.sampler, DistributedSampler):
-            shuffled = loader.sampler.shuffle
-        chosen = {"shuffle": shuffled, "seed": seed_of_training(), "epochs": self._known_epochs}
+        chosen = {"shuffle": shuffles(loader), "seed": seed_of_training(), "epochs": self._known_epochs}
         chosen = {name: value for name, value in chosen.items() if name not in self.settings.sampler_options}
         return with_sampler(loader, self.settings.sampler(loader.dataset, **ranks, **cut, **chosen))
 

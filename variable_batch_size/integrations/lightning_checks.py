@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.integrations.settings import check_indexed
@@ -128,23 +128,33 @@ def check_training_loader(loader: object) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise type_error("the training's loader must be a DataLoader of torch", loader, "pass one with a batch_size")
     check_indexed(loader.dataset)
-    sampler = loader.sampler
-    chosen = isinstance(sampler, RandomSampler) and (
-        sampler.replacement or sampler.num_samples != len(sampler.data_source)
-    )
-    if chosen or not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
+    assert isinstance(loader.dataset, Sized)
+    sampler: Any = loader.sampler
+    drawn = _is(sampler, "RandomSampler") and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    if not (drawn or _is(sampler, "SequentialSampler") or isinstance(sampler, DistributedSampler)):
         raise value_error(
             "the training's DataLoader must have no sampler of its own, because the trace defines what is dealt",
             type(sampler).__name__,
             "pass shuffle=True or False instead, and a dataset that has the samples to be dealt",
         )
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if loader.batch_sampler is not None and not _is(loader.batch_sampler, "BatchSampler"):
         raise value_error(
             "the training's DataLoader must have no batch_sampler of its own, because the trace defines the batches",
             type(loader.batch_sampler).__name__,
             "pass batch_size, the maximum number of rows of a microbatch, instead",
         )
     return loader
+
+
+def shuffles(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader shuffles its samples."""
+    sampler = loader.sampler
+    return sampler.shuffle if isinstance(sampler, DistributedSampler) else _is(sampler, "RandomSampler")
+
+
+def _is(sampler: object, name: str) -> bool:
+    """Return whether a DataLoader has created a sampler; those of torchdata's StatefulDataLoader are its own."""
+    return type(sampler).__name__ == name and type(sampler).__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 def check_optimizers(trainer: Trainer, optimizers: Sequence[Optimizer]) -> None:

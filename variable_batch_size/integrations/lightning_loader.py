@@ -108,6 +108,7 @@ class LightningUpdates:
 
     def after_restore(self) -> None:
         """Tell Lightning the length of the epoch, now that the optimizers are restored."""
+        self._unread = 0
         set_epoch_length(self._trainer, len(self))
 
     def check_position(self) -> None:
