@@ -141,6 +141,7 @@ def quieten() -> None:
 
 
 ALLOWED = (
+    r'.fit\(ckpt_path="last"\) is set, but there is no last checkpoint',
     r"`.fit\(ckpt_path=None\)` was called without a model",
     r"AdaScale's gain is meant for SGD",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning with torch 2.15

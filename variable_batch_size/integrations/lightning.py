@@ -189,13 +189,18 @@ class VariableBatchStrategy(ParallelStrategy):
             tensor = tensor.double()  # Lightning would cut off the fraction, of the number of samples for example
         return self._processes.reduce(tensor, group, reduce_op)
 
+    @property
+    def samples(self) -> int:
+        """The number of samples that were trained on so far, over all ranks, for a schedule that goes by samples."""
+        return self._optimizers_of_sampler[0].samples if self._optimizers_of_sampler else 0
+
     # Before the training. ---------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
         """Take the module; if it is to be trained, check the settings of the Trainer."""
         super().connect(model)
         if self._fits:
-            self._updates, self._update, self._saved_states = None, None, []
+            self._updates, self._update, self._saved_states, self.optimizers = None, None, [], []
             check_training(self._trainer, self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
             count_updates(self._trainer, lambda: self._updates)
 
