@@ -12,11 +12,11 @@ import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -83,6 +83,28 @@ class Before(Classifier):
         raise AssertionError
 
 
+class ClippingByHand(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 1e9, "norm")
+        optimizer.step()
+
+
+class Accumulating(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            optimizer.step()
+
+
+class Normalizing(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalization = torch.nn.BatchNorm1d(6)
+
+
 class Skipping(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -122,6 +144,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reload_dataloaders_every_n_epochs": 1}, "the training's loader must stay the same, .* leave it out"),
     ({"sync_batchnorm": True}, "processes must not communicate within a microbatch.*sync_batchnorm=True; leave it out"),
     ({"module": Clipping()}, r"gradients must be clipped when .* remove it, and pass gradient_clip_val to the Trainer"),
+    (
+        {"module": ClippingByHand(manual=True)},
+        r'gradients must be clipped when all .* remove it, and pass optimizer_options=\{"max_grad_norm"',
+    ),
+    (
+        {"module": Accumulating(manual=True)},
+        r"training_step must call step\(\) of each optimizer once for each microbatch, .* made 0 updates in one; call",
+    ),
+    (
+        {"module": Normalizing(), "callbacks": [StochasticWeightAveraging(0.1)]},
+        "StochasticWeightAveraging adds one without for batch .* use an EMAWeightAveraging",
+    ),
     ({"module": Before()}, r"microbatches must reach the device as the loader yields them.* do its work in collate_fn"),
     ({"module": Iterating()}, r"training_step must get a microbatch, got .*; define training_step\(self, batch"),
     ({"module": Skipping()}, "training_step must return a loss for every microbatch"),
@@ -332,6 +366,26 @@ def test_the_learning_rate_finder_counts_updates() -> None:
     assert found is not None
     assert len(found.results["lr"]) >= 20
     assert run.global_step == 0
+
+
+def test_a_schedule_by_samples_and_a_compiled_network() -> None:
+    sizes = [24] * 3 + [10] * 6 + [37] + [0] * 16
+
+    class BySamples(Classifier):
+        def configure_optimizers(self) -> Any:
+            own: Any = self.trainer.strategy
+            optimizer = inner_of("SGD", self.net)
+            decay = LambdaLR(optimizer, lambda _: 1 - own.samples / (EPOCHS * SAMPLES))
+            return [optimizer], [{"scheduler": decay, "interval": "step"}]
+
+    module, twin = BySamples(), network()
+    module.net.compile(backend="eager")
+    run = fit(module, max_steps=10)
+    inner = inner_of("SGD", twin)
+    decay = LambdaLR(inner, lambda update: 1 - sum(sizes[:update]) / (EPOCHS * SAMPLES))
+    by_hand(twin, inner, scheduler=decay, updates=10)
+    assert run.global_step == 10
+    assert difference(module.net, weights(twin)) < 1e-12
 
 
 def test_settings_are_kept() -> None:

@@ -39,8 +39,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from variable_batch_size.integrations.lightning_checks import (  # noqa: E402
     check_loss,
     check_optimizers,
+    check_steps,
     check_training,
     check_training_loader,
+    refuse_clipping,
     seed_of_training,
     shuffles,
 )
@@ -234,6 +236,7 @@ class VariableBatchStrategy(ParallelStrategy):
         if self._updates is None or trainer.train_dataloader is not self._updates:
             raise type_error("there must be one training DataLoader", trainer.train_dataloader, "pass a single one")
         super().setup_optimizers(trainer)
+        vars(self.precision_plugin)["clip_gradients"] = refuse_clipping  # LightningModule.clip_gradients calls it
         found: list[Optimizer] = trainer.optimizers
         check_optimizers(trainer, found)
         self.optimizers = [self._wrapped(optimizer, self._updates) for optimizer in found]
@@ -278,10 +281,12 @@ class VariableBatchStrategy(ParallelStrategy):
                 )
             return super().training_step(self._microbatch, *args, **kwargs)
         output, optimizer = None, self._optimizers_of_sampler[0]
+        before = [own.updates for own in self._optimizers_of_sampler]
         for index, microbatch in enumerate(batch):
             last = index == len(batch) - 1
             with self._log.microbatch(optimizer.microbatch, first=index == 0), counting_one_step(self, last=last):
                 output = super().training_step(super().batch_to_device(microbatch), *args, **kwargs)
+        check_steps([own.updates - made for own, made in zip(self._optimizers_of_sampler, before, strict=True)])
         self._finish_update(optimizer)
         return output
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence, Sized
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -56,6 +57,13 @@ def _contradictions(
             "the trace defines the batch size of an update",
             "a BatchSizeFinder",
             "leave it out, and pass the rows that fit into memory as batch_size of the DataLoader",
+        ),
+        (
+            any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
+            and any(isinstance(part, BatchNorm1d | BatchNorm2d | BatchNorm3d) for part in module.modules()),
+            "an epoch must have updates, but StochasticWeightAveraging adds one without for batch normalization",
+            "a module with batch normalization",
+            "use an EMAWeightAveraging or WeightAveraging",
         ),
         (
             bool(trainer.gradient_clip_val) and clip == GradClipAlgorithmType.VALUE,
@@ -179,6 +187,28 @@ def check_loss(loss: object) -> None:
             "training_step must return a loss for every microbatch, because all samples of an update count, but it "
             "returned None; return a loss of 0 that depends on the parameters, such as 0.0 * loss"
         )
+
+
+def check_steps(updates: Sequence[int]) -> None:
+    """Check that with manual optimization each optimizer has made one update.
+
+    Raises:
+        RuntimeError: if one has not.
+    """
+    if any(made != 1 for made in updates):
+        raise RuntimeError(
+            f"training_step must call step() of each optimizer once for each microbatch, but the optimizers have made "
+            f"{', '.join(map(str, updates))} updates in one; call step() in every training_step, and let the trace have "
+            f"larger batch sizes instead of accumulating"
+        )
+
+
+def refuse_clipping(*args: Any, **kwargs: Any) -> None:
+    """Raise RuntimeError in the place of a precision plugin's `clip_gradients`, which would clip parts of a gradient."""
+    raise RuntimeError(
+        "gradients must be clipped when all microbatches of an update are summed, but clip_gradients() was called "
+        'before; remove it, and pass optimizer_options={"max_grad_norm": 1.0} to the strategy, for example'
+    )
 
 
 def seed_of_training() -> int:
