@@ -1,4 +1,4 @@
-"""An update of Lightning with `VariableBatchStrategy`, against Lightning's own accumulation of the same microbatches."""
+"""An update of Lightning with `VariableBatchStrategy`, against its own accumulation of the same microbatches."""
 
 from __future__ import annotations
 

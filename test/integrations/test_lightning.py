@@ -121,6 +121,16 @@ def test_resumes_with_validation_repeat_no_update(tmp_path: Path, trace: str, op
         assert difference(resumed.net, weights(module.net)) == 0.0
 
 
+def test_a_training_that_max_steps_has_ended_continues_in_its_epoch(tmp_path: Path) -> None:
+    part = fit(Classifier(), max_steps=15)
+    part.save_checkpoint(tmp_path / "part.ckpt")
+    records, module = Recorder(), Classifier()
+    run = fit(module, tmp_path / "part.ckpt", callbacks=[records])
+    assert records.updates == EXPECTED_UPDATES[15:]
+    assert (run.global_step, run.current_epoch) == (UPDATES, EPOCHS)
+    assert difference(module.net, expected()) < 1e-12
+
+
 def test_an_exception_in_an_update_loses_nothing(tmp_path: Path) -> None:
     class Failing(Classifier):
         calls = 0

@@ -202,7 +202,8 @@ class VariableBatchStrategy(ParallelStrategy):
         """Take the module; if it is to be trained, check the settings of the Trainer."""
         super().connect(model)
         if self._fits:
-            self._updates, self._update, self._saved_states, self.optimizers = None, None, [], []
+            self._updates, self._update, self._saved_states = None, None, []
+            self._reset_optimizers_and_schedulers()
             check_training(self._trainer, self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
             count_updates(self._trainer, lambda: self._updates)
 
@@ -236,7 +237,8 @@ class VariableBatchStrategy(ParallelStrategy):
         if self._updates is None or trainer.train_dataloader is not self._updates:
             raise type_error("there must be one training DataLoader", trainer.train_dataloader, "pass a single one")
         super().setup_optimizers(trainer)
-        vars(self.precision_plugin)["clip_gradients"] = refuse_clipping  # LightningModule.clip_gradients calls it
+        plugin: Any = self.precision_plugin
+        plugin.clip_gradients = refuse_clipping  # which LightningModule.clip_gradients calls
         found: list[Optimizer] = trainer.optimizers
         check_optimizers(trainer, found)
         self.optimizers = [self._wrapped(optimizer, self._updates) for optimizer in found]

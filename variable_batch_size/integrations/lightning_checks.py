@@ -198,13 +198,13 @@ def check_steps(updates: Sequence[int]) -> None:
     if any(made != 1 for made in updates):
         raise RuntimeError(
             f"training_step must call step() of each optimizer once for each microbatch, but the optimizers have made "
-            f"{', '.join(map(str, updates))} updates in one; call step() in every training_step, and let the trace have "
-            f"larger batch sizes instead of accumulating"
+            f"{', '.join(map(str, updates))} updates in one; call step() in every training_step, and let the trace "
+            f"have larger batch sizes instead of accumulating"
         )
 
 
 def refuse_clipping(*args: Any, **kwargs: Any) -> None:
-    """Raise RuntimeError in the place of a precision plugin's `clip_gradients`, which would clip parts of a gradient."""
+    """Raise RuntimeError in the place of a plugin's `clip_gradients`, which would clip parts of a gradient."""
     raise RuntimeError(
         "gradients must be clipped when all microbatches of an update are summed, but clip_gradients() was called "
         'before; remove it, and pass optimizer_options={"max_grad_norm": 1.0} to the strategy, for example'

@@ -110,6 +110,13 @@ class LightningUpdates:
         """Tell Lightning the length of the epoch, now that the optimizers are restored."""
         self._unread = 0
         set_epoch_length(self._trainer, len(self))
+        loop, epoch = self._trainer.fit_loop, self._sampler.epoch
+        if loop.epoch_progress.current.processed > epoch:  # max_steps has ended it, and Lightning takes it for complete
+            for progress in loop.epoch_progress.current, loop.epoch_progress.total:
+                progress.ready = progress.started = epoch + 1
+                progress.processed = progress.completed = epoch
+            loop.epoch_loop.batch_progress.is_last_batch = False
+            loop.restarting = True
 
     def check_position(self) -> None:
         """Check that Lightning and the optimizer are at the same update.
