@@ -86,14 +86,13 @@ def test_resumes_are_exact(tmp_path: Path) -> None:
         resume_job(tmp_path, name, STOPS, 0.0)
 
 
-@pytest.mark.parametrize("trace", ["0:24 3:10 9:37 12:9 18:50", "0:50 4:24 9:10"])
 @pytest.mark.parametrize(
-    "options",
+    ("trace", "options"),
     [
-        {},
-        {"val_check_interval": 0.5},
-        {"val_check_interval": 4, "check_val_every_n_epoch": None},
-        {"max_steps": 23, "max_epochs": -1},
+        ("0:24 3:10 9:37 12:9 18:50", {}),
+        ("0:24 3:10 9:37 12:9 18:50", {"max_steps": 23, "max_epochs": -1}),
+        ("0:50 4:24 9:10", {"val_check_interval": 0.5}),
+        ("0:50 4:24 9:10", {"val_check_interval": 4, "check_val_every_n_epoch": None}),
     ],
 )
 def test_resumes_with_validation_repeat_no_update(tmp_path: Path, trace: str, options: dict[str, Any]) -> None:
@@ -109,7 +108,7 @@ def test_resumes_with_validation_repeat_no_update(tmp_path: Path, trace: str, op
         module, data=data, callbacks=callbacks, enable_checkpointing=True, strategy=strategy(trace=trace), **options
     )
     ends = [update for update, *_, last in records.updates if last]
-    stops = [saved(tmp_path, stop) for stop in {2, 3, *ends} if stop < run.global_step]
+    stops = [saved(tmp_path, stop) for stop in {3, *ends} if stop < run.global_step]
     for path in [*stops, *(tmp_path / "ends").iterdir()]:
         stop = int(path.stem.partition("=")[2])
         if stop == run.global_step:
@@ -258,7 +257,7 @@ def test_what_it_is_without_the_strategy() -> None:
     plain = Classifier()
     run = fit(plain, strategy="auto", accumulate_grad_batches=3, gradient_clip_val=MAX_GRAD_NORM)
     assert (run.global_step, plain.estimate) == (27, 27)
-    assert difference(module.net, expected()) > 1e-2
+    assert difference(module.net, expected()) > 1
 
 
 def test_a_training_ends_where_the_sampler_ends_it() -> None:
