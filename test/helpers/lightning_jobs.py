@@ -1,0 +1,311 @@
+"""A module and trainings for the tests with Lightning, on one process and on several."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+from helpers.reference import batches
+from helpers.yardstick import (
+    ENDS,
+    EPOCHS,
+    MAX_GRAD_NORM,
+    MICROBATCH,
+    REF,
+    SAMPLES,
+    SIZES,
+    TRACE,
+    UPDATES,
+    Samples,
+    by_hand,
+    difference,
+    network,
+    weights,
+)
+from variable_batch_size.integrations.lightning import VariableBatchStrategy
+
+STOPS = (5, 11, 14, 21, 24)  # updates after which runs are resumed: 11 and 21 end an epoch
+
+
+def inner_of(name: str, model: nn.Module) -> Optimizer:
+    """An optimizer of torch by its name."""
+    if name == "SGD":
+        return SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+class Classifier(pl.LightningModule):
+    """A module in the usual style."""
+
+    def __init__(self, optimizer: str = "SGD", dropout: float = 0.0, *, schedule: bool = False, manual: bool = False):
+        super().__init__()
+        self.net = network(dropout)
+        self.optimizer_name, self.schedule = optimizer, schedule
+        self.automatic_optimization = not manual
+        self.estimate: float = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        return nn.functional.cross_entropy(self.net(x), target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.schedule:
+                scheduler: Any = self.lr_schedulers()
+                scheduler.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        self.estimate = self.trainer.estimated_stepping_batches
+        optimizer = inner_of(self.optimizer_name, self.net)
+        if not self.schedule:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 7, 0.5), "interval": "step"}}
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    """The training's loader, as a user writes it."""
+    return DataLoader(Samples(), **({"batch_size": MICROBATCH, "shuffle": True} | options))
+
+
+def strategy(rule: str = "root", trace: Any = TRACE, **options: Any) -> VariableBatchStrategy:
+    """The line that changes."""
+    return VariableBatchStrategy(trace, rule, REF, **options)
+
+
+def trainer(**options: Any) -> pl.Trainer:
+    """A quiet Trainer of 3 epochs on the CPU, with as many devices as there are ranks."""
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_epochs": EPOCHS}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return pl.Trainer(**(quiet | {"devices": world, "strategy": strategy()} | options))
+
+
+def fit(module: pl.LightningModule, ckpt_path: Path | None = None, data: Any = None, **options: Any) -> pl.Trainer:
+    """Train a module, and return the Trainer."""
+    run = trainer(**options)
+    loaders = data if isinstance(data, dict) else {"train_dataloaders": loader() if data is None else data}
+    run.fit(module, **loaders, ckpt_path=None if ckpt_path is None else str(ckpt_path))
+    return run
+
+
+def expected(
+    optimizer: str = "SGD", *, schedule: bool = False, clip: bool = False, rule: str = "root", updates: int = UPDATES
+) -> Tensor:
+    """The weights of a training by hand."""
+    model = network()
+    inner = inner_of(optimizer, model)
+    scheduler = StepLR(inner, 7, 0.5) if schedule else None
+    norm = MAX_GRAD_NORM if clip else None
+    by_hand(model, inner, rule=rule, max_grad_norm=norm, scheduler=scheduler, updates=updates)
+    return weights(model)
+
+
+def saver(folder: Path, **options: Any) -> ModelCheckpoint:
+    """A callback that saves after every update."""
+    every: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"}
+    return ModelCheckpoint(folder, **(every | options))
+
+
+def saved(folder: Path, update: int) -> Path:
+    """The checkpoint after an update."""
+    return folder / f"step={update}.ckpt"
+
+
+def quieten() -> None:
+    """Turn warnings into errors, but those of Lightning that are not about what is tested."""
+    warnings.simplefilter("error")
+    for message in ALLOWED:
+        warnings.filterwarnings("ignore", message)
+
+
+ALLOWED = (
+    r'.fit\(ckpt_path="last"\) is set, but there is no last checkpoint',
+    r"`.fit\(ckpt_path=None\)` was called without a model",
+    r"AdaScale's gain is meant for SGD",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning with torch 2.15
+    r"Checkpoint directory .* exists and is not empty",
+    r"The number of training batches .* is smaller than the logging interval",
+    r"The '(val|train)_dataloader' does not have many workers",
+    r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
+)
+
+
+class Recorder(pl.Callback):
+    """Keeps what callbacks see: the length of each epoch, and of each update its numbers and its loss."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.updates: list[tuple[int, int, int, bool]] = []  # (global step, epoch, batch_idx, last of the epoch)
+        self.losses: list[float] = []
+        self.epoch_losses: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(trainer.num_training_batches)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.updates.append((trainer.global_step, trainer.current_epoch, batch_idx, trainer.is_last_batch))
+        self.losses.append(float(trainer.callback_metrics["loss_step"]))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.epoch_losses.append(float(trainer.callback_metrics.get("loss_epoch", math.nan)))
+
+
+EXPECTED_UPDATES = [
+    (first + index + 1, epoch, index, first + index + 1 == end)
+    for epoch, (first, end) in enumerate(zip((0, *ENDS), ENDS, strict=False))
+    for index in range(end - first)
+]
+
+
+def check_records(records: Recorder, *, schedule: bool = False, clip: bool = False) -> None:
+    """Check what callbacks saw against a training by hand with SGD."""
+    model = network()
+    inner = inner_of("SGD", model)
+    norm = MAX_GRAD_NORM if clip else None
+    scheduler = StepLR(inner, 7, 0.5) if schedule else None
+    losses = by_hand(model, inner, max_grad_norm=norm, scheduler=scheduler)
+    assert records.epochs == [11, 10, 5]
+    assert records.updates == EXPECTED_UPDATES
+    np.testing.assert_allclose(records.losses, losses, rtol=1e-12)
+    sizes = true_sizes()
+    means = [
+        np.average(losses[first:end], weights=sizes[first:end]) for first, end in zip((0, *ENDS), ENDS, strict=False)
+    ]
+    np.testing.assert_allclose(records.epoch_losses, means, rtol=1e-12)
+
+
+def true_sizes() -> list[int]:
+    """The batch size of each update: that of the trace, shortened at the end of each epoch."""
+    return [len(batch) for _, batch in zip(range(UPDATES), batches(SIZES, SAMPLES, 0), strict=False)]
+
+
+def adaptive_trace() -> vbs.AdaptiveTrace:
+    """A trace whose epochs turn out longer and shorter than they were estimated."""
+    return vbs.AdaptiveTrace(_chosen, start=24, every=3, delay=4)
+
+
+def _chosen(known: Any) -> int:
+    return [24, 61, 9, 13, 40][known.updates // 3 % 5]
+
+
+def check_adaptive(module: Classifier, run: pl.Trainer) -> None:
+    """Check a training with the adaptive trace against one by hand with the batch sizes that were chosen."""
+    first: Any = run.optimizers[0]
+    sizes = [first.sampler.trace.batch_size(step) for step in range(first.updates)]
+    assert len({*sizes}) > 3
+    assert (run.global_step, run.current_epoch, first.samples) == (first.updates, EPOCHS, EPOCHS * SAMPLES)
+    twin = network()
+    by_hand(twin, inner_of("SGD", twin), sizes=sizes, updates=first.updates)
+    assert difference(module.net, weights(twin)) < 1e-12
+
+
+# Jobs of several processes. ------------------------------------------------------------------------------------------
+
+
+def yardstick_job(folder: Path) -> None:
+    """Trainings of the yardstick, automatic and manual, and what their callbacks see."""
+    quieten()
+    for optimizer in ("SGD", "AdamW"):
+        records, module = Recorder(), Classifier(optimizer, schedule=True)
+        run = fit(module, gradient_clip_val=MAX_GRAD_NORM, callbacks=[records])
+        assert (run.global_step, run.current_epoch, module.estimate) == (UPDATES, EPOCHS, UPDATES)
+        assert difference(module.net, expected(optimizer, schedule=True, clip=True)) < 1e-12
+        if optimizer == "SGD":
+            check_records(records, schedule=True, clip=True)
+    module = Classifier()
+    fit(module, strategy=strategy("adascale"))
+    assert difference(module.net, expected(rule="adascale")) < 1e-12
+    records, module = Recorder(), Classifier(manual=True, schedule=True)
+    run = fit(module, callbacks=[records])
+    assert difference(module.net, expected(schedule=True)) < 1e-12
+    check_records(records, schedule=True)
+    module = Classifier()
+    check_adaptive(module, fit(module, strategy=strategy(trace=adaptive_trace())))
+
+
+def save_job(folder: Path, name: str) -> None:
+    """A training that saves after every update; `name` is "plain" or "dropout"."""
+    quieten()
+    torch.manual_seed(3 + (dist.get_rank() if dist.is_initialized() else 0))
+    module = Classifier(dropout=0.5 if name == "dropout" else 0.0)
+    fit(module, callbacks=[saver(folder / name)], enable_checkpointing=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(weights(module.net), folder / name / "weights.pt")
+
+
+def resume_job(folder: Path, name: str, stops: Sequence[int], tolerance: float) -> None:
+    """Trainings that resume after updates of `save_job`."""
+    quieten()
+    for stop in stops:
+        torch.manual_seed(100)
+        module = Classifier(dropout=0.5 if name == "dropout" else 0.0)
+        run = fit(module, saved(folder / name, stop))
+        assert (run.global_step, run.current_epoch) == (UPDATES, EPOCHS), stop
+        found = difference(module.net, torch.load(folder / name / "weights.pt"))
+        assert found <= tolerance, (stop, found)
+
+
+class Talking(Classifier):
+    """A module that communicates in `training_step`."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word = word
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        getattr(self.trainer.strategy, self.word)(*([] if self.word == "barrier" else [loss.detach()]))
+        return loss
+
+
+def several_job(folder: Path) -> None:
+    """What matters only on several processes."""
+    quieten()
+    for word in ("barrier", "broadcast", "all_gather", "reduce"):
+        with pytest.raises(RuntimeError, match=rf"must not communicate in training_step, .* called {word}\(\)"):
+            fit(Talking(word))
+    unequal = Classifier()
+    with torch.no_grad():
+        unequal.net[0].weight += dist.get_rank()
+    fit(unequal)  # begins with the weights of rank 0
+    assert difference(unequal.net, expected()) < 1e-12
+    validated = Validated()
+    fit(validated, data={"train_dataloaders": loader(shuffle=False), "val_dataloaders": loader(shuffle=False)})
+    assert len(validated.rows) == 3 * 13  # each rank reads half of the 26 batches
+    sampler: Any = validated.trainer.strategy
+    assert not sampler.optimizers[0].sampler.shuffle  # as the loader says, on several processes too
+
+
+class Validated(Classifier):
+    """A module with a validation, which keeps the number of rows of each batch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.rows: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.rows.append(len(batch[0]))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
