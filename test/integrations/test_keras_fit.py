@@ -17,7 +17,7 @@ from helpers.keras_plain import LOSS, X, Y, dense, fit, functional, made
 from helpers.pages import ROOT
 from helpers.yardstick import CLASSES, ENDS, FEATURES, MICROBATCH, SAMPLES, SIZES, TRACE, UPDATES, Samples
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel
-from variable_batch_size.integrations.keras_data import class_weights
+from variable_batch_size.integrations.keras.data import class_weights
 
 # What it was without. ----------------------------------------------------------------------------------------------
 

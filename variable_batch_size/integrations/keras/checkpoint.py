@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
-from variable_batch_size.integrations.keras_backend import keras
+from variable_batch_size.integrations.keras.backend import keras
 
 
 @final

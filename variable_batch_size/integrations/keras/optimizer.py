@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.integrations.keras_backend import keras
+from variable_batch_size.integrations.keras.backend import keras
 
 
 @final

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
-from variable_batch_size.integrations.keras_backend import keras
-from variable_batch_size.integrations.keras_checkpoint import VariableBatchCheckpoint
-from variable_batch_size.integrations.keras_data import loader_of, split
-from variable_batch_size.integrations.keras_metrics import logs_of, merge_metrics, set_seeds, update_loss
-from variable_batch_size.integrations.keras_optimizer import check_optimizer
-from variable_batch_size.integrations.keras_training import Callbacks, Training
+from variable_batch_size.integrations.keras.backend import keras
+from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
+from variable_batch_size.integrations.keras.data import loader_of, split
+from variable_batch_size.integrations.keras.metrics import logs_of, merge_metrics, set_seeds, update_loss
+from variable_batch_size.integrations.keras.optimizer import check_optimizer
+from variable_batch_size.integrations.keras.training import Callbacks, Training
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 
-__all__ = ["VariableBatchCheckpoint", "VariableBatchModel"]
 
 if TYPE_CHECKING:
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.integrations.keras_backend import keras
+from variable_batch_size.integrations.keras.backend import keras
 
 _NO_INDEX = "the data must have an index, because each rank is told which samples to read"
 

@@ -33,7 +33,7 @@ from ignite.engine import (  # noqa: E402
     supervised_training_step_amp,
 )
 
-from variable_batch_size.integrations.ignite_outputs import combine  # noqa: E402
+from variable_batch_size.integrations.ignite.outputs import combine  # noqa: E402
 
 Step = Callable[[Engine, Any], Any]
 

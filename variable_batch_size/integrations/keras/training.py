@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.keras_backend import keras
-from variable_batch_size.integrations.keras_data import first_rows
-from variable_batch_size.integrations.keras_metrics import EpochMetrics, seeds_of
-from variable_batch_size.integrations.keras_optimizer import KerasOptimizer
+from variable_batch_size.integrations.keras.backend import keras
+from variable_batch_size.integrations.keras.data import first_rows
+from variable_batch_size.integrations.keras.metrics import EpochMetrics, seeds_of
+from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.by_update import Updates, updates

@@ -26,7 +26,7 @@ require_version("accelerate", "1.10", "accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: E402
 
-from variable_batch_size.integrations.accelerate_objects import (  # noqa: E402
+from variable_batch_size.integrations.accelerate.objects import (  # noqa: E402
     VariableBatchLoader,
     VariableBatchOptimizer,
     VariableBatchScheduler,

@@ -36,7 +36,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy  # noqa: 
 from lightning.pytorch.trainer import call  # noqa: E402  # private; the way in which all strategies call hooks
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus  # noqa: E402
 
-from variable_batch_size.integrations.lightning_checks import (  # noqa: E402
+from variable_batch_size.integrations.lightning.checks import (  # noqa: E402
     check_loss,
     check_optimizers,
     check_steps,
@@ -46,10 +46,10 @@ from variable_batch_size.integrations.lightning_checks import (  # noqa: E402
     seed_of_training,
     shuffles,
 )
-from variable_batch_size.integrations.lightning_counts import count_updates  # noqa: E402
-from variable_batch_size.integrations.lightning_loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
-from variable_batch_size.integrations.lightning_logging import UpdateLog  # noqa: E402
-from variable_batch_size.integrations.lightning_manual import OncePerUpdate, counting_one_step  # noqa: E402
+from variable_batch_size.integrations.lightning.counts import count_updates  # noqa: E402
+from variable_batch_size.integrations.lightning.loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
+from variable_batch_size.integrations.lightning.logging import UpdateLog  # noqa: E402
+from variable_batch_size.integrations.lightning.manual import OncePerUpdate, counting_one_step  # noqa: E402
 
 T = TypeVar("T")
 _STATES = "host_rng_states"  # key in the state of the first optimizer, beside "vbs"
