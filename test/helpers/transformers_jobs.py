@@ -169,8 +169,11 @@ def small_model() -> GPT2LMHeadModel:
     return model
 
 
-def sft_trainer(folder: Path, **others: Any) -> Any:
-    """trl's trainer with the mixin, on `sentences`."""
+REPEATED: dict[str, Any] = {"trace": 5, "rule": "adamscale", "max_steps": 3}  # a second rank only repeats microbatches
+
+
+def sft_trainer(folder: Path, *, trace: Any = TRACE, rule: str = "root", **others: Any) -> Any:
+    """trl's trainer with the mixin, on `sentences`; `others`: its arguments."""
     from trl import SFTConfig, SFTTrainer
 
     class VariableSFTTrainer(VariableBatchMixin, SFTTrainer):
@@ -184,8 +187,8 @@ def sft_trainer(folder: Path, **others: Any) -> Any:
         config,
         train_dataset=sentences(),
         processing_class=tokenizer(),
-        trace=TRACE,
-        rule="root",
+        trace=trace,
+        rule=rule,
         ref_batchsize=REF,
         sampler_options={"fixed_shape": False},
     )
@@ -221,6 +224,15 @@ def summary(trainer: Any) -> dict[str, Any]:
     return {**sums, **counts, **own, "loaded": trainer.optimizer.state_dict()["vbs"]["samples"]}
 
 
+def trained_with_repetitions(folder: Path) -> Any:
+    """The trainer of updates of one microbatch, which a second rank can only repeat, because its noise counts."""
+    own = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4}
+    options = {"compute_loss_func": sum_in_float64}
+    trainer = trainer_of(folder, gpt2(), train_dataset=Texts(), trace=5, rule="adamscale", options=options, **own)
+    trainer.train()
+    return trainer
+
+
 def updates_of_all_kinds(folder: Path) -> None:
     """Train in every rank with rules, schedules, labels, a controller; and a second time."""
     if torch.distributed.get_rank() == 1:
@@ -241,6 +253,7 @@ def updates_of_all_kinds(folder: Path) -> None:
     trainer = trainer_of(folder / "texts", gpt2(), train_dataset=Texts(), options=options, **own)
     trainer.train()
     save(folder, "texts", summary(trainer))
+    save(folder, "repeated", summary(trained_with_repetitions(folder / "repeated")))
     trainer = trainer_of(folder / "growing", trace=growing(), lr_scheduler_type="linear")
     trainer.train()
     save(folder, "growing", summary(trainer))
@@ -269,3 +282,6 @@ def sft(folder: Path) -> None:
     trainer = sft_trainer(folder / "sft")
     trainer.train()
     save(folder, "sft", summary(trainer))
+    trainer = sft_trainer(folder / "repeated", **REPEATED)
+    trainer.train()
+    save(folder, "repeated", summary(trainer))

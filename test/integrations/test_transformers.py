@@ -174,7 +174,9 @@ def test_labels_are_averaged_over_all_tokens_of_an_update(tmp_path: Path) -> Non
 def test_the_model_s_own_loss_counts_the_labels_that_it_predicts(tmp_path: Path) -> None:
     """GPT-2 has no loss_type, so Trainer counts the first label of each row, which nothing predicts."""
     model, twin = gpt2(), gpt2()
-    trainer_of(tmp_path, model, train_dataset=Texts(), options={"optimizers": (SGD(model.parameters(), LR), None)}).train()
+    trainer_of(
+        tmp_path, model, train_dataset=Texts(), options={"optimizers": (SGD(model.parameters(), LR), None)}
+    ).train()
     by_hand(twin, SGD(twin.parameters(), LR), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
     assert difference(model, weights(twin)) < 1e-5  # it computes in float32
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -44,9 +43,7 @@ def expected(updates: int = UPDATES, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_a_training_has_the_length_that_was_asked_for(
-    tmp_path: Path, length: dict[str, Any], updates: int
-) -> None:
+def test_a_training_has_the_length_that_was_asked_for(tmp_path: Path, length: dict[str, Any], updates: int) -> None:
     trainer = trainer_of(tmp_path, lr_scheduler_type="linear", **length)
     trainer.train()
     optimizer = trainer.variable_optimizer
@@ -170,7 +167,11 @@ def test_a_compiled_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"bf16": True}, {"activation_checkpointing": True}, {"bf16": True, "activation_checkpointing": True, "rule": "adamscale"}],
+    [
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"bf16": True, "activation_checkpointing": True, "rule": "adamscale"},
+    ],
     ids=str,
 )
 def test_a_language_model_in_half_precision_and_with_checkpointing(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from helpers.transformers_jobs import (
     gpt2,
     mean_over_tokens,
     resume_in_any_world,
+    trained_with_repetitions,
     trainer_of,
     updates_of_all_kinds,
 )
@@ -61,6 +62,9 @@ def test_two_processes_make_the_updates_of_whole_batches(tmp_path: Path) -> None
     assert [entry["loss"] for entry in found["logs"][:-1]] == pytest.approx(losses, rel=1e-6)
     assert found["tokens"] == 3 * int(Texts().lengths.sum())
     assert found["flos"] >= 6 * texts.num_parameters(exclude_embeddings=True) * 3 * Texts().ids.numel()
+    alone, found = trained_with_repetitions(tmp_path / "alone"), load(tmp_path, "repeated")
+    assert difference(alone.model, found["weights"]) < EXACT
+    assert found["tokens"] == alone.state.num_input_tokens_seen
     found = load(tmp_path, "growing")
     assert found["samples"] == 3 * SAMPLES
     sizes = [entry["batch_size"] for entry in found["logs"][:-1]]

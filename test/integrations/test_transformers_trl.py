@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 
-from helpers.transformers_jobs import EPS, LR, sft, sft_trainer, small_model
+from helpers.transformers_jobs import EPS, LR, REPEATED, sft, sft_trainer, small_model
 from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, by_hand, difference, in_processes
 
 
@@ -49,12 +49,20 @@ def test_it_averages_over_the_tokens_of_an_update(alone: Any) -> None:
 
 def test_its_loss_may_gather_on_ranks_with_unequal_numbers_of_microbatches(alone: Any, tmp_path: Path) -> None:
     in_processes(sft, 2, tmp_path)
-    found = torch.load(tmp_path / "sft-0", weights_only=False)
+    repeated = sft_trainer(tmp_path / "alone", **REPEATED)
+    repeated.train()
+    for trainer, name in (repeated, "repeated"), (alone, "sft"):
+        found = torch.load(tmp_path / f"{name}-0", weights_only=False)
+        compare(trainer, found)
+    assert any(-(-entry["batch_size"] // 8) % 2 for entry in found["logs"][:-1])  # with unequal shares
+    assert found["samples"] == SAMPLES
+
+
+def compare(alone: Any, found: dict[str, Any]) -> None:
+    """Compare the training of one process with that of two."""
     assert difference(alone.model, found["weights"]) < 1e-5
     pairs = list(zip(alone.state.log_history[:-1], found["logs"][:-1], strict=True))
-    assert len(pairs) == ENDS[0]
+    assert len(pairs) == alone.state.max_steps
     for one, two in pairs:
         assert one["num_tokens"] == two["num_tokens"]
         assert math.isclose(one["loss"], two["loss"], rel_tol=1e-5)
-    assert any(-(-entry["batch_size"] // 8) % 2 for entry, _ in pairs)  # of which the ranks have unequal shares
-    assert found["samples"] == SAMPLES

@@ -1,7 +1,7 @@
 """transformers' Trainer with a batch size that changes: `VariableBatchTrainer`, and a mixin for its subclasses.
 
-Trainer sees one batch an update, the list of this rank's microbatches, so that what it counts, schedules, logs and saves
-by steps is right. It makes the last step of an update itself, and `training_step` makes those before it.
+Trainer sees one batch an update, the list of this rank's microbatches, so that what it counts, schedules, logs and
+saves by steps is right. It makes the last step of an update itself, and `training_step` makes those before it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
+from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.planned import (
@@ -30,13 +32,15 @@ from variable_batch_size.integrations.planned import (
     microbatches_of_update,
     most_microbatches,
 )
-from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.integrations.settings import Settings, check_indexed
+from variable_batch_size.integrations.update_loader import UpdateLoader, counted
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.by_update import updates
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
+from variable_batch_size.rules.base import check_reference
+from variable_batch_size.rules.selection import rules_for_groups
 
 require_version("transformers", "5.23", "transformers")
 require_version("accelerate", "1.10", "transformers")
@@ -48,36 +52,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from variable_batch_size.integrations.transformers_arguments import check_arguments  # noqa: E402
 from variable_batch_size.integrations.unequal_rounds import UnequalRounds  # noqa: E402
 
-Base = Trainer if TYPE_CHECKING else object
-
-
-class UpdateLoader:
-    """The training's loader, whose batches are updates: lists of this rank's microbatches. Its `len` is the epoch's."""
-
-    def __init__(self, loader: DataLoader[Any], trainer: VariableBatchMixin) -> None:
-        self.loader, self._trainer = loader, trainer
-        self._epoch = 0  # of Trainer, which leaves an epoch early if a callback wants that
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset, whose samples Trainer counts."""
-        return self.loader.dataset
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to an epoch when the next iteration begins."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        sampler = self._trainer.present_sampler
-        epoch = sampler.plan.epoch(sampler.epoch)
-        return epoch.end_step - epoch.first_step
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        optimizer = self._trainer.variable_optimizer
-        if self._epoch > optimizer.epoch:
-            optimizer.sampler.set_epoch(self._epoch)
-            optimizer.set_epoch(self._epoch)
-        return iter(updates(self.loader, optimizer))
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
 
 
 class VariableBatchMixin(Base):
@@ -102,6 +80,10 @@ class VariableBatchMixin(Base):
         ValueError: if a training argument contradicts the trace or is not supported, or the trace is too short.
     """
 
+    optimizer: Any  # these belong to Trainer
+    lr_scheduler: Any
+    control: Any
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__ and cls.__mro__.index(VariableBatchMixin) > cls.__mro__.index(Trainer):
@@ -123,14 +105,20 @@ class VariableBatchMixin(Base):
         self._settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
         self._sampler: CustomSampler | None = None
         self._variable: CustomOptimizer | None = None
-        self._used = False  # whether the optimizer has been in a train()
-        self._initial_samples = self._batch_size = 0  # before that train(); of the last update
+        self._used = False  # whether the sampler and the optimizer are those of a train()
+        self._initial_samples = 0  # before that train()
+        self._parts: list[Microbatch] = []  # of the last update
+        for each in rules_for_groups(rule, len(rule) if isinstance(rule, (list, tuple)) else 1):
+            check_reference(each, ref_batchsize)
+        if kwargs.get("train_dataset") is not None:
+            check_indexed(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
         check_arguments(self)
         self.callback_handler.callbacks.insert(0, _Position(self))  # before all that read what it corrects
         # A private attribute of Trainer: whether the loss leaves out the first label of a row, which is then not
         # counted. Trainer goes by the model's `loss_type`, which GPT-2, for example, does not have.
         model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
         own_loss = getattr(model, "loss_type", None) in LOSS_MAPPING
         if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not own_loss:
             self._loss_shifts_labels = not getattr(model.config, "is_encoder_decoder", False)
@@ -155,9 +143,10 @@ class VariableBatchMixin(Base):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train`; a second call is a new training of the present weights, as it is there."""
         if self._used:
-            self._sampler, self._used = None, False
+            self._sampler = None
             if self._variable is not None:
                 self.optimizer, self._variable = self._variable.inner, None
+        self._used = True
         return super().train(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -168,8 +157,8 @@ class VariableBatchMixin(Base):
         self.accelerator.clip_grad_norm_ = lambda *_args, **_options: None  # it would clip parts of the gradient
 
     def begin_training(self) -> None:
-        """Note that the optimizer is about to make updates."""
-        self._used, self._initial_samples = True, self.variable_optimizer.samples
+        """Note where the optimizer begins."""
+        self._initial_samples = self.variable_optimizer.samples
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of the training, whose batches are updates: lists of this rank's microbatches."""
@@ -258,11 +247,20 @@ class VariableBatchMixin(Base):
         super()._init_training_state(*args, **kwargs)
         return int(self.state.epoch), 0
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Private, but only there is it known that a state which does not fit comes from a checkpoint.
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            reason = str(error).rpartition("; ")[0]
+            remedy = f"resume from a checkpoint of this training, or begin a new one with the model of {checkpoint}"
+            raise ValueError(f"{reason}; {remedy}") from error
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule of the training: it steps by updates; without a known number of them, by samples.
 
-        With a trace that a controller writes and a number of epochs, it counts samples / `ref_batchsize`, the updates at
-        the reference, and so do the steps of a warm-up.
+        With a trace that a controller writes and a number of epochs, it counts samples / `ref_batchsize`, the updates
+        at the reference, and so do the steps of a warm-up.
         """
         sampler = self.present_sampler
         if self.lr_scheduler is not None or self.args.max_steps > 0 or not is_growing(sampler):
@@ -300,7 +298,7 @@ class VariableBatchMixin(Base):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run the microbatches of an update, and step after all but the last, which Trainer steps; return the loss."""
         parts, rounds = microbatches_of_update(self.variable_optimizer), UnequalRounds(self.accelerator)
-        self._batch_size = parts[0].batch_size
+        self._parts = parts
         missing = most_microbatches(self.variable_optimizer) - len(parts)
         loss = torch.zeros((), device=self.args.device)
         for number, (microbatch, part) in enumerate(zip(inputs, parts, strict=True)):
@@ -335,9 +333,9 @@ class VariableBatchMixin(Base):
         # Private, but it gathers over the ranks, which have unequal numbers of microbatches: once an update.
         names = {"attention_mask", getattr(self.model, "main_input_name", "input_ids")}
         joined = {
-            name: torch.cat([microbatch[name].flatten() for microbatch in inputs])
+            name: torch.cat([counted(batch[name], part) for batch, part in zip(inputs, self._parts, strict=True)])
             for name in names
-            if all(name in microbatch for microbatch in inputs)
+            if all(name in batch for batch in inputs)
         }
         super()._track_num_input_tokens(joined)
 
@@ -356,7 +354,7 @@ class VariableBatchMixin(Base):
         optimizer = self.variable_optimizer
         logs = {
             "learning_rate": optimizer.current_lr(),
-            "batch_size": self._batch_size,
+            "batch_size": self._parts[0].batch_size,
             "samples": optimizer.samples,
         }
         if optimizer.grad_norm is not None:
@@ -371,7 +369,7 @@ class _Position(TrainerCallback):
     """The first callback, so that others read what it has corrected: the epoch, and an estimated number of updates."""
 
     def __init__(self, trainer: VariableBatchMixin) -> None:
-        self._trainer = trainer
+        self._trainer = weakref.proxy(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check that the optimizer is where the training resumes."""

@@ -38,6 +38,8 @@ def _refusals(trainer: Any) -> Iterator[Refusal]:
             args.gradient_accumulation_steps,
             "leave it out, and pass the microbatch as per_device_train_batch_size",
         )
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        yield Refusal("num_train_epochs must be > 0", args.num_train_epochs, "pass one, or max_steps")
     if accelerator.distributed_type.value in _SHARDED:
         yield Refusal(
             "the model must be a whole one on every rank",
@@ -70,8 +72,8 @@ def _refusals(trainer: Any) -> Iterator[Refusal]:
     settings = trainer._settings
     if isinstance(settings.trace, GrowingTrace) and args.max_steps <= 0 and settings.ref_batchsize is None:
         yield Refusal(
-            "a training of so many epochs with an AdaptiveTrace needs a ref_batchsize, in whose updates the schedule of "
-            "the learning rate counts",
+            "a training of so many epochs with an AdaptiveTrace needs a ref_batchsize, in whose updates the schedule "
+            "of the learning rate counts",
             None,
             "pass ref_batchsize, or max_steps in the training arguments",
         )
