@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 import variable_batch_size as vbs
 from helpers.yardstick import EPOCHS, MAX_GRAD_NORM, MICROBATCH, REF, SAMPLES, TRACE, network, samples, weights
@@ -19,6 +19,7 @@ from variable_batch_size.integrations.transformers import VariableBatchMixin, Va
 LR = 0.02
 EPS = 0.01  # of AdamW: a large one does not amplify rounding errors of gradients that are 0
 TOKENS, VOCABULARY = 12, 40
+STOPS = (5, 11, 14, 21, 24)
 
 
 class Classifier(nn.Module):
@@ -45,6 +46,14 @@ class Rows(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": self.x[index], "labels": self.target[index]}
+
+
+class SavesAt(TrainerCallback):
+    """Saves after the updates after which the tests resume."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_save = state.global_step in STOPS
+        return control
 
 
 def arguments(folder: Path, **others: Any) -> TrainingArguments:
@@ -261,11 +270,11 @@ def updates_of_all_kinds(folder: Path) -> None:
 
 def resume_in_any_world(folder: Path, saved_by_one: Path) -> None:
     """Train with checkpoints, and resume from them; and from those that one process has saved."""
-    whole = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
+    whole = {"options": {"callbacks": [SavesAt()]}, "lr_scheduler_type": "cosine"}
     trainer = trainer_of(folder / "whole", Classifier(dropout=0.5), **whole)
     trainer.train()
     save(folder, "dropout", summary(trainer))
-    for stop in 5, 11, 14, 21, 24:
+    for stop in STOPS:
         torch.manual_seed(99)
         trainer = trainer_of(folder / "again", Classifier(dropout=0.5), lr_scheduler_type="cosine")
         trainer.train(resume_from_checkpoint=str(folder / "whole" / f"checkpoint-{stop}"))
