@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -244,6 +245,9 @@ def trained_with_repetitions(folder: Path) -> Any:
 
 def updates_of_all_kinds(folder: Path) -> None:
     """Train in every rank with rules, schedules, labels, a controller; and a second time."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"must see all 2 processes.*got world_size=1 .*; pass use_cpu=True"):
+            trainer_of(folder, use_cpu=False)
     if torch.distributed.get_rank() == 1:
         torch.manual_seed(1)  # and weights of its own, which are replaced by those of rank 0
     for rule, momentum in ("root", None), ("adascale", 0.9):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from variable_batch_size._validation import value_error
 from variable_batch_size.trace.growing import GrowingTrace
 
@@ -40,6 +42,12 @@ def _refusals(trainer: Any) -> Iterator[Refusal]:
         )
     if args.max_steps <= 0 and args.num_train_epochs <= 0:
         yield Refusal("num_train_epochs must be > 0", args.num_train_epochs, "pass one, or max_steps")
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        yield Refusal(  # Trainer would train on each of them alone
+            f"the trainer must see all {dist.get_world_size()} processes that were launched",
+            f"world_size={args.world_size} of the training arguments",
+            "pass use_cpu=True if they have no GPU",
+        )
     if accelerator.distributed_type.value in _SHARDED:
         yield Refusal(
             "the model must be a whole one on every rank",
