@@ -85,7 +85,7 @@ def transformers(pairs: int = 21) -> None:
     torch.set_num_threads(1)
     for name, (width, layers) in WIDTHS.items():
         for microbatches in 1, 4:
-            updates = max(8, 64 // microbatches // layers)
+            updates = max(4, 32 // microbatches // layers)
             with tempfile.TemporaryDirectory() as folder:
                 sides = [trainer(width, layers, microbatches, updates, folder, variable=own) for own in (True, False)]
                 found = []

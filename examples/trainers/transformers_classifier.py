@@ -83,11 +83,11 @@ def main(folder: str) -> None:
     trainer = VariableBatchTrainer(
         model,
         args,
-        train_dataset=Reviews(2000, tokenize, seed=1),
-        eval_dataset=Reviews(400, tokenize, seed=2),
+        train_dataset=Reviews(1000, tokenize, seed=1),
+        eval_dataset=Reviews(200, tokenize, seed=2),
         data_collator=DataCollatorWithPadding(tokenize),
         compute_metrics=accuracy,
-        trace="0:32 40:64 80:128", rule="root", ref_batchsize=32,  # this line, and the name of the class
+        trace="0:32 20:64 40:128", rule="root", ref_batchsize=32,  # this line, and the name of the class
     )  # fmt: skip
     trainer.train(resume_from_checkpoint="--resume" in sys.argv)
     print(f"accuracy after {trainer.state.global_step} updates: {trainer.evaluate()['eval_accuracy']:.2f}")
