@@ -42,7 +42,7 @@ from variable_batch_size.rules import Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
 
-require_version("transformers", "5.23", "transformers")
+require_version("transformers", "5.19", "transformers")
 require_version("accelerate", "1.10", "transformers")
 
 from transformers import Trainer, TrainerCallback  # noqa: E402  (after the check, which has the better message)
