@@ -7,7 +7,8 @@ JOBS ?= 0
 TAG ?=
 N ?= 1000
 SEED ?=
-SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py,$(wildcard benchmarks/*.py))
+TRAINERS := $(wildcard benchmarks/trainers_*.py)
+SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py $(TRAINERS),$(wildcard benchmarks/*.py))
 
 VENV := .venv
 NEWEST := .venv-newest
@@ -15,7 +16,7 @@ INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
-.PHONY: help train test test-newest test-integrations docs fuzz bench dist check-tag clean
+.PHONY: help train test test-newest test-integrations docs fuzz bench bench-trainers dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -54,7 +55,7 @@ test-newest:
 # The newest versions of the trainers and of torch, apart from all other tests: none of them may be needed elsewhere.
 test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
-	$(INTEGRATIONS)/bin/python -m mypy variable_batch_size/integrations
+	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
 	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest $(ARGS) test/integrations docs/trainers
 
 docs: $(VENV)/.has-docs
@@ -66,6 +67,11 @@ fuzz: $(VENV)/.has-test
 
 bench: $(VENV)/.has-bench
 	@set -e; for script in $(SCRIPTS); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done
+
+# The scripts of the trainers, in their own environment.
+bench-trainers:
+	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only
+	@set -e; for script in $(TRAINERS); do echo "$$script"; PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
 
 dist: check-tag
 	@$(PYTHON) -m venv --clear $(DIST)

@@ -23,7 +23,6 @@ from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 
-
 if TYPE_CHECKING:
 
     class Base(keras.Model):

@@ -1,0 +1,238 @@
+"""What else transformers' Trainer does, with a variable batch size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+
+import variable_batch_size as vbs
+from helpers.transformers_jobs import EPS, LR, Classifier, Rows, Texts, gpt2, trainer_of
+from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, TRACE, UPDATES, by_hand, difference, network, weights
+from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
+
+EXACT = 1e-12
+
+
+def expected(updates: int = UPDATES, **options: Any) -> Any:
+    """The weights of the yardstick after some updates with AdamW and the root rule."""
+    twin = network()
+    inner = AdamW(twin.parameters(), lr=LR, weight_decay=0.0, eps=EPS)
+    by_hand(twin, inner, max_grad_norm=MAX_GRAD_NORM, updates=updates, **options)
+    return weights(twin)
+
+
+@pytest.mark.parametrize(
+    ("length", "updates"),
+    [
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 12}, 12),
+        ({"max_steps": 30}, 30),
+        ({"num_train_epochs": 0.5}, 6),
+        ({"num_train_epochs": 1.5}, 19),
+        ({"num_train_epochs": 2}, 21),
+        ({"sampler_options": {"max_samples": 300}}, 18 + 1),
+        ({"sampler_options": {"max_updates": 14}}, 14),
+        ({"trace": vbs.BatchTrace.parse("0:24 3:10 9:37", on_end="stop", steps=17)}, 17),
+    ],
+    ids=str,
+)
+def test_a_training_has_the_length_that_was_asked_for(tmp_path: Path, length: dict[str, Any], updates: int) -> None:
+    trainer = trainer_of(tmp_path, lr_scheduler_type="linear", **length)
+    trainer.train()
+    optimizer = trainer.variable_optimizer
+    assert trainer.state.global_step == trainer.state.max_steps == optimizer.updates == updates
+    assert trainer.state.epoch == pytest.approx(optimizer.samples / SAMPLES)
+    assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]
+    samples = trainer.state.log_history[-2]["samples"]
+    assert samples == optimizer.samples
+
+
+class Counting(TrainerCallback):
+    """Notes at which updates events came."""
+
+    def __init__(self) -> None:
+        self.epochs: list[tuple[int, float]] = []
+        self.parts = self.steps = 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.epochs.append((state.global_step, state.epoch))
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.parts += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+        assert 0 < state.epoch <= 3
+
+
+def test_events_come_once_an_update(tmp_path: Path) -> None:
+    events = Counting()
+    trainer = trainer_of(tmp_path, options={"callbacks": [events]})
+    assert len(trainer.get_train_dataloader()) == ENDS[0]
+    trainer.train()
+    assert events.epochs == list(zip(ENDS, (1.0, 2.0, 3.0), strict=True))
+    assert events.steps == UPDATES
+    sizes = [entry["batch_size"] for entry in trainer.state.log_history[:-1]]
+    assert events.parts == sum(-(-size // 8) - 1 for size in sizes)
+
+
+def test_evaluation_saving_and_the_best_model(tmp_path: Path) -> None:
+    each = {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    trainer = trainer_of(tmp_path, options={"eval_dataset": Rows(40)}, **each, **best)
+    trainer.train()
+    evaluated = [(entry["step"], entry["epoch"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated == list(zip(ENDS, (1.0, 2.0, 3.0), strict=True))
+    logged = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == list(ENDS)
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert trainer.state.best_global_step == min(losses, key=losses.__getitem__)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses.values()))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{end}" for end in ENDS]
+    model = Classifier()
+    again = trainer_of(tmp_path / "again", model, options={"eval_dataset": Rows(40)}, **each)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
+    assert difference(model, expected()) < EXACT
+
+
+def test_early_stopping(tmp_path: Path) -> None:
+    stop = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=1e9)
+    each = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    options = {"eval_dataset": Rows(40), "callbacks": [stop]}
+    model = Classifier()
+    trainer = trainer_of(tmp_path, model, options=options, **each, **best)
+    trainer.train()
+    assert trainer.state.global_step == trainer.variable_optimizer.updates == 8
+    assert difference(model, expected(trainer.state.best_global_step)) < EXACT
+    trainer.train()
+    assert trainer.state.global_step == trainer.variable_optimizer.updates < UPDATES
+
+
+class LeavesAnEpoch(TrainerCallback):
+    """Leaves epochs after 5 updates."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_epoch_stop = state.global_step == 5
+        return control
+
+
+@pytest.mark.filterwarnings("ignore:set_epoch.* skips")
+def test_a_callback_may_leave_an_epoch(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, options={"callbacks": [LeavesAnEpoch()]})
+    trainer.train()
+    assert trainer.state.epoch == 3
+    assert trainer.state.global_step == 5 + (ENDS[1] - ENDS[0]) + (ENDS[2] - ENDS[1])
+    assert trainer.variable_optimizer.updates == UPDATES  # with those that were left out
+
+
+@pytest.mark.parametrize(
+    ("options", "close"),
+    [
+        ({"dataloader_num_workers": 2, "dataloader_persistent_workers": True}, EXACT),
+        ({"train_sampling_strategy": "sequential"}, None),
+        ({"dataloader_drop_last": True}, None),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, None),
+        ({"data_seed": 7}, None),
+        ({"max_grad_norm": 0.0}, None),
+        ({"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 1}, EXACT),
+    ],
+    ids=str,
+)
+def test_settings_of_the_trainer(tmp_path: Path, options: dict[str, Any], close: float | None) -> None:
+    model = Classifier()
+    trainer = trainer_of(tmp_path, model, options={"eval_dataset": Rows(20)}, **options)
+    trainer.train()
+    dropped = "dataloader_drop_last" in options
+    assert trainer.state.global_step == trainer.variable_optimizer.updates == (UPDATES - 3 if dropped else UPDATES)
+    assert trainer.state.epoch == 3
+    if close is not None:
+        assert difference(model, expected()) < close
+    assert trainer.variable_optimizer.sampler.seed == options.get("data_seed", 0)
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    model = Classifier()
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "sampler_options": {"fixed_shape": True}}
+    trainer_of(tmp_path, model, max_steps=4, **compiled).train()
+    assert difference(model, expected(4)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"bf16": True, "activation_checkpointing": True, "rule": "adamscale"},
+    ],
+    ids=str,
+)
+def test_a_language_model_in_half_precision_and_with_checkpointing(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer = trainer_of(tmp_path, gpt2().float(), train_dataset=Texts(), num_train_epochs=1, **options)
+    result = trainer.train()
+    assert trainer.state.global_step == trainer.variable_optimizer.updates == ENDS[0]
+    assert 3 < result.training_loss < 5
+
+
+def test_a_dataset_of_datasets_with_other_columns(tmp_path: Path) -> None:
+    rows = [Rows()[number] for number in range(SAMPLES)]
+    columns = {"x": [row["x"].tolist() for row in rows], "labels": [int(row["labels"]) for row in rows]}
+    own = datasets.Dataset.from_dict({**columns, "comment": ["none"] * SAMPLES})
+    model = Classifier().float()
+    trainer_of(tmp_path, model, train_dataset=own).train()
+    assert difference(model.double(), expected()) < 1e-4
+
+
+class WithALoader(Trainer):
+    """A trainer with a loader of its own, and with a loss of its own."""
+
+    losses = 0
+
+    def get_train_dataloader(self) -> Any:
+        return StatefulDataLoader(self.train_dataset, batch_size=3, num_workers=0)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.losses += 1
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class VariableWithALoader(VariableBatchMixin, WithALoader):
+    """The changed line."""
+
+
+def test_a_subclass_keeps_its_loader_and_its_loss(tmp_path: Path) -> None:
+    model = Classifier()
+    trainer = trainer_of(tmp_path, model, kind=VariableWithALoader)
+    assert type(trainer.get_train_dataloader().loader) is StatefulDataLoader
+    trainer.train()
+    assert difference(model, expected()) < EXACT
+    assert trainer.losses > UPDATES
+
+
+def test_optimizers_and_schedules_of_the_user(tmp_path: Path) -> None:
+    model, twin = Classifier(), network()
+    inner, twin_inner = SGD(model.parameters(), LR), SGD(twin.parameters(), LR)
+    trainer = trainer_of(tmp_path, model, options={"optimizers": (inner, StepLR(inner, 10, gamma=0.5))})
+    trainer.train()
+    by_hand(twin, twin_inner, max_grad_norm=MAX_GRAD_NORM, scheduler=StepLR(twin_inner, 10, gamma=0.5))
+    assert difference(model.net, weights(twin)) < EXACT
+
+
+def test_model_init_and_another_train(tmp_path: Path) -> None:
+    def create(folder: Any, _: Any, **options: Any) -> Any:
+        return VariableBatchTrainer(None, options.pop("args"), model_init=Classifier, **options)
+
+    from helpers.transformers_jobs import arguments
+
+    own = {"train_dataset": Rows(), "trace": TRACE, "rule": "root", "ref_batchsize": 16}
+    trainer = create(None, None, args=arguments(tmp_path), sampler_options={"fixed_shape": False}, **own)
+    for _ in range(2):
+        trainer.train()
+        assert difference(trainer.model, expected()) < EXACT

@@ -1,0 +1,147 @@
+"""Mistakes with transformers' Trainer and a variable batch size: what each message says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+
+import variable_batch_size as vbs
+from helpers.transformers_jobs import Classifier, Rows, SavesAt, arguments, growing, grows, trainer_of
+from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
+from variable_batch_size.integrations.transformers.arguments import check_arguments
+
+
+class Stream(IterableDataset[int]):
+    """A dataset without an index."""
+
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+def stream() -> Any:
+    """Another one."""
+    return datasets.Dataset.from_dict({"x": [[0.0] * 6], "labels": [0]}).to_iterable_dataset()
+
+
+LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 4},
+            r"gradient_accumulation_steps must be 1, .* got 4; leave it out, and pass",
+        ),
+        ({"fp16": True}, r"fp16 must be False.*; pass bf16=True"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size must be False.*choose per_device_train_batch_size"),
+        ({"enable_jit_checkpoint": True}, r"enable_jit_checkpoint must be False.*; save by save_steps"),
+        ({"train_sampling_strategy": "group_by_length"}, r'must be "random" or "sequential".*got \'group_by_length\''),
+        (LAYERWISE, r"optim must be an optimizer that makes its update in step\(\), got galore_adamw_layerwise"),
+        ({"num_train_epochs": 0}, r"num_train_epochs must be > 0, got 0; pass one, or max_steps"),
+        ({"train_dataset": Stream()}, r"the dataset must have an index.*pass a map-style dataset"),
+        ({"train_dataset": stream(), "max_steps": 5}, r"(?s)the dataset must have an index.*pass a map-style dataset"),
+        ({"trace": 500}, r"at most the dataset's size of 203 samples, but the trace has a batch size of 500"),
+        ({"trace": [24] * 5}, r"the trace must last until the training ends.*or pass on_end"),
+        ({"trace": [24] * 5, "max_steps": 20}, r"the trace must last until the training ends.*or pass on_end"),
+        ({"trace": "nowhere.csv"}, r"trace must be a CSV file, got 'nowhere.csv'.*correct the path"),
+        ({"trace": grows}, r"trace must be a batch trace, or an AdaptiveTrace.*put AdaptiveTrace"),
+        ({"rule": "sqrt"}, r"rule must be one of constant, .* got 'sqrt'; pass one of these"),
+        ({"sampler_options": {"minibatch_size": 4}}, r"sampler_options must be what no setting.*got minibatch_size"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_at_once(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):
+        trainer_of(tmp_path, **options)
+
+
+def test_a_rule_without_a_reference_is_refused_at_once(tmp_path: Path) -> None:
+    own = {"train_dataset": Rows(), "rule": "root"}
+    with pytest.raises(ValueError, match="needs ref_batchsize, but it is None; pass the batch size"):
+        VariableBatchTrainer(Classifier(), arguments(tmp_path), trace=32, **own)
+    with pytest.raises(ValueError, match=r"an AdaptiveTrace needs a ref_batchsize.*or max_steps"):
+        VariableBatchTrainer(Classifier(), arguments(tmp_path), train_dataset=Rows(), trace=growing())
+    VariableBatchTrainer(Classifier(), arguments(tmp_path, max_steps=2), train_dataset=Rows(), trace=growing())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"args": {"n_gpu": 2}}, "a process must train on one GPU, got 2 GPUs; launch it with torchrun"),
+        (
+            {"distributed": "FSDP"},
+            r"a whole one on every rank, got distributed_type=FSDP; launch the script with torch",
+        ),
+        ({"get_tp_size": lambda: 2}, "every rank must have samples of its own, got a parallelism_config; leave it out"),
+    ],
+    ids=str,
+)
+def test_launches_that_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    """Seen by a stand-in for a trainer on GPUs."""
+    trainer = trainer_of(tmp_path)
+    args = SimpleNamespace(**{**vars(trainer.args), "n_gpu": 0, **changed.get("args", {})})
+    kind = SimpleNamespace(value=changed.get("distributed", "NO"))
+    sizes = {name: changed.get(name, lambda: 1) for name in ("get_tp_size", "get_cp_size", "get_sp_size")}
+    accelerator = SimpleNamespace(distributed_type=kind)
+    stand_in = SimpleNamespace(args=args, accelerator=accelerator, _settings=trainer._settings, **sizes)
+    with pytest.raises(ValueError, match=message):
+        check_arguments(stand_in)
+
+
+def test_the_order_of_base_classes() -> None:
+    with pytest.raises(
+        TypeError, match=r"must come before the Trainer.*write class Mine\(VariableBatchMixin, \.\.\.\)"
+    ):
+
+        class Mine(Trainer, VariableBatchMixin):
+            pass
+
+
+def test_methods_of_a_class_above_the_mixin(tmp_path: Path) -> None:
+    class OwnLoader(VariableBatchTrainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=8)
+
+    class OwnStep(VariableBatchTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            inputs["x"] += 1
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    with pytest.raises(TypeError, match=r"the loader must be that of VariableBatchMixin.*override it in a class below"):
+        trainer_of(tmp_path, kind=OwnLoader).train()
+    with pytest.raises(TypeError, match=r"gets an update, the list of its microbatches.*override compute_loss\(\)"):
+        trainer_of(tmp_path, kind=OwnStep).train()
+
+
+def test_arguments_that_are_seen_when_the_training_begins(tmp_path: Path) -> None:
+    model = Classifier()
+    wrapped = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), 0.1), vbs.CustomSampler(203, 32, 1, 0))
+    with pytest.raises(TypeError, match="ConstantOptimizer cannot be the inner optimizer: wrap the optimizer inside"):
+        trainer_of(tmp_path, model, options={"optimizers": (wrapped, None)}).train()
+    with pytest.raises(ValueError, match=r"optimizer_options must be what no setting.*got max_grad_norm; leave it out"):
+        trainer_of(tmp_path, options={"optimizer_options": {"max_grad_norm": 1.0}}).train()
+    with pytest.raises(RuntimeError, match=r"none was created yet; call train\(\) or create_optimizer\(\)"):
+        _ = trainer_of(tmp_path).variable_optimizer
+
+
+def test_checkpoints_of_something_else(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 5, "max_steps": 5}
+    Trainer(Classifier(), arguments(tmp_path / "plain", **saves), train_dataset=Rows()).train()
+    trainer_of(tmp_path / "only-model", save_only_model=True, **saves).train()
+    trainer_of(tmp_path / "own", options={"callbacks": [SavesAt()]}).train()
+    for folder, options, message in (
+        ("plain", {}, r"the position in the training.*; resume from a checkpoint of this training, or begin a new one"),
+        ("only-model", {}, r"must resume with its optimizer, but the checkpoint of step 5 has none; resume from one"),
+        ("own", {"seed": 3}, r"but seed was 0 and is 3; resume from a checkpoint of this training, or begin"),
+        ("own", {"train_dataset": Rows(200)}, r"but dataset_size was 203 and is 200; resume from a checkpoint of"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            trainer_of(tmp_path / "new", **options).train(str(tmp_path / folder / "checkpoint-5"))

@@ -1,0 +1,87 @@
+"""Training arguments of transformers that contradict a changing batch size, or that it does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from variable_batch_size._validation import value_error
+from variable_batch_size.trace.growing import GrowingTrace
+
+_SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
+_OWN_STEPS = ("lomo", "layerwise", "schedule_free")  # in names of optimizers that step in backward, or have two modes
+
+
+class Refusal(NamedTuple):
+    """An argument that is refused: the requirement, what was found, and what to do."""
+
+    requirement: str
+    found: object
+    remedy: str
+
+
+def check_arguments(trainer: Any) -> None:
+    """Check the arguments of a trainer with a variable batch size.
+
+    Raises:
+        ValueError: if one is not supported.
+    """
+    for refusal in _refusals(trainer):
+        raise value_error(*refusal)
+
+
+def _refusals(trainer: Any) -> Iterator[Refusal]:
+    args, accelerator = trainer.args, trainer.accelerator
+    if args.gradient_accumulation_steps != 1:
+        yield Refusal(
+            "gradient_accumulation_steps must be 1, because the trace says how many samples an update has",
+            args.gradient_accumulation_steps,
+            "leave it out, and pass the microbatch as per_device_train_batch_size",
+        )
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        yield Refusal("num_train_epochs must be > 0", args.num_train_epochs, "pass one, or max_steps")
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        yield Refusal(  # Trainer would train on each of them alone
+            f"the trainer must see all {dist.get_world_size()} processes that were launched",
+            f"world_size={args.world_size} of the training arguments",
+            "pass use_cpu=True if they have no GPU",
+        )
+    if accelerator.distributed_type.value in _SHARDED:
+        yield Refusal(
+            "the model must be a whole one on every rank",
+            f"distributed_type={accelerator.distributed_type.value}",
+            "launch the script with torchrun, without DeepSpeed, FSDP or PyTorch/XLA",
+        )
+    if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() != 1:
+        yield Refusal("every rank must have samples of its own", "a parallelism_config", "leave it out")
+    if args.n_gpu > 1:
+        remedy = "launch it with torchrun, or set CUDA_VISIBLE_DEVICES"
+        yield Refusal("a process must train on one GPU", f"{args.n_gpu} GPUs", remedy)
+    if args.fp16:
+        yield Refusal("fp16 must be False, because its scaler is not supported here", True, "pass bf16=True")
+    if args.auto_find_batch_size:
+        remedy = "choose per_device_train_batch_size; the batch size does not depend on it"
+        yield Refusal("auto_find_batch_size must be False", True, remedy)
+    if args.enable_jit_checkpoint:
+        remedy = "save by save_steps"
+        yield Refusal("enable_jit_checkpoint must be False, because it saves within an update", True, remedy)
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        yield Refusal(
+            'train_sampling_strategy must be "random" or "sequential", because the trace says which samples an update '
+            "has",
+            repr(args.train_sampling_strategy),
+            "leave it out",
+        )
+    if any(word in str(getattr(args.optim, "value", args.optim)) for word in _OWN_STEPS):
+        remedy = 'pass another one, such as "adamw_torch"'
+        yield Refusal("optim must be an optimizer that makes its update in step()", args.optim.value, remedy)
+    settings = trainer._settings
+    if isinstance(settings.trace, GrowingTrace) and args.max_steps <= 0 and settings.ref_batchsize is None:
+        yield Refusal(
+            "a training of so many epochs with an AdaptiveTrace needs a ref_batchsize, in whose updates the schedule "
+            "of the learning rate counts",
+            None,
+            "pass ref_batchsize, or max_steps in the training arguments",
+        )

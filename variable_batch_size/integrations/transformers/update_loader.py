@@ -1,0 +1,83 @@
+"""A loader whose batches are updates, for a trainer that asks for its loader before its optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol, final
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.by_update import updates
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+
+class OptimizerOwner(Protocol):
+    """What the loader asks of a trainer."""
+
+    @property
+    def present_sampler(self) -> CustomSampler:
+        """The sampler of the training under way, or of the next one."""
+        ...
+
+    @property
+    def variable_optimizer(self) -> CustomOptimizer:
+        """The optimizer."""
+        ...
+
+
+@final
+class Update(list[Any]):
+    """This rank's microbatches of an update: the batch that Trainer sees."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            raise TypeError(
+                f"training_step() gets an update, the list of its microbatches, but was written for one of them, which "
+                f"has {index!r}; override compute_loss() instead, or keep the method in a class below: class "
+                f"Mine(VariableBatchMixin, TrainerWithIt)"
+            )
+        return super().__getitem__(index)
+
+
+@final
+class UpdateLoader:
+    """The training's loader, whose batches are updates: lists of this rank's microbatches. Its `len` is the epoch's."""
+
+    def __init__(self, loader: DataLoader[Any], trainer: OptimizerOwner) -> None:
+        self.loader = loader
+        self._trainer = weakref.proxy(trainer)  # in a cycle, persistent workers would wait for a timeout to end
+        self._epoch = 0  # of Trainer, which leaves an epoch early if a callback wants that
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, whose samples Trainer counts."""
+        return self.loader.dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to an epoch when the next iteration begins."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        sampler = self._trainer.present_sampler
+        epoch = sampler.plan.epoch(sampler.epoch)
+        return epoch.end_step - epoch.first_step
+
+    def __iter__(self) -> Iterator[Update]:
+        optimizer = self._trainer.variable_optimizer
+        if self._epoch > optimizer.epoch:
+            optimizer.sampler.set_epoch(self._epoch)
+            optimizer.set_epoch(self._epoch)
+        return map(Update, updates(self.loader, optimizer))
+
+
+def counted(values: Tensor, part: Microbatch) -> Tensor:
+    """Return the values of the rows of a microbatch that count, each once, as a vector."""
+    if part.samples == 0:
+        values = values[:0]
+    elif len(values) == part.rows:
+        values = values[:: part.rows // part.samples]
+    return values.flatten()
