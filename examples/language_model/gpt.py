@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 
-
 class Blocks(Dataset[Tensor]):
     """Text in blocks of equal length, each with the byte that follows it."""
 

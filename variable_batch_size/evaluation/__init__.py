@@ -1,4 +1,4 @@
-"""Which rule, under which trace? Trainings of tasks under traces, rules, learning rates and seeds, and their records."""
+"""Which rule, under which trace? Trainings with traces, rules, learning rates and seeds, and their records."""
 
 from typing import TYPE_CHECKING
 

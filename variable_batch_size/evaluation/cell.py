@@ -97,4 +97,5 @@ def rule_of(text: str) -> str | Rule:
         value = float(number)
     except ValueError:
         raise value_error(f"{argument.name} of the rule {name} must be a number", repr(number), "pass one") from None
-    return RULES[name](value)
+    made: Rule = RULES[name](value)  # type: ignore[call-arg]
+    return made

@@ -28,7 +28,12 @@ class Curve:
         self.rows: list[dict[str, Any]] = []
         self.seconds = 0.0
         self._step = (0.0, 0)  # sum of the losses of the update under way, samples
-        self._since = [0.0, 0.0, 0, 0]  # sums of losses, of learning rates, of samples and of updates since the last row
+        self._since = [
+            0.0,
+            0.0,
+            0,
+            0,
+        ]  # sums of losses, of learning rates, of samples and of updates since the last row
         self.diverged = False
         self.wall_seconds = 0.0
 
@@ -43,11 +48,12 @@ class Curve:
         first = self.rows[0]["loss"] if self.rows else math.inf
         return FACTOR * first if first > 0 else math.inf  # a loss that may be negative has no multiple
 
-    def microbatch(self, loss: float, samples: int) -> None:
-        """Add the mean loss of a microbatch; a loss that is not finite ends the training."""
+    def microbatch(self, loss: float, samples: int) -> bool:
+        """Add the mean loss of a microbatch; return False if the training ends, because it is not finite."""
         total, count = self._step
         self._step = total + loss * samples, count + samples
         self.diverged = self.diverged or not math.isfinite(loss)
+        return not self.diverged
 
     def update(self, updates: int, lr: float) -> None:
         """Add the update of the microbatches since the last one."""

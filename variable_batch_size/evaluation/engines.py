@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -62,11 +61,10 @@ def run(
             raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    keys = {cell.key: cell for cell in wanted}
-    done = keys_in(place)
-    todo = {key: cell for key, cell in keys.items() if key not in done}
+    keys = list(dict.fromkeys(cell.key for cell in wanted))
+    todo = without_record(wanted, place)
     check(todo.values())
-    for key in keys.keys() & done:  # of a training that was killed after its record was written
+    for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
         shutil.rmtree(place / "checkpoints" / key, ignore_errors=True)
     tasks = [(cell, place, threads, save_every) for cell in todo.values()]
     finished = _in_processes(tasks, jobs, threads) if min(jobs, len(tasks)) > 1 else _here(tasks)
@@ -75,6 +73,13 @@ def run(
         for _ in finished:
             bar.update()
     return [Record.read(path_of(place, key)) for key in keys]
+
+
+def without_record(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
+    """Return the cells that have no record in a folder, by their keys."""
+    done = keys_in(folder)
+    keys = ((cell.key, cell) for cell in cells)
+    return {key: cell for key, cell in keys if key not in done}
 
 
 def trained(cell: Cell, folder: Path, threads: int, save_every: timedelta | int) -> Path:

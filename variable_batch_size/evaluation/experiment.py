@@ -103,7 +103,7 @@ class Experiment:
         cells: list[Cell] = []
         seeds = range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
         checked = [check_int(seed, "each of seeds", 0, 2**63 - 1) for seed in seeds]
-        tasks = self.tasks if isinstance(self.tasks, Mapping) else dict.fromkeys(self.tasks, {})
+        tasks = self.tasks if isinstance(self.tasks, Mapping) else {name: {} for name in self.tasks}
         for name, arguments in tasks.items():
             fixed, courses = self._of_task(name, arguments)
             for seed in checked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,10 +131,13 @@ def _target(value: object, name: str) -> tuple[str, float]:
     return value[0], check_number(value[1], name, "pass a number")
 
 
-@lru_cache(maxsize=4)
-def _loaded(name: str, arguments: tuple[tuple[str, Any], ...]) -> Task:
-    found = _find(name)
-    task = found(**dict(arguments)) if callable(found) else found
+_datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, which is kept
+
+
+@lru_cache(maxsize=8)
+def _loaded(name: str, text: str) -> Task:
+    found, arguments = _find(name), json.loads(text)
+    task = found(**arguments) if callable(found) else found
     if arguments and not callable(found):
         requirement = f"the task {name} must be a class or a function to take arguments"
         raise type_error(requirement, found, "leave the arguments out")
@@ -154,7 +158,7 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
         name: one of those that come with the package; or a task of your own: "package.module:name", where the name is
             that of an object, or of a class or a function that returns one; or "package.module", a module with the five
             functions. Modules are also looked for in the working directory.
-        arguments: those of the class or the function.
+        arguments: those of the class or the function, as values of JSON.
 
     Raises:
         TypeError: if what the name stands for is not a `Task`.
@@ -163,13 +167,19 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     """
     if not isinstance(name, str):
         raise type_error("a task must be named by a string", name, 'pass "package.module:name"')
-    return _loaded(name, tuple(sorted((arguments or {}).items())))
+    try:
+        text = json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        requirement = f"the arguments of the task {name} must be values of JSON"
+        raise type_error(requirement, arguments, "pass numbers, strings, lists and mappings of these") from None
+    return _loaded(name, text)
 
 
-@lru_cache(maxsize=4)
 def dataset_of(task: Task) -> Dataset[Any]:
     """Return the dataset of a task, which is asked for it once in a process."""
-    return task.dataset()
+    if id(task) not in _datasets:
+        _datasets[id(task)] = task, task.dataset()
+    return _datasets[id(task)][1]
 
 
 def _find(name: str) -> Any:

@@ -109,9 +109,14 @@ def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | in
             if resumes and next(saved.glob("update-*"), None) is not None:
                 checkpoint.restore()
             _train(parts, cell, curve, checkpoint)
-        status = "diverged" if curve.diverged else "finished"
-        seconds = round(curve.wall_seconds, 3)
-        record = Record(cell.key, cell.as_json(), status, curve.columns(), seconds, environment() | {"threads": threads})
+        record = Record(
+            key=cell.key,
+            cell=cell.as_json(),
+            status="diverged" if curve.diverged else "finished",
+            curve=curve.columns(),
+            wall_seconds=round(curve.wall_seconds, 3),
+            environment=environment() | {"threads": threads},
+        )
         record.write(folder)
         shutil.rmtree(saved, ignore_errors=True)
         return path_of(folder, cell.key)
@@ -129,10 +134,9 @@ def _train(parts: Parts, cell: Cell, curve: Curve, checkpoint: Checkpoint) -> No
         for batch in batches():
             updates, samples = optimizer.updates, optimizer.microbatch.samples
             loss = task.loss(model, batch)
-            curve.microbatch(float(loss.detach()), samples)
-            if curve.diverged:
+            if not curve.microbatch(float(loss.detach()), samples):
                 return watch()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             updated = optimizer.step()
             if optimizer.updates == updates:
                 continue

@@ -1,1 +1,1 @@
-"""The tasks that come with the package, one a file; `table.py` names them. The files of data sets are read here, too."""
+"""The tasks that come with the package, one a file, named in `table.py`, and the files that they read."""

@@ -59,7 +59,7 @@ class CharGpt:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return loss and accuracy on the tokens of the validation data."""
         loss, correct, (blocks,) = 0.0, 0, self._blocks[1].tensors
-        for rows in blocks.split(ROWS):
+        for rows in torch.split(blocks, ROWS):
             loss += float(loss_of(model, rows)) * len(rows)
             correct += int((model(rows[:, :-1]).argmax(-1) == rows[:, 1:]).sum())
         return {"loss": loss / len(blocks), "accuracy": correct / blocks[:, 1:].numel()}

@@ -26,35 +26,35 @@ class Layer(nn.Module):
             nn.Linear(4 * width, width),
         )
 
-    def forward(self, x: Tensor) -> Tensor:  # (rows, tokens, width)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values of the next layer, (rows, tokens, width) as those of this one."""
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (rows, heads, tokens, ...) each
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        sum_: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
+        return sum_
 
 
 class GPT(nn.Module):
     """Tokens -> the logits of the token that follows each of them."""
 
-    def __init__(
-        self, width: int = 64, layers: int = 2, heads: int = 4
-    ) -> None:
+    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(LENGTH, width)
-        self.layers = nn.Sequential(
-            *(Layer(width, heads) for _ in range(layers))
-        )
+        self.layers = nn.Sequential(*(Layer(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (rows, up to LENGTH)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits, (rows, tokens, 256), of up to 64 tokens a row, (rows, tokens)."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.layers(x)))
+        logits: Tensor = self.head(self.norm(self.layers(x)))
+        return logits
 
 
 def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
@@ -68,12 +68,8 @@ def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
 
 def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
     """Return two groups: matrices decay; biases and norms do not."""
-    decays = [
-        parameter for parameter in model.parameters() if parameter.ndim == 2
-    ]
-    others = [
-        parameter for parameter in model.parameters() if parameter.ndim < 2
-    ]
+    decays = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     return [
         {"params": decays, "weight_decay": 0.1},
         {"params": others, "weight_decay": 0.0},

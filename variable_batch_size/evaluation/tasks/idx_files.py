@@ -78,8 +78,8 @@ def read(folder: Path, files: IdxFiles, name: str) -> bytes:
     path = next((p for f in folders for p in (f / name, f / f"{name}.gz") if p.is_file()), None)
     if path is None:
         raise FileNotFoundError(
-            f"the {files.name} folder must hold {name}, raw or as .gz, but none of {', '.join(map(str, folders))} does; "
-            f"correct --data-dir, or {files.otherwise}"
+            f"the {files.name} folder must hold {name}, raw or as .gz, but none of "
+            f"{', '.join(map(str, folders))} does; correct --data-dir, or {files.otherwise}"
         )
     try:
         content = path.read_bytes()

@@ -56,7 +56,7 @@ class ImageTask:
         """Return loss and accuracy on the test samples."""
         loss, correct = 0.0, 0
         images, labels = self._test.tensors
-        for rows, expected in zip(images.split(ROWS), labels.split(ROWS), strict=True):
+        for rows, expected in zip(torch.split(images, ROWS), torch.split(labels, ROWS), strict=True):
             logits = model(rows)
             loss += float(F.cross_entropy(logits, expected, reduction="sum"))
             correct += int((logits.argmax(1) == expected).sum())
