@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,17 +39,20 @@ def evaluate(
             metavar="TASK",
         ),
     ],
-    trace: Annotated[
+    traces: Annotated[
         list[str],
         typer.Option(
+            "--trace",
             help='Batch sizes: 256, "0:128 2000:256", a CSV file, a policy such as noise-scale:1, or a policy under a '
             "capacity trace, per-device:64@LOG; several are compared.",
             show_default=False,
         ),
     ],
-    rule: Annotated[
+    rules: Annotated[
         list[str],
-        typer.Option(help="Learning-rate rules, power:0.75 with a number; several are compared.", show_default=False),
+        typer.Option(
+            "--rule", help="Learning-rate rules, power:0.75 with a number; several are compared.", show_default=False
+        ),
     ],
     folder: Annotated[
         Path, typer.Option("--folder", "-f", help="Folder of the records; what is there is not trained again.")
@@ -60,7 +65,9 @@ def evaluate(
         list[float] | None,
         typer.Option(help="Factors for the rule constant only, to find the best learning rate of each trace."),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of a training.", min=1, rich_help_panel=TRAINING)] = None,
+    budget: Annotated[
+        int | None, typer.Option("--samples", help="Samples of a training.", min=1, rich_help_panel=TRAINING)
+    ] = None,
     lr: Annotated[
         float | None,
         typer.Option(help="Learning rate at --ref-batchsize.", rich_help_panel=TRAINING, callback=positive),
@@ -90,8 +97,11 @@ def evaluate(
     ] = None,
     samples_per_second: SamplesPerSecond = None,
     communication_seconds: CommunicationSeconds = 0.0,
-    devices: Annotated[
-        int, typer.Option(help="Devices of traces that are not under a capacity trace.", min=1, rich_help_panel=TIME)
+    number: Annotated[
+        int,
+        typer.Option(
+            "--devices", help="Devices of traces that are not under a capacity trace.", min=1, rich_help_panel=TIME
+        ),
     ] = 1,
     price: Annotated[
         float | None,
@@ -132,18 +142,18 @@ def evaluate(
     model = throughput(samples_per_second, communication_seconds)
     experiment = Experiment(
         tasks=tasks,
-        traces=trace,
-        rules=rule,
+        traces=traces,
+        rules=rules,
         seeds=seeds,
         lr_factors=lr_factor or [1.0],
         retune=retune or [],
-        samples=samples,
+        samples=budget,
         lr=lr,
         ref_batchsize=ref_batchsize,
         minibatch_size=microbatch,
         between=between,
         options=_options(on_end, bounds, every, _under(model, price, restart, save_every, noise)),
-        time=None if model is None else ModelTime(model, devices, price),
+        time=None if model is None else ModelTime(model, number, price),
         data_dir=data_dir,
     )
     if dry_run:
@@ -152,7 +162,7 @@ def evaluate(
     records = engines.run(experiment, folder, jobs=jobs, threads=threads)
     diverged = sum(record.status == "diverged" for record in records)
     typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
-    _report(records, folder)
+    _report(records, folder, experiment.targets())
 
 
 def _options(
@@ -191,8 +201,9 @@ def _print_plan(experiment: Experiment, folder: Path) -> None:
     typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {samples:,} samples in all")
 
 
-def _report(records: list[Any], folder: Path) -> None:
+def _report(records: list[Any], folder: Path, targets: dict[str, tuple[str, float]]) -> None:
     """Write the report, if this version has one."""
     if importlib.util.find_spec(REPORT) is not None:
-        path = importlib.import_module(REPORT).write_report(records, folder)
+        command = shlex.join(["vbs", *sys.argv[1:]])
+        path = importlib.import_module(REPORT).write_report(records, folder, targets=targets, command=command)
         typer.echo(f"report: {path}")

@@ -103,8 +103,7 @@ class Experiment:
         cells: list[Cell] = []
         seeds = range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
         checked = [check_int(seed, "each of seeds", 0, 2**63 - 1) for seed in seeds]
-        tasks = self.tasks if isinstance(self.tasks, Mapping) else {name: {} for name in self.tasks}
-        for name, arguments in tasks.items():
+        for name, arguments in self._tasks.items():
             fixed, courses = self._of_task(name, arguments)
             for seed in checked:
                 for trace, course in courses.items():
@@ -114,15 +113,27 @@ class Experiment:
                         cells.append(Cell(**fixed | scaled | kind))
         return cells
 
+    def targets(self) -> dict[str, tuple[str, float]]:
+        """Return the target of each task that has one: a metric and its value."""
+        found = {name: self._task(name, arguments)[1].target for name, arguments in self._tasks.items()}
+        return {name: target for name, target in found.items() if target is not None}
+
+    @property
+    def _tasks(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.tasks if isinstance(self.tasks, Mapping) else {name: {} for name in self.tasks}
+
+    def _task(self, name: str, arguments: Mapping[str, Any]) -> tuple[Task, Defaults]:
+        own = {} if self.data_dir is None else {"data_dir": self.data_dir}
+        task = load_task(name, {**arguments, **own})
+        return task, Defaults.of(task, name)
+
     def _rules_and_factors(self) -> Iterator[tuple[str, float]]:
         pairs = [(rule, float(factor)) for rule in self.rules for factor in self.lr_factors]
         return iter(dict.fromkeys(pairs + [(CONSTANT, float(factor)) for factor in self.retune]))
 
     def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Course]]:
         """Return the fields that all cells of a task have in common, and the course of each trace."""
-        own = {} if self.data_dir is None else {"data_dir": self.data_dir}
-        task = load_task(name, {**arguments, **own})
-        defaults = Defaults.of(task, name)
+        task, defaults = self._task(name, arguments)
         samples = _known(self.samples, defaults.samples, "samples", name)
         fixed = {
             "task": name,

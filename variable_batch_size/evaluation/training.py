@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import random
@@ -21,7 +22,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from variable_batch_size import __version__
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.data.sampler import CustomSampler
@@ -204,7 +204,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "variable_batch_size": __version__,
+        "variable_batch_size": importlib.import_module("variable_batch_size").__version__,
         "commit": _commit(),
         "cpu": _processor(),
         "cores": os.cpu_count(),
