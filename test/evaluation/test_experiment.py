@@ -138,7 +138,7 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         (
             lambda: Experiment([TINY], ["8", "0:8 5:97"], ["linear"]),
             ValueError,
-            "trace 0:8 5:97, rule linear: every batch size .* at most the dataset's size of 96 .* size of 97; use a larger",
+            "trace 0:8 5:97, rule linear: every batch size .* at most the dataset's size of 96 .* of 97; use a larger",
         ),
         (lambda: Experiment([TINY], ["8"], ["sqrt-sde"]), TypeError, "rule sqrt-sde: .*got SGD; use the root rule"),
         (lambda: Experiment([TINY], ["no.csv"], ["linear"]), ValueError, "trace no.csv .* got 'no.csv'; pass one of"),

@@ -66,11 +66,6 @@ class Cell:
         text = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @property
-    def all_arguments(self) -> dict[str, Any]:
-        """The arguments of the task, with `data_dir` if there is one."""
-        return {**self.task_arguments, **({} if self.data_dir is None else {"data_dir": self.data_dir})}
-
     def __str__(self) -> str:
         """Return what tells it from the other cells of an experiment."""
         return f"{self.task}, trace {self.trace}, rule {self.rule}, lr {self.lr:g}, seed {self.seed}"

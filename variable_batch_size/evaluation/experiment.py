@@ -123,8 +123,7 @@ class Experiment:
         return self.tasks if isinstance(self.tasks, Mapping) else {name: {} for name in self.tasks}
 
     def _task(self, name: str, arguments: Mapping[str, Any]) -> tuple[Task, Defaults]:
-        own = {} if self.data_dir is None else {"data_dir": self.data_dir}
-        task = load_task(name, {**arguments, **own})
+        task = load_task(name, arguments, self.data_dir)
         return task, Defaults.of(task, name)
 
     def _rules_and_factors(self) -> Iterator[tuple[str, float]]:

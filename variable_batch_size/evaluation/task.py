@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -135,9 +136,12 @@ _datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, w
 
 
 @lru_cache(maxsize=8)
-def _loaded(name: str, text: str) -> Task:
+def _loaded(name: str, text: str, data_dir: str | None) -> Task:
     found, arguments = _find(name), json.loads(text)
-    task = found(**arguments) if callable(found) else found
+    own = {}
+    if data_dir is not None and callable(found) and "data_dir" in inspect.signature(found).parameters:
+        own = {"data_dir": data_dir}
+    task = found(**own | arguments) if callable(found) else found
     if arguments and not callable(found):
         requirement = f"the task {name} must be a class or a function to take arguments"
         raise type_error(requirement, found, "leave the arguments out")
@@ -148,7 +152,7 @@ def _loaded(name: str, text: str) -> Task:
     return task  # type: ignore[no-any-return]
 
 
-def load_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
+def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: str | None = None) -> Task:
     """Return a task by its name.
 
     >>> load_task("mnist-cnn").ref_batchsize
@@ -159,6 +163,7 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
             that of an object, or of a class or a function that returns one; or "package.module", a module with the five
             functions. Modules are also looked for in the working directory.
         arguments: those of the class or the function, as values of JSON.
+        data_dir: folder of its files, which a class or a function gets if it has an argument of this name.
 
     Raises:
         TypeError: if what the name stands for is not a `Task`.
@@ -172,7 +177,7 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None) -> Task:
     except (TypeError, ValueError):
         requirement = f"the arguments of the task {name} must be values of JSON"
         raise type_error(requirement, arguments, "pass numbers, strings, lists and mappings of these") from None
-    return _loaded(name, text)
+    return _loaded(name, text, data_dir)
 
 
 def dataset_of(task: Task) -> Dataset[Any]:

@@ -52,7 +52,7 @@ def parts_of(cell: Cell) -> Parts:
     Raises:
         TypeError, ValueError: if task, trace, rule and optimizer do not fit one another.
     """
-    task = load_task(cell.task, cell.all_arguments)
+    task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
     sampler = CustomSampler(
         dataset, cell.course.trace, 1, 0, cell.minibatch_size, cell.seed, fixed_shape=False, max_samples=cell.samples
