@@ -20,7 +20,7 @@ NOISES: dict[str, Draw] = {  # of mean 0
 def coverage(
     interval: Callable[[np.ndarray], tuple[float, float]], draw: Draw, n: int, repeats: int, pairs: bool = False
 ) -> float:
-    """Return the share of samples of n values whose interval contains 0; of the differences of two values if `pairs`."""
+    """Return the share of samples of n values, or differences of two values, whose interval contains 0."""
     rng = np.random.default_rng(n)
     values = draw(rng, (repeats, n)) - (draw(rng, (repeats, n)) if pairs else 0.0)
     bounds = np.array([interval(sample) for sample in values])  # (repeats, 2)

@@ -95,7 +95,10 @@ class Analysis:
         """Return the rows of `tidy` of a task and trace at the reference's learning rate, in the order of rules."""
         rows = self.tidy[self.tidy["key"].isin(self.own["key"])]
         rows = rows[(rows["task"] == task) & (rows["trace"] == trace)]
-        return rows.sort_values("rule", key=lambda rules: rules.map(self.rules.index), kind="stable")
+        return rows.sort_values(
+            ["rule", "seed", "samples"],
+            key=lambda column: column.map(self.rules.index) if column.name == "rule" else column,
+        )
 
     @cached_property
     def tidy(self) -> pd.DataFrame:
@@ -105,7 +108,7 @@ class Analysis:
         names = task_names(self.records)
         tables = [
             pd.DataFrame({**_cell_columns(record, names[record.key]), **_columns(record.curve)})
-            for record in self.records
+            for record in sorted(self.records, key=lambda record: record.key)
         ]
         return pd.concat(tables, ignore_index=True)
 
@@ -143,8 +146,13 @@ class Analysis:
         """
         import pandas as pd
 
-        groups = ((tuple(map(str, names)), cells) for names, cells in self.own.groupby(GROUP, sort=False))
-        rows = {(task, trace, rule): self._row(task, trace, rule, cells) for (task, trace, rule), cells in groups}
+        rows = {}
+        for task in self.tasks:
+            for trace in self.traces(task):
+                pairs, grid = self.differences(task, trace, self.baseline), self.tuned(task, trace)
+                for name, cells in self._own(task, trace).groupby("rule", sort=False):
+                    rule = str(name)
+                    rows[task, trace, rule] = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis(GROUP)
 
     def facts(self, task: str, trace: str) -> pd.DataFrame:
@@ -155,7 +163,7 @@ class Analysis:
 
     def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""
-        own = self.own[(self.own["task"] == task) & (self.own["trace"] == trace)]
+        own = self._own(task, trace)
         of_first = _by_seed(own[own["rule"] == first], self.metric)
         found = {}
         for rule, cells in own.groupby("rule", sort=False):
@@ -163,6 +171,9 @@ class Analysis:
                 pairs = (_by_seed(cells, self.metric) - of_first).dropna()
                 found[str(rule)] = difference_interval(_floats(pairs), confidence)
         return found
+
+    def _own(self, task: str, trace: str) -> pd.DataFrame:
+        return self.own[(self.own["task"] == task) & (self.own["trace"] == trace)]
 
     def tuned(self, task: str, trace: str) -> pd.DataFrame:
         """Return the metric of the constant rule by factor and seed, without factors at which a training diverged."""
@@ -183,23 +194,21 @@ class Analysis:
         at = cell.iloc[-1 if found is None else found]
         return {**row, "reached": found is not None, **{f"target_{name}": at[name] for name in PLACES}}
 
-    def _row(self, task: str, trace: str, rule: str, cells: pd.DataFrame) -> dict[str, Any]:
+    def _row(self, cells: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
         finished = cells[~cells["diverged"]]
         row = _flat("value", mean_interval(finished[self.metric].dropna().to_numpy(np.float64)))
         row |= _flat("divergence", rate_interval(int(cells["diverged"].sum()), len(cells)))
         for name in (*PLACES, "wall_seconds", *self.metrics):
             row[f"end_{name}"] = finished[name].mean()
-        row |= _flat("difference", self.differences(task, trace, self.baseline).get(rule, _NONE))
-        row |= self._regret(task, trace, finished)
+        row |= self._regret(finished, grid)
         for name in PLACES if "reached" in cells and cells["reached"].notna().all() else ():
             found = to_target(cells[f"target_{name}"].to_numpy(np.float64), cells["reached"].to_numpy(bool))
             row |= {"reached": found.reached, "target_n": found.n, f"target_{name}": found.value}
             row |= {f"target_{name}_low": found.low, f"target_{name}_high": found.high}
         return row
 
-    def _regret(self, task: str, trace: str, finished: pd.DataFrame) -> dict[str, Any]:
+    def _regret(self, finished: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
         """Return the regret, the factor that was best, whether it is at the edge, and the size of the grid."""
-        grid = self.tuned(task, trace)
         values = _by_seed(finished, self.metric)
         seeds = [seed for seed in values.index if seed in grid.columns]
         grid = grid[seeds].dropna() if seeds else grid.iloc[:0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -31,6 +32,7 @@ COLORS = ("#7a7f87", "#2a7de1", "#e0661a", "#2c9c4a", "#d23f57", "#8a63d2", "#b0
 DASHES = ("", "6 2", "2 2", "6 2 2 2")
 INK, FAINT = "#010203", "#040506"  # replaced by the colors of the page
 PANEL = (4.2, 2.7)  # inches
+MARGINS = {"left": 0.18, "right": 0.97, "bottom": 0.17, "top": 0.97}  # shares of a panel
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "variable_batch_size",
@@ -57,10 +59,13 @@ def look(rules: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def svg(draw: Callable[[Axes], object], size: tuple[float, float] = PANEL) -> str:
-    """Return a picture of one panel as SVG, whose text and lines have the colors of the page."""
+def svg(draw: Callable[[Axes], object], size: tuple[float, float] | None = None) -> str:
+    """Return a picture of one panel as SVG, whose text and lines have the colors of the page.
+
+    Its layout is fixed, which is fast, and the same for all, or follows the texts if the `size` (inches) is given.
+    """
     with _style(THEMED):
-        figure = _figure(size)
+        figure = _figure(PANEL, MARGINS) if size is None else _figure(size)
         draw(figure.subplots())
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -155,19 +160,21 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
     finite = np.abs(values[np.isfinite(values)])
     limit = float(finite.max(initial=0.0)) or 1.0
     digits = max(0, 2 - math.floor(math.log10(limit)))  # three of the largest
-    axes.imshow(np.ma.masked_invalid(values if across else values.T), "RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+    shown = np.ma.masked_invalid(values if across else values.T)
+    axes.pcolormesh(shown, cmap="RdBu_r", vmin=-limit, vmax=limit, edgecolors="face", linewidth=0.2)
     for (trace, rule), fact in zip(np.ndindex(values.shape), facts.to_dict("records"), strict=True):
         strong = abs(fact["regret"]) > 0.6 * limit
         color = ("white" if strong else "black") if np.isfinite(fact["regret"]) else axes.xaxis.label.get_color()
         x, y = (rule, trace) if across else (trace, rule)
-        axes.text(x, y, _regret_text(fact, digits), ha="center", va="center", fontsize=8, color=color)
+        axes.text(x + 0.5, y + 0.5, _regret_text(fact, digits), ha="center", va="center", fontsize=8, color=color)
     named = [_short(trace, 20) for trace in traces]
     columns, lines = (rules, named) if across else (named, rules)
     tilted: dict[str, Any] = (
         {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, columns)) > 6 else {}
     )
-    axes.set_xticks(range(len(columns)), columns, **tilted)
-    axes.set_yticks(range(len(lines)), lines)
+    axes.set_xticks(np.arange(len(columns)) + 0.5, columns, **tilted)
+    axes.set_yticks(np.arange(len(lines)) + 0.5, lines)
+    axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_title(f"regret in {analysis.metric}; * interval above 0")
@@ -215,8 +222,11 @@ def _short(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}\u2026"
 
 
-def _figure(size: tuple[float, float]) -> Figure:
-    figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout="constrained")
+def _figure(size: tuple[float, float], margins: Mapping[str, float] | None = None) -> Figure:
+    layout = None if margins else "constrained"
+    figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout=layout)
+    if margins:
+        figure.subplots_adjust(**margins)
     return figure
 
 
@@ -230,10 +240,18 @@ def _style(more: Mapping[str, str]) -> Iterator[None]:
 
 
 def _inline(text: str) -> str:
-    """Return the svg element alone, without ids that nothing refers to, in the colors and the font of the page."""
-    text = text[text.index("<svg") :].strip()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    used = set(re.findall(r"(?:href=\"#|url\(#)([\w-]+)", text))
+    """Return the svg element alone, in the colors and the font of the page.
+
+    Ids that nothing refers to are left out. The others come from the text: no other picture of a page has the same
+    ones, and the same picture always has these.
+    """
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :].strip(), flags=re.DOTALL)
+    used = list(dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', text)))
     text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
     text = text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
-    return re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
+    for number, name in enumerate(used):
+        text = text.replace(f'"#{name}"', f'"#ID{number}"').replace(f"url(#{name})", f"url(#ID{number})")
+        text = text.replace(f'id="{name}"', f'id="ID{number}"')
+    unique = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return re.sub(r'("#|url\(#|id=")ID(\d+)', rf"\1p{unique}-\2", text)
