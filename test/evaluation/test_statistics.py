@@ -87,6 +87,15 @@ def test_one_value_has_no_interval_and_none_no_mean() -> None:
     assert mean_interval(np.full(5, 0.1))[:3] == pytest.approx((0.1, 0.1, 0.1))
 
 
+def test_an_interval_does_not_leave_what_is_possible() -> None:
+    sample = np.array([0.1, 0.2, 0.9])
+    found = mean_interval(sample, least=0.0, most=1.0)
+    assert found[:3] == pytest.approx((0.4, 0.0, 1.0))
+    assert mean_interval(sample).low < 0 < 1 < mean_interval(sample).high
+    assert to_target(100 * sample, np.array([True] * 3)).low == 0
+    assert math.isnan(mean_interval(sample[:1], least=0.0).low)
+
+
 def test_regret_of_a_known_effect() -> None:
     rng = np.random.default_rng(0)
     seeds = rng.normal(size=4)

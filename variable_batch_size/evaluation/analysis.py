@@ -38,6 +38,13 @@ def lower_is_better(metric: str) -> bool:
     return any(word in metric for word in ("loss", "error", "perplexity"))
 
 
+def possible(metric: str, values: FloatArray) -> dict[str, float]:
+    """Return the bounds `least` and `most` of a metric: an accuracy is in [0, 1], and most losses are >= 0."""
+    if "accuracy" in metric and len(values) and values.max() <= 1:
+        return {"least": 0.0, "most": 1.0}
+    return {"least": 0.0} if lower_is_better(metric) and len(values) and values.min() >= 0 else {}
+
+
 @dataclass(frozen=True)
 class Analysis:
     """Tables of an evaluation, complete or not.
@@ -196,7 +203,8 @@ class Analysis:
 
     def _row(self, cells: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
         finished = cells[~cells["diverged"]]
-        row = _flat("value", mean_interval(finished[self.metric].dropna().to_numpy(np.float64)))
+        values = _floats(finished[self.metric].dropna())
+        row = _flat("value", mean_interval(values, **possible(self.metric, values)))
         row |= _flat("divergence", rate_interval(int(cells["diverged"].sum()), len(cells)))
         for name in (*PLACES, "wall_seconds", *self.metrics):
             row[f"end_{name}"] = finished[name].mean()
@@ -236,7 +244,8 @@ def along(cells: pd.DataFrame, place: str, metric: str) -> tuple[FloatArray, Flo
         return np.empty(0), np.empty((3, 0))
     every = rows["number"].value_counts() == rows["key"].nunique()  # without those that some seeds do not have
     by_number = rows[rows["number"].map(every)].groupby("number")
-    intervals = [mean_interval(values.to_numpy(np.float64))[:3] for _, values in by_number[metric]]
+    limits = possible(metric, _floats(rows[metric]))
+    intervals = [mean_interval(_floats(values), **limits)[:3] for _, values in by_number[metric]]
     return by_number[place].mean().to_numpy(np.float64), np.array(intervals).reshape(-1, 3).T
 
 

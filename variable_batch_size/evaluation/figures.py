@@ -126,12 +126,12 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: 
 
     A cross marks where a training diverged.
     """
-    later = []
+    later, alpha = [], min(0.15, 0.3 / rows["rule"].nunique())
     for rule, cells in rows.groupby("rule", sort=False):
         x, (mean, low, high) = along(cells, place, metric)
         style = _line(looks[str(rule)])
         axes.plot(x, mean, label=rule, lw=1.4, **style)
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.12, lw=0)
+        axes.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
         later.append(mean[len(mean) // 5 :])
         for _, cell in cells[cells["status"] == "diverged"].groupby("key"):
             stable = cell.dropna(subset=[place, metric])

@@ -64,7 +64,9 @@ def difference_interval(differences: FloatArray, confidence: float = CONFIDENCE)
     return Interval(mean, mean - half, mean + half, n)
 
 
-def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interval:
+def mean_interval(
+    values: FloatArray, confidence: float = CONFIDENCE, least: float = -math.inf, most: float = math.inf
+) -> Interval:
     """Return the mean of independent values, (n,), with an interval for noise that may be skewed.
 
     The interval contains those of Student's t and of Hall's transformation, which removes the skewness g of the values:
@@ -72,16 +74,22 @@ def mean_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interva
     T / sqrt(n) + a T^2 / n + a^2 T^3 / (3 n^1.5) + g / (6 n) is nearly symmetric. Either alone contains the truth too
     seldom for few or skewed values, as does a percentile bootstrap.
 
+    Args:
+        values: independent values, (n,).
+        confidence: probability that the interval contains the mean.
+        least: least possible value, below which the interval does not go.
+        most: largest possible value.
+
     Source: Hall 1992, On the Removal of Skewness by Transformation; here with quantiles of t.
     """
     mean, low, high, n = difference_interval(values, confidence)
     deviation = float(values.std(ddof=1)) if n > 1 else 0.0
     if n < 3 or deviation <= 1e-12 * abs(mean):
-        return Interval(mean, low, high, n)
+        return Interval(mean, max(low, least), min(high, most), n) if n > 1 else Interval(mean, low, high, n)
     skewness = float(((values - mean) ** 3).mean()) * n * n / ((n - 1) * (n - 2)) / deviation**3
     half = _quantile(n, confidence) / math.sqrt(n)
     bounds = (mean - deviation * _inverse(sign * half, skewness, n) for sign in (1, -1))
-    return Interval(mean, min(low, next(bounds)), max(high, next(bounds)), n)
+    return Interval(mean, max(least, min(low, next(bounds))), min(most, max(high, next(bounds))), n)
 
 
 def regret_interval(rule: FloatArray, grid: FloatArray, confidence: float = CONFIDENCE) -> Interval:
@@ -137,7 +145,7 @@ def to_target(used: FloatArray, reached: np.ndarray, confidence: float = CONFIDE
     found, n = int(reached.sum()), len(used)
     if not found:
         return ToTarget(0, n, math.nan, math.nan, math.nan)
-    interval = mean_interval(used, confidence)
+    interval = mean_interval(used, confidence, least=0.0)
     low, high = (interval.low, interval.high) if found == n else (math.nan, math.nan)
     return ToTarget(found, n, interval.value, low, high)
 
