@@ -97,6 +97,16 @@ def test_processes_make_the_same_records(tmp_path: Path) -> None:
     assert without_times(there) == without_times(here)
 
 
+def test_a_killed_process_ends_the_evaluation_which_continues_when_it_is_run_again(tmp_path: Path) -> None:
+    pytest.importorskip("joblib")
+    killed = {"helpers.evaluation_tasks:Killed": {"folder": str(tmp_path)}}
+    with pytest.raises(RuntimeError, match=r"the process of one was killed.*; run the evaluation again to continue"):
+        run(experiment(tasks=killed), tmp_path / "records", jobs=2, progress=False)
+    found = run(experiment(tasks=killed), tmp_path / "records", jobs=2, progress=False)
+    expected = run(experiment(), tmp_path / "expected", progress=False)
+    assert [record.curve for record in found] == [record.curve for record in expected]
+
+
 def test_the_curve_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     """With the reference batch size, a training is that of plain PyTorch on the samples of the sampler."""
     (record,) = run(experiment(traces=["8"], rules=["linear"], seeds=[4]), tmp_path, progress=False)

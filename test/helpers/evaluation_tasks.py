@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +63,20 @@ class Failing(Tiny):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         raise ZeroDivisionError("an error of the task")
+
+
+class Killed(Tiny):
+    """The first process that evaluates it is killed."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.marker = Path(folder) / "killed"
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        if not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(model)
 
 
 class NoLoss:

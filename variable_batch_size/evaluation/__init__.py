@@ -7,6 +7,7 @@ from variable_batch_size._lazy import lazy_index
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.analysis import Analysis as Analysis
     from variable_batch_size.evaluation.cell import Cell as Cell
+    from variable_batch_size.evaluation.courses import TraceOptions as TraceOptions
     from variable_batch_size.evaluation.courses import UnderCapacity as UnderCapacity
     from variable_batch_size.evaluation.engines import run as run
     from variable_batch_size.evaluation.experiment import Experiment as Experiment

@@ -51,7 +51,7 @@ def run(
         ModuleNotFoundError: if `jobs` > 1 and joblib is not installed.
         OSError: if a file cannot be read or written.
         TypeError, ValueError: if cells cannot train.
-        RuntimeError: if a training fails; the message names it.
+        RuntimeError: if a training fails, whose name is in the message, or its process is killed.
     """
     check_choice(engine, "engine", get_args(EngineName))
     jobs, threads = check_int(jobs, "jobs", 1), check_int(threads, "threads", 1)
@@ -98,6 +98,13 @@ def _here(tasks: Iterable[tuple[Any, ...]]) -> Iterator[Path]:
 def _in_processes(tasks: Sequence[tuple[Any, ...]], jobs: int, threads: int) -> Iterator[Path]:
     """Train in processes of joblib, each with so many threads; yield in the order of completion."""
     joblib = import_extra("joblib", "evaluation")
+    killed = import_extra("joblib.externals.loky.process_executor", "evaluation").TerminatedWorkerError
     with joblib.parallel_config(backend="loky", inner_max_num_threads=threads):
         parallel = joblib.Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="2*n_jobs")
-        yield from parallel(joblib.delayed(trained)(*arguments) for arguments in tasks)
+        try:
+            yield from parallel(joblib.delayed(trained)(*arguments) for arguments in tasks)
+        except killed as error:
+            raise RuntimeError(
+                "each training must end, but the process of one was killed, perhaps because there was not enough "
+                "memory; run the evaluation again to continue, with fewer jobs if it is the memory"
+            ) from error

@@ -26,7 +26,7 @@ class ImageTask:
     """
 
     ref_batchsize: ClassVar[int] = 32
-    minibatch_size: ClassVar[int] = 32
+    minibatch_size: ClassVar[int] = 16  # two microbatches at the reference, between which the noise is measured
     lr: ClassVar[float] = 2**-5
     samples: ClassVar[int] = 2**17
     between: ClassVar[int] = 2**13
