@@ -21,7 +21,8 @@ def test_a_clear_effect_is_recommended() -> None:
     assert (found.rule, found.alternatives) == ("adascale", ())
     first, second, third = found.sentences
     assert first.startswith("For simulated under 64, use adascale: loss 0.4")
-    assert "over 5 seeds, at 95% for all comparisons together, adascale is better than constant and root, by" in second
+    assert "over 5 seeds, the best of them is adascale with 95% confidence" in second
+    assert "adascale was better than constant and root, by 0.0" in second
     assert "20,000 samples" in third
     assert "regret of -0.0" in third
 
@@ -38,7 +39,7 @@ def test_of_several_that_are_alike_the_best_is_named() -> None:
     found = only({"constant": 0.5, "adascale": 0.0, "root": 1e-4}, seeds=5, noise=0.004)
     assert {found.rule, *found.alternatives} == {"adascale", "root"}
     assert f"no difference seen to {found.alternatives[0]}" in found.sentences[0]
-    assert "is better than constant, by 0.4" in found.sentences[1]
+    assert "was better than constant, by 0.4" in found.sentences[1]
 
 
 def test_one_seed_says_nothing() -> None:
@@ -67,10 +68,10 @@ def test_a_best_rate_at_the_edge_is_named() -> None:
     assert "at the edge of the grid" in only(grid=(0.25, 0.5, 1.0), noise=0.001).sentences[2]
 
 
-def test_equal_rules_are_seldom_told_apart() -> None:
-    """A rule that is as good as the best one is called worse in at most 5% of all evaluations."""
-    rules, wrong = dict.fromkeys(("constant", "linear", "root", "adascale", "surge"), 0.0), 0
+def test_the_best_rule_is_seldom_left_out() -> None:
+    """Of equal rules each one is a best one: a given one is called worse in at most 5% of all evaluations."""
+    rules, left_out = dict.fromkeys(("constant", "linear", "root", "adascale", "surge"), 0.0), 0
     for seed in range(20):
         found = recommend(Analysis(records(rules, ["64"], seeds=3, grid=(1.0,), seed=seed)))[0]
-        wrong += len(found.alternatives) < 4
-    assert wrong <= 3
+        left_out += len(rules) - len({found.rule, *found.alternatives})
+    assert left_out <= 0.05 * 20 * len(rules) + 3

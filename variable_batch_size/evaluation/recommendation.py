@@ -41,8 +41,11 @@ def recommend(analysis: Analysis) -> list[Recommendation]:
     """Return a recommendation for each task and trace.
 
     The rule with the best mean, of those that never diverged, is compared with each other one by paired differences,
-    whose intervals hold together for all of them (Bonferroni). Where an interval contains 0, no difference is seen. If
-    that is so for the baseline, it is recommended, as the simplest.
+    whose intervals are widened by their number (Bonferroni). Where one contains 0, no difference is seen. The rule that
+    is truly best is then the named one, or one to which no difference is seen, with 95% confidence (Hsu 1984,
+    Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best). That all others are worse is
+    less sure, because the best mean is in part luck. If no difference to the baseline is seen, that is recommended, as
+    the simplest.
     """
     return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
 
@@ -103,14 +106,15 @@ def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
     parts = []
     if beaten := [rule for rule in pairs if rule not in alike]:
         least = min(min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in beaten)
-        parts.append(f"{best} is better than {listed(beaten)}, by {number(least)} or more")
+        parts.append(f"{best} was better than {listed(beaten)}, by {number(least)} or more")
     if alike:
         bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in alike]
         missed = max((bound for bound in bounds if math.isfinite(bound)), default=math.nan)
         parts.append(f"a difference of up to {number(missed)} to {listed(alike, 'or')} could not be told from chance")
     fewest, most = (end(pair.n for pair in pairs.values()) for end in (min, max))
     seeds = f"{fewest} to {most}" if fewest < most else f"{most}"
-    return f"By paired differences over {seeds} seeds, at 95% for all comparisons together, {'; '.join(parts)}."
+    sure = f"the best of them is {listed([best, *alike], 'or')} with 95% confidence"
+    return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
 
 
 def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:
