@@ -69,9 +69,13 @@ def test_a_best_rate_at_the_edge_is_named() -> None:
 
 
 def test_the_best_rule_is_seldom_left_out() -> None:
-    """Of equal rules each one is a best one: a given one is called worse in at most 5% of all evaluations."""
-    rules, left_out = dict.fromkeys(("constant", "linear", "root", "adascale", "surge"), 0.0), 0
+    """Of equal rules each one is a best one: a given one is left out in at most 5% of all evaluations.
+
+    It is 1 of 160 here; with intervals that are not widened by the number of rules it would be 12.
+    """
+    names = ("constant", "linear", "root", "adascale", "surge", "legw:4", "sqrt-sde", "adamscale")
+    rules, left_out = dict.fromkeys(names, 0.0), 0
     for seed in range(20):
-        found = recommend(Analysis(records(rules, ["64"], seeds=3, grid=(1.0,), seed=seed)))[0]
+        found = recommend(Analysis(records(rules, ["64"], seeds=5, grid=(1.0,), seed=seed)))[0]
         left_out += len(rules) - len({found.rule, *found.alternatives})
-    assert left_out <= 0.05 * 20 * len(rules) + 3
+    assert left_out <= 5
