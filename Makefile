@@ -75,7 +75,7 @@ bench: $(VENV)/.has-bench
 # The scripts of the trainers, in their own environment.
 bench-trainers:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only
-	@set -e; for script in $(TRAINERS); do echo "$$script"; PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
+	@set -e; for script in $(TRAINERS); do echo "$$script"; OMP_NUM_THREADS=1 PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
 
 dist: check-tag
 	@$(PYTHON) -m venv --clear $(DIST)
