@@ -97,11 +97,11 @@ def test_a_second_optimizer_is_refused() -> None:
     """Accelerate would step it only at the ends of updates, with the gradients of all their microbatches."""
     loop = Loop(Case("sgd"))
     _, other, _ = ordinary()
-    with pytest.raises(RuntimeError, match=r"must have one optimizer.*got another one after prepare\(\); leave out"):
+    with pytest.raises(RuntimeError, match=r"must have one optimizer.*got another one after prepare\(\); train sev"):
         loop.accelerator.prepare(other)
     loop.accelerator.free_memory()
     prepared = loop.accelerator.prepare(other)
-    with pytest.raises(RuntimeError, match=r"must have one optimizer.*got another one before prepare\(\); leave out"):
+    with pytest.raises(RuntimeError, match=r"must have one optimizer.*got another one before prepare\(\); train sev"):
         prepare(loop.accelerator, *ordinary(), trace=TRACE)
     prepared.step()
 

@@ -250,8 +250,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
 def _one_optimizer(found: str) -> RuntimeError:
     return RuntimeError(
         f"an accelerator must have one optimizer, because accelerator.sync_gradients tells the end of its updates, but "
-        f"{found}; leave out accelerator.prepare() for an optimizer that steps at each microbatch, and train several "
-        f"optimizers that follow a trace with the objects of vbs instead"
+        f"{found}; train several optimizers with the objects of vbs instead"
     )
 
 
