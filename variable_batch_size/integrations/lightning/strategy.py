@@ -25,7 +25,7 @@ from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.consistency import broadcast_parameters, broadcast_tensors
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 
@@ -143,6 +143,11 @@ class VariableBatchStrategy(ParallelStrategy):
     def _optimizers_of_sampler(self) -> list[CustomOptimizer]:
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CustomOptimizer)]
 
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception has ended the training, of which other ranks may not know."""
+        return self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
     def set_world_ranks(self) -> None:
         """Tell the environment the rank of this process; the Trainer calls it when it has set the devices."""
         processes = self._processes
@@ -171,7 +176,8 @@ class VariableBatchStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
         self._log.check_collective("barrier()")
-        self._processes.barrier(name)
+        if not self._interrupted:  # else other ranks may be elsewhere
+            self._processes.barrier(name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src`."""
@@ -269,8 +275,19 @@ class VariableBatchStrategy(ParallelStrategy):
         return batch if isinstance(batch, Update) else super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take the update that begins."""
+        """Take the update that begins, and the buffers of rank 0."""
         self._update = batch
+        self._broadcast_buffers()
+
+    def on_validation_start(self) -> None:
+        """Evaluate the same model on every rank: that of rank 0, which is the one that is saved."""
+        self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        """Copy the buffers of rank 0, such as those of a batch normalization, as DistributedDataParallel does it."""
+        if self.world_size > 1 and self._optimizers_of_sampler:
+            assert self.model is not None
+            broadcast_tensors([*self.model.buffers()], self._optimizers_of_sampler[0].backend)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
@@ -344,10 +361,10 @@ class VariableBatchStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, with the position in the training and the host RNGs of all ranks."""
         assert isinstance(optimizer, CustomOptimizer)
-        if optimizer.inside_step and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+        if optimizer.inside_step and self._interrupted:
             optimizer.discard_step()  # after an exception, for an OnExceptionCheckpoint
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if optimizer is self.optimizers[0]:
+        if optimizer is self.optimizers[0] and (self.world_size == 1 or not self._interrupted):
             states = Agreement(optimizer.backend).on_every_rank(lambda: get_rng_states().encode())
             state[_STATES] = [text.decode() for text in states]
         return state
