@@ -42,8 +42,10 @@ from variable_batch_size.integrations.lightning.checks import (  # noqa: E402
     check_steps,
     check_training,
     check_training_loader,
+    explaining_mismatch,
     refuse_clipping,
     seed_of_training,
+    several_loaders,
     shuffles,
 )
 from variable_batch_size.integrations.lightning.counts import count_updates  # noqa: E402
@@ -221,7 +223,7 @@ class VariableBatchStrategy(ParallelStrategy):
         if self._updates is not None:
             if loader.dataset is self._updates.loader.dataset:  # the learning rate finder asks again
                 return self._updates
-            raise type_error("there must be one training DataLoader", dataloader, "pass a single one")
+            raise several_loaders("a second one")
         self._updates = LightningUpdates(self._with_sampler(loader), self._trainer, lambda: self._optimizers_of_sampler)
         return self._updates
 
@@ -241,7 +243,7 @@ class VariableBatchStrategy(ParallelStrategy):
         """Read the training's loader, call `configure_optimizers`, and wrap the optimizers."""
         trainer.fit_loop.setup_data()  # as `estimated_stepping_batches` does it in configure_optimizers
         if self._updates is None or trainer.train_dataloader is not self._updates:
-            raise type_error("there must be one training DataLoader", trainer.train_dataloader, "pass a single one")
+            raise several_loaders(f"a {type(trainer.train_dataloader).__name__}")
         super().setup_optimizers(trainer)
         plugin: Any = self.precision_plugin
         plugin.clip_gradients = refuse_clipping  # which LightningModule.clip_gradients calls
@@ -251,6 +253,8 @@ class VariableBatchStrategy(ParallelStrategy):
         if not trainer.lightning_module.automatic_optimization:
             for config in self.lr_scheduler_configs:
                 config.scheduler = OncePerUpdate(config.scheduler, self._optimizers_of_sampler)
+        if trainer.ckpt_path is None:
+            self._updates.check_position()  # also if max_epochs or max_steps was reached, so that nothing is trained
 
     def _wrapped(self, inner: Optimizer, updates: LightningUpdates) -> CustomOptimizer:
         clip = self._trainer.gradient_clip_val
@@ -381,7 +385,8 @@ class VariableBatchStrategy(ParallelStrategy):
                 "ckpt_path must be a checkpoint of a training with VariableBatchStrategy, but this one has no position "
                 "in a trace; to begin with its weights, load them into the module, and leave out ckpt_path"
             )
-        super().load_optimizer_state_dict(checkpoint)
+        with explaining_mismatch():
+            super().load_optimizer_state_dict(checkpoint)
         self._saved_states = states[0].get(_STATES, [])
         assert self._updates is not None
         self._updates.after_restore()
