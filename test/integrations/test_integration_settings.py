@@ -48,7 +48,7 @@ def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
 
 def test_options_are_known_by_their_names() -> None:
     with pytest.raises(
-        ValueError, match="sampler_options must be arguments of CustomSampler, got sed; pass some of .*seed"
+        ValueError, match=r"sampler_options must be arguments of CustomSampler, got sed; pass some of .*seed"
     ):
         Settings(TRACE, sampler_options={"sed": 1})
     with pytest.raises(ValueError, match="optimizer_options must be arguments of CustomOptimizer, got nois; pass some"):

@@ -22,7 +22,6 @@ from helpers.lightning_jobs import (
     EXPECTED_UPDATES,
     STOPS,
     Classifier,
-    Measured,
     Recorder,
     Validated,
     adaptive_trace,
@@ -39,6 +38,7 @@ from helpers.lightning_jobs import (
     trainer,
     true_sizes,
 )
+from helpers.lightning_metrics import Measured
 from helpers.yardstick import (
     ENDS,
     EPOCHS,

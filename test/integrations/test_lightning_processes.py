@@ -12,13 +12,12 @@ import pytest
 from helpers.lightning_jobs import (
     ALLOWED,
     STOPS,
-    exception_job,
-    metrics_job,
     resume_job,
     save_job,
     several_job,
     yardstick_job,
 )
+from helpers.lightning_metrics import exception_job, metrics_job
 from helpers.yardstick import in_processes
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]

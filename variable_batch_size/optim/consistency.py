@@ -55,7 +55,7 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
-    """Copy the tensors of rank 0 to every rank, in place. Every rank has to call it, with tensors of the same shapes."""
+    """Copy the tensors of rank 0 to every rank, in place. Every rank has to call it, with the same shapes."""
     if backend.world.size == 1 or not tensors:
         return
     is_source = torch.tensor([backend.world.rank == 0]).to(tensors[0].device)  # (1,): as data, in one graph for all

@@ -224,7 +224,7 @@ def explaining_mismatch() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(
-            f"{error}. With Lightning there is no `strict`: the seed is that of seed_everything (0 without it), shuffle "
+            f"{error}. With Lightning there is no `strict`: the seed is that of seed_everything (0 without), shuffle "
             f"and drop_last are those of the DataLoader; to begin another training with the weights, load them into "
             f"the module, and leave out ckpt_path"
         ) from error
