@@ -98,8 +98,8 @@ def exception_job(folder: Path) -> None:
     """An exception on one of two processes, with a checkpoint at exceptions: the other one is told."""
     quieten()
     kind, message = (KeyError, "on purpose") if dist.get_rank() else (RuntimeError, "restart all ranks from the last")
+    data = {"train_dataloaders": loader(), "val_dataloaders": loader(shuffle=False)}
     with pytest.raises(kind, match=message):
-        data = {"train_dataloaders": loader(), "val_dataloaders": loader(shuffle=False)}
         fit(Normalized(failing=True), data=data, callbacks=[OnExceptionCheckpoint(folder)], enable_checkpointing=True)
     (folder / f"told {dist.get_rank()}").touch()
     os._exit(0)  # without waiting for the other one
