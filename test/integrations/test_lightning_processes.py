@@ -36,7 +36,7 @@ if __name__ == "__main__":
     run = fit(module, devices=2)
     assert run.world_size == 2
     assert difference(module.net, expected()) < 1e-12
-    os.write(1, f"trained {run.global_rank} {run.global_step}\n".encode())  # at once: two processes share the pipe
+    os.write(1, f"trained {run.global_rank} {run.global_step}\\n".encode())  # at once: two processes share the pipe
 """
 
 
