@@ -46,6 +46,15 @@ def test_the_yardstick_is_what_the_library_trains(rule: str) -> None:
     assert difference(model, weights(twin)) < 1e-13
 
 
+def test_options_are_known_by_their_names() -> None:
+    with pytest.raises(
+        ValueError, match=r"sampler_options must be arguments of CustomSampler, got sed; pass some of .*seed"
+    ):
+        Settings(TRACE, sampler_options={"sed": 1})
+    with pytest.raises(ValueError, match="optimizer_options must be arguments of CustomOptimizer, got nois; pass some"):
+        Settings(TRACE, optimizer_options={"nois": "microbatches"})
+
+
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_loader_keeps_its_settings(kind: Any) -> None:
     def collate(rows: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
+from torchmetrics.functional.classification import multiclass_f1_score
 
 import variable_batch_size as vbs
 from helpers.lightning_jobs import (
@@ -36,6 +38,7 @@ from helpers.lightning_jobs import (
     trainer,
     true_sizes,
 )
+from helpers.lightning_metrics import Measured
 from helpers.yardstick import (
     ENDS,
     EPOCHS,
@@ -172,6 +175,9 @@ def test_numbers_of_updates_are_true_everywhere() -> None:
         13,
     )  # Lightning counts the epoch under way
     assert trainer(max_epochs=-1).estimated_stepping_batches == float("inf")
+    unending = Asking()
+    fit(unending, max_epochs=0)
+    assert found["setup"] == 11  # those of one epoch, as in Lightning
     stopped = fit(Asking(), max_epochs=-1, strategy=strategy(sampler_options={"max_updates": 15}))
     assert (stopped.global_step, found["setup"]) == (15, 15)
 
@@ -241,6 +247,26 @@ def test_log_of_sums_and_extremes() -> None:
     fit(Counting(), callbacks=[Keeping()], max_steps=11)
     assert seen[:4] == [(24, 8, 8), (24, 8, 8), (24, 8, 8), (10, 5, 5)]
     assert seen[10] == (34, 7, 6)
+
+
+def test_metric_objects_are_those_of_the_update_and_of_the_epoch() -> None:
+    module = Measured()
+    run = fit(module, max_epochs=2)
+    assert len(module.steps) == 21
+    for found, (output, target) in zip(module.steps, module.updates, strict=True):
+        assert found["f1_step"] == pytest.approx(float(multiclass_f1_score(output, target, num_classes=5)))
+        assert found["seen_step"] == len(target)
+        assert (
+            found["recall_step"]
+            == found["accuracy_step"]
+            == pytest.approx(float((output.argmax(1) == target).double().mean()))
+        )
+    output, target = (torch.cat(parts) for parts in zip(*module.updates[ENDS[0] :], strict=True))
+    assert float(run.callback_metrics["f1_epoch"]) == pytest.approx(
+        float(multiclass_f1_score(output, target, num_classes=5))
+    )
+    assert float(run.callback_metrics["seen_epoch"]) == SAMPLES
+    pickle.dumps(module.f1)  # nothing is left of the hooks
 
 
 def test_what_it_is_without_the_strategy() -> None:

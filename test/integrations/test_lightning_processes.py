@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from helpers.lightning_jobs import ALLOWED, STOPS, resume_job, save_job, several_job, yardstick_job
+from helpers.lightning_jobs import (
+    ALLOWED,
+    STOPS,
+    resume_job,
+    save_job,
+    several_job,
+    yardstick_job,
+)
+from helpers.lightning_metrics import exception_job, metrics_job
 from helpers.yardstick import in_processes
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
 
 SCRIPT = """
+import os
 import warnings
 
 from helpers.lightning_jobs import Classifier, expected, fit, quieten
@@ -27,7 +36,7 @@ if __name__ == "__main__":
     run = fit(module, devices=2)
     assert run.world_size == 2
     assert difference(module.net, expected()) < 1e-12
-    print("trained", run.global_rank, run.global_step, flush=True)
+    os.write(1, f"trained {run.global_rank} {run.global_step}\\n".encode())  # at once: two processes share the pipe
 """
 
 
@@ -38,11 +47,14 @@ def _on_two(folder: Path, alone: Path) -> None:
         resume_job(folder, name, STOPS, 0.0)
     resume_job(alone, "plain", STOPS, 1e-12)
     several_job(folder)
+    metrics_job(folder)
+    exception_job(folder)
 
 
 def test_two_processes_and_other_numbers_of_them(tmp_path: Path) -> None:
     save_job(tmp_path / "one", "plain")
     in_processes(_on_two, 2, tmp_path / "two", tmp_path / "one")
+    assert sorted(path.name for path in (tmp_path / "two").glob("told *")) == ["told 0", "told 1"]
     resume_job(tmp_path / "two", "plain", STOPS, 1e-12)
 
 

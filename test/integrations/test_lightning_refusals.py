@@ -134,8 +134,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"module": Leaving()}, r"an epoch must be trained to its end, but 7 of its updates were left out.*should_stop"),
     ({"data": DataLoader(Stream(), batch_size=8)}, "the dataset must have an index.*pass a map-style dataset"),
     ({"data": [(1, 2)]}, "the training's loader must be a DataLoader of torch, got .* pass one with a batch_size"),
-    ({"data": {"train_dataloaders": [loader(), loader()]}}, "there must be one training DataLoader.*pass a single one"),
-    ({"data": {"train_dataloaders": {"a": loader()}}}, "there must be one training DataLoader.*pass a single one"),
+    (
+        {"data": {"train_dataloaders": [loader(), loader()]}},
+        "there must be one training DataLoader, got a second one; pass it itself, not in a list or dict",
+    ),
+    (
+        {"data": {"train_dataloaders": {"a": loader()}}},
+        "there must be one training DataLoader, got a dict; pass it itself, not in a list or dict",
+    ),
+    ({"data": {"train_dataloaders": [loader()]}}, "there must be one training DataLoader, got a list; pass it itself"),
     (
         {"data": DataLoader(Samples(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))},
         "must have no sampler of its own.*got WeightedRandomSampler; pass shuffle=True or False instead",
@@ -177,6 +184,22 @@ def test_a_second_fit_and_a_plain_checkpoint_are_refused(tmp_path: Path) -> None
     run.fit_loop.max_epochs = 2 * EPOCHS
     with pytest.raises(RuntimeError, match=r"the Trainer has made 26 updates and the optimizer 0; create"):
         run.fit(module, loader())
+    ended = fit(module, max_steps=14)
+    with pytest.raises(RuntimeError, match=r"the Trainer has made 14 updates and the optimizer 0; create"):
+        ended.fit(module, loader())  # although nothing is left to train
     fit(Classifier(), strategy="auto", callbacks=[saver(tmp_path)], enable_checkpointing=True, max_steps=3)
     with pytest.raises(ValueError, match="ckpt_path must be a checkpoint of a training with VariableBatchStrategy"):
+        fit(Classifier(), saved(tmp_path, 3))
+
+
+def test_a_checkpoint_of_other_samples_is_refused_in_words_of_lightning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(Classifier(), callbacks=[saver(tmp_path)], enable_checkpointing=True, max_steps=3)
+    with pytest.warns(UserWarning, match="The training goes on differently: rule"):
+        fit(Classifier(), saved(tmp_path, 3), strategy=strategy("linear"), max_steps=4)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    with pytest.raises(
+        ValueError, match=r"seed was 0 and is 7.* the seed is that of seed_everything .* leave out ckpt"
+    ):
         fit(Classifier(), saved(tmp_path, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -29,6 +30,7 @@ class Settings:
 
     Raises:
         TypeError: if the options are not mappings.
+        ValueError: if they have names of no argument.
     """
 
     trace: TraceLike
@@ -38,9 +40,14 @@ class Settings:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in "sampler_options", "optimizer_options":
-            if not isinstance(getattr(self, name), Mapping):
-                raise type_error(f"{name} must be a dict", getattr(self, name), 'pass {"seed": 1}, for example')
+        for name, kind in ("sampler_options", CustomSampler), ("optimizer_options", CustomOptimizer):
+            options = getattr(self, name)
+            if not isinstance(options, Mapping):
+                raise type_error(f"{name} must be a dict", options, 'pass {"seed": 1}, for example')
+            known = [*inspect.signature(kind).parameters]
+            if unknown := sorted(options.keys() - known):
+                remedy = f"pass some of {', '.join(known)}"
+                raise value_error(f"{name} must be arguments of {kind.__name__}", " and ".join(unknown), remedy)
 
     def sampler(self, dataset: object, **others: Any) -> CustomSampler:
         """Return a sampler for a dataset.

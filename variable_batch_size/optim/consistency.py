@@ -50,7 +50,12 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
     if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
         raise TypeError(REDUCED_TWICE)
     remember(model)
-    backend = backend or detect(tensors)
+    broadcast_tensors(tensors, backend or detect(tensors))
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
+    """Copy the tensors of rank 0 to every rank, in place. Every rank has to call it, with the same shapes."""
     if backend.world.size == 1 or not tensors:
         return
     is_source = torch.tensor([backend.world.rank == 0]).to(tensors[0].device)  # (1,): as data, in one graph for all

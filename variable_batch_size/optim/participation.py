@@ -21,8 +21,8 @@ from variable_batch_size.backend import Backend
 READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value of so many updates ago
 
 _REMEDY = (
-    "pass find_unused_parameters=True to the optimizer, which then sums all gradients and finds out at every update "
-    "which parameters were used"
+    "pass find_unused_parameters=True to the optimizer (with a trainer, in optimizer_options), which then sums all "
+    "gradients and finds out at every update which parameters were used"
 )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -154,6 +155,11 @@ def check_training_loader(loader: object) -> DataLoader[Any]:
     return loader
 
 
+def several_loaders(found: str) -> TypeError:
+    """Return the error for training loaders in a collection."""
+    return TypeError(f"there must be one training DataLoader, got {found}; pass it itself, not in a list or dict")
+
+
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether a loader shuffles its samples."""
     sampler = loader.sampler
@@ -209,6 +215,19 @@ def refuse_clipping(*args: Any, **kwargs: Any) -> None:
         "gradients must be clipped when all microbatches of an update are summed, but clip_gradients() was called "
         'before; remove it, and pass optimizer_options={"max_grad_norm": 1.0} to the strategy, for example'
     )
+
+
+@contextmanager
+def explaining_mismatch() -> Iterator[None]:
+    """Add to the error of a checkpoint that does not match what to do with Lightning."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. With Lightning there is no `strict`: the seed is that of seed_everything (0 without), shuffle "
+            f"and drop_last are those of the DataLoader; to begin another training with the weights, load them into "
+            f"the module, and leave out ckpt_path"
+        ) from error
 
 
 def seed_of_training() -> int:

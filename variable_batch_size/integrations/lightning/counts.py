@@ -53,7 +53,7 @@ def total_updates(plan: Plan, max_epochs: int | None, max_steps: int) -> int | f
         max_steps: number of updates, or -1.
     """
     limit = math.inf if max_steps == -1 else max_steps
-    if max_epochs is not None and max_epochs > 0:
+    if max_epochs is not None and max_epochs >= 0:  # for 0, that of one epoch, as in Lightning
         return min(plan.epoch(max(max_epochs - 1, plan.first_epoch)).end_step, limit)
     if plan.ends:
         *_, (last, _) = plan.epoch_runs(None)

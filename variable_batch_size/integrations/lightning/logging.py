@@ -2,8 +2,9 @@
 
 Lightning keeps each value by its name: the last one, for the loggers and the progress bar, and the sum of the values,
 weighed by batch sizes, for the end of the epoch. Here a microbatch is weighed by its samples, and after the last one of
-an update the last value becomes that of the update: the mean, or what `reduce_fx` says. Processes have different
-numbers of microbatches, so what `sync_dist=True` reduces is reduced after the last one.
+an update the last value becomes that of the update: the mean, or what `reduce_fx` says, or what a torchmetrics object
+computes. Processes have different numbers of microbatches, so what `sync_dist=True` reduces is reduced after the last
+one, and a process without samples of an update replays one, which must not count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.integrations.lightning.metric_objects import MetricObjects
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
@@ -38,6 +40,8 @@ class UpdateLog:
         self._seen: dict[str, Any] = {}  # the last value of each name before the microbatch
         self._logged: dict[str, list[tuple[int, Tensor]]] = {}  # by name: (samples, value) of each microbatch
         self._deferred: list[Tensor] = []  # what was not reduced in the microbatch
+        self._sums: dict[str, Tensor] = {}  # the sums of the epoch before a replay
+        self._objects = MetricObjects()
 
     @property
     def _trainer(self) -> Any:
@@ -76,32 +80,41 @@ class UpdateLog:
         trainer = self._trainer
         if first:
             self._logged, self._batch_size = {}, microbatch.batch_size
+            self._objects.begin_update(trainer.lightning_module)
         else:
             trainer._logger_connector.on_batch_start(None)  # else a hook's first value would clear those of another one
         trainer._results.batch_size = microbatch.samples
         self._seen, self._deferred, self._within = self._values(), [], True
+        replay, self._sums = microbatch.samples == 0, {name: metric.value for name, metric in self._summed()}
         try:
-            yield
+            with self._objects.microbatch(replay=replay, several=self._strategy.world_size > 1):
+                yield
         finally:
             self._within = False
         self._collect(microbatch.samples)
+        for name, metric in self._summed() if replay else ():
+            metric.value = self._sums.get(name, torch.zeros_like(metric.value))
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Log within a block as for the whole update: in a hook that runs once an update."""
         results, before, within = self._trainer._results, self._values(), self._within
+        sums = {name: metric.value for name, metric in self._summed()}
         samples, results.batch_size, self._within = results.batch_size, self._batch_size, False
         try:
             yield
         finally:
             results.batch_size, self._within = samples, within
         self._seen |= {name: value for name, value in self._values().items() if value is not before.get(name)}
+        self._sums |= {name: metric.value for name, metric in self._summed() if metric.value is not sums.get(name)}
 
     def finish_update(self, optimizer: CustomOptimizer) -> None:
         """Set the value of each name to that of the update, and log what is known of the update."""
         for name, logged in self._logged.items():
             metric = self._trainer._results[name]
             metric._forward_cache = self._combined(metric.meta, logged)
+        for name, value in self._objects.values().items():
+            self._trainer._results[name]._forward_cache = value
         self._logged, self._trainer._results.batch_size = {}, self._batch_size
         if self._trainer.loggers and self._trainer._logger_connector.should_update_logs:
             module = self._strategy.lightning_module
@@ -112,17 +125,25 @@ class UpdateLog:
     def _values(self) -> dict[str, Any]:
         return {name: metric._forward_cache for name, metric in self._trainer._results.items() if metric.is_tensor}
 
+    def _summed(self) -> list[tuple[str, Any]]:
+        results = self._trainer._results.items()
+        return [(name, metric) for name, metric in results if metric.is_tensor and metric.meta.is_sum_reduction]
+
     def _collect(self, samples: int) -> None:
         self.check_deferred()
         for name, value in self._values().items():
             if value is not self._seen.get(name):
                 self._logged.setdefault(name, []).append((samples, value))
+        for name, metric in self._trainer._results.items():
+            if not metric.is_tensor and metric.meta.on_step:
+                self._objects.add(name, metric.value)
 
     def _combined(self, meta: Any, logged: list[tuple[int, Tensor]]) -> Tensor:
         values = torch.stack([value for _, value in logged])
         synced = meta.sync.should and not meta.sync.rank_zero_only and self._strategy.world_size > 1
         if not meta.is_mean_reduction:
-            result: Tensor = values.sum() if meta.is_sum_reduction else meta.reduce_fx(values)
+            own = torch.stack([value if samples else torch.zeros_like(value) for samples, value in logged])
+            result: Tensor = own.sum() if meta.is_sum_reduction else meta.reduce_fx(values)
             return self._strategy.reduce(result, meta.sync.group, meta.sync.op) if synced else result
         counts = torch.tensor([samples for samples, _ in logged], dtype=values.dtype, device=values.device)
         sums = torch.stack([(values * counts).sum(), counts.sum()])

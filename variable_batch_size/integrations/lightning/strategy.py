@@ -25,7 +25,7 @@ from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.consistency import broadcast_parameters, broadcast_tensors
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 
@@ -42,8 +42,10 @@ from variable_batch_size.integrations.lightning.checks import (  # noqa: E402
     check_steps,
     check_training,
     check_training_loader,
+    explaining_mismatch,
     refuse_clipping,
     seed_of_training,
+    several_loaders,
     shuffles,
 )
 from variable_batch_size.integrations.lightning.counts import count_updates  # noqa: E402
@@ -143,6 +145,11 @@ class VariableBatchStrategy(ParallelStrategy):
     def _optimizers_of_sampler(self) -> list[CustomOptimizer]:
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CustomOptimizer)]
 
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception has ended the training, of which other ranks may not know."""
+        return self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
     def set_world_ranks(self) -> None:
         """Tell the environment the rank of this process; the Trainer calls it when it has set the devices."""
         processes = self._processes
@@ -171,7 +178,8 @@ class VariableBatchStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
         self._log.check_collective("barrier()")
-        self._processes.barrier(name)
+        if not self._interrupted:  # else other ranks may be elsewhere
+            self._processes.barrier(name)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src`."""
@@ -215,7 +223,7 @@ class VariableBatchStrategy(ParallelStrategy):
         if self._updates is not None:
             if loader.dataset is self._updates.loader.dataset:  # the learning rate finder asks again
                 return self._updates
-            raise type_error("there must be one training DataLoader", dataloader, "pass a single one")
+            raise several_loaders("a second one")
         self._updates = LightningUpdates(self._with_sampler(loader), self._trainer, lambda: self._optimizers_of_sampler)
         return self._updates
 
@@ -235,7 +243,7 @@ class VariableBatchStrategy(ParallelStrategy):
         """Read the training's loader, call `configure_optimizers`, and wrap the optimizers."""
         trainer.fit_loop.setup_data()  # as `estimated_stepping_batches` does it in configure_optimizers
         if self._updates is None or trainer.train_dataloader is not self._updates:
-            raise type_error("there must be one training DataLoader", trainer.train_dataloader, "pass a single one")
+            raise several_loaders(f"a {type(trainer.train_dataloader).__name__}")
         super().setup_optimizers(trainer)
         plugin: Any = self.precision_plugin
         plugin.clip_gradients = refuse_clipping  # which LightningModule.clip_gradients calls
@@ -245,6 +253,8 @@ class VariableBatchStrategy(ParallelStrategy):
         if not trainer.lightning_module.automatic_optimization:
             for config in self.lr_scheduler_configs:
                 config.scheduler = OncePerUpdate(config.scheduler, self._optimizers_of_sampler)
+        if trainer.ckpt_path is None:
+            self._updates.check_position()  # also if max_epochs or max_steps was reached, so that nothing is trained
 
     def _wrapped(self, inner: Optimizer, updates: LightningUpdates) -> CustomOptimizer:
         clip = self._trainer.gradient_clip_val
@@ -269,8 +279,19 @@ class VariableBatchStrategy(ParallelStrategy):
         return batch if isinstance(batch, Update) else super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take the update that begins."""
+        """Take the update that begins, and the buffers of rank 0."""
         self._update = batch
+        self._broadcast_buffers()
+
+    def on_validation_start(self) -> None:
+        """Evaluate the same model on every rank: that of rank 0, which is the one that is saved."""
+        self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        """Copy the buffers of rank 0, such as those of a batch normalization, as DistributedDataParallel does it."""
+        if self.world_size > 1 and self._optimizers_of_sampler:
+            assert self.model is not None
+            broadcast_tensors([*self.model.buffers()], self._optimizers_of_sampler[0].backend)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
@@ -344,10 +365,10 @@ class VariableBatchStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, with the position in the training and the host RNGs of all ranks."""
         assert isinstance(optimizer, CustomOptimizer)
-        if optimizer.inside_step and self._trainer.state.status == TrainerStatus.INTERRUPTED:
+        if optimizer.inside_step and self._interrupted:
             optimizer.discard_step()  # after an exception, for an OnExceptionCheckpoint
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if optimizer is self.optimizers[0]:
+        if optimizer is self.optimizers[0] and (self.world_size == 1 or not self._interrupted):
             states = Agreement(optimizer.backend).on_every_rank(lambda: get_rng_states().encode())
             state[_STATES] = [text.decode() for text in states]
         return state
@@ -364,7 +385,8 @@ class VariableBatchStrategy(ParallelStrategy):
                 "ckpt_path must be a checkpoint of a training with VariableBatchStrategy, but this one has no position "
                 "in a trace; to begin with its weights, load them into the module, and leave out ckpt_path"
             )
-        super().load_optimizer_state_dict(checkpoint)
+        with explaining_mismatch():
+            super().load_optimizer_state_dict(checkpoint)
         self._saved_states = states[0].get(_STATES, [])
         assert self._updates is not None
         self._updates.after_restore()
