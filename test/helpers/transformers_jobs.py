@@ -35,6 +35,22 @@ class Classifier(nn.Module):
         return {"logits": logits} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
 
 
+class Partly(Classifier):
+    """A classifier with a layer that only some samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(6, 5).double()
+        nn.init.constant_(self.rare.weight, 0.1)
+        nn.init.constant_(self.rare.bias, 0.1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits, rare = self.net(x), labels == 2
+        if rare.any():
+            logits = logits + self.rare(x) * rare[:, None]
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
 class Rows(Dataset[dict[str, Any]]):
     """The data of the yardstick, by name."""
 
@@ -139,6 +155,11 @@ def sum_in_float64(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
     if num_items_in_batch is None:
         return nn.functional.cross_entropy(logits, wanted)
     return nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
+
+
+def mean_of_microbatch(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss that ignores the number of labels that it is given."""
+    return sum_in_float64(outputs, labels)
 
 
 def mean_over_tokens(model: Any, indices: NDArray[np.int64]) -> Tensor:
@@ -267,6 +288,13 @@ def updates_of_all_kinds(folder: Path) -> None:
     trainer.train()
     save(folder, "texts", summary(trainer))
     save(folder, "repeated", summary(trained_with_repetitions(folder / "repeated")))
+    options = {"compute_loss_func": mean_of_microbatch}
+    trainer = trainer_of(folder / "ignoring", gpt2(), train_dataset=Texts(), options=options)
+    trainer.train()
+    save(folder, "ignoring", summary(trainer))
+    trainer = trainer_of(folder / "partly", Partly(), trace=3)
+    trainer.train()
+    save(folder, "partly", summary(trainer))
     trainer = trainer_of(folder / "growing", trace=growing(), lr_scheduler_type="linear")
     trainer.train()
     save(folder, "growing", summary(trainer))

@@ -21,12 +21,8 @@ from helpers.transformers_jobs import (
     Classifier,
     Rows,
     SavesAt,
-    Texts,
     arguments,
-    gpt2,
     growing,
-    mean_over_tokens,
-    sum_in_float64,
     trainer_of,
 )
 from helpers.yardstick import (
@@ -154,63 +150,6 @@ def test_a_second_train_is_a_new_training(tmp_path: Path) -> None:
         assert trainer.state.global_step == trainer.variable_optimizer.updates == UPDATES
         by_hand(twin, SGD(twin.parameters(), LR), rule="linear", max_grad_norm=MAX_GRAD_NORM)
         assert difference(model.net, weights(twin)) < EXACT
-
-
-# Means over tokens. ---------------------------------------------------------------------------------------------------
-
-
-def test_labels_are_averaged_over_all_tokens_of_an_update(tmp_path: Path) -> None:
-    model, twin = gpt2(), gpt2()
-    options = {"compute_loss_func": sum_in_float64}
-    tokens = {"include_num_input_tokens_seen": "non_padding"}
-    trainer = trainer_of(tmp_path, model, train_dataset=Texts(), options=options, **tokens)
-    trainer.train()
-    by_hand(twin, adamw(twin), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
-    assert difference(model, weights(twin)) < EXACT
-    assert trainer.state.num_input_tokens_seen == 3 * int(Texts().lengths.sum())
-    per_token = 6 * model.num_parameters(exclude_embeddings=True)
-    assert trainer.state.total_flos == per_token * 3 * Texts().ids.numel()
-
-
-def test_the_model_s_own_loss_counts_the_labels_that_it_predicts(tmp_path: Path) -> None:
-    """GPT-2 has no loss_type, so Trainer counts the first label of each row, which nothing predicts."""
-    model, twin = gpt2(), gpt2()
-    trainer_of(
-        tmp_path, model, train_dataset=Texts(), options={"optimizers": (SGD(model.parameters(), LR), None)}
-    ).train()
-    by_hand(twin, SGD(twin.parameters(), LR), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
-    assert difference(model, weights(twin)) < 1e-5  # it computes in float32
-
-
-def test_a_mean_over_rows_is_something_else(tmp_path: Path) -> None:
-    """What a loss that ignores the number of labels gives: the mean over the rows of means over microbatches."""
-
-    def ignores(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        return sum_in_float64(outputs, labels)
-
-    model, twin = gpt2(), gpt2()
-    trainer_of(tmp_path, model, train_dataset=Texts(), options={"compute_loss_func": ignores}).train()
-    by_hand(twin, adamw(twin), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
-    assert 1e-4 < difference(model, weights(twin)) < 1
-
-
-def test_rows_of_a_fixed_shape_count_once(tmp_path: Path) -> None:
-    model, twin = gpt2(), gpt2()
-    options = {"compute_loss_func": sum_in_float64}
-    shape = {"fixed_shape": True}
-    trainer_of(tmp_path, model, train_dataset=Texts(), options=options, sampler_options=shape).train()
-    by_hand(twin, adamw(twin), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
-    assert difference(model, weights(twin)) < EXACT
-
-
-def test_an_update_without_labels_changes_nothing_but_the_averages(tmp_path: Path) -> None:
-    texts = Texts()
-    texts.labels[:] = -100
-    model = gpt2()
-    before = weights(model)
-    inner = SGD(model.parameters(), LR)
-    trainer_of(tmp_path, model, train_dataset=texts, max_steps=3, options={"optimizers": (inner, None)}).train()
-    assert difference(model, before) == 0
 
 
 # A batch size that a controller chooses. ------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import pytest
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerCallback
 
 import variable_batch_size as vbs
-from helpers.transformers_jobs import EPS, LR, Classifier, Rows, Texts, gpt2, trainer_of
+from helpers.transformers_jobs import EPS, LR, Classifier, Rows, Texts, gpt2, growing, trainer_of
 from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, TRACE, UPDATES, by_hand, difference, network, weights
 from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
 
@@ -34,6 +34,8 @@ def expected(updates: int = UPDATES, **options: Any) -> Any:
         ({"max_steps": 5}, 5),
         ({"max_steps": 12}, 12),
         ({"max_steps": 30}, 30),
+        ({"max_steps": 5, "trace": [2] * 20}, 5),  # within an epoch that the trace does not complete
+        ({"max_steps": 20, "trace": [2] * 20}, 20),
         ({"num_train_epochs": 0.5}, 6),
         ({"num_train_epochs": 1.5}, 19),
         ({"num_train_epochs": 2}, 21),
@@ -81,6 +83,41 @@ def test_events_come_once_an_update(tmp_path: Path) -> None:
     assert events.steps == UPDATES
     sizes = [entry["batch_size"] for entry in trainer.state.log_history[:-1]]
     assert events.parts == sum(-(-size // 8) - 1 for size in sizes)
+
+
+class Bar(ProgressCallback):
+    """Notes where its bar ended."""
+
+    ended: Any = None
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ended = self.training_bar.n, self.training_bar.total
+        super().on_train_end(*args, **kwargs)
+
+
+def test_a_progress_bar_ends_at_its_end(tmp_path: Path) -> None:
+    """Of an adaptive trace, too, whose number of updates is at first an estimate."""
+    bar = Bar()
+    trainer = trainer_of(tmp_path, trace=growing(), options={"callbacks": [bar]})
+    trainer.train()
+    assert bar.ended == (trainer.state.global_step, trainer.state.global_step)
+
+
+class LogsEarly(TrainerCallback):
+    """Logs before the first update."""
+
+    trainer: Any = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer.log({"learning_rate": 1.0})
+
+
+def test_a_log_before_the_first_update_is_as_it_was_given(tmp_path: Path) -> None:
+    early = LogsEarly()
+    trainer = early.trainer = trainer_of(tmp_path, max_steps=2, options={"callbacks": [early]})
+    for _ in range(2):
+        trainer.train()
+        assert trainer.state.log_history[0] == {"learning_rate": 1.0, "epoch": 0.0, "step": 0}
 
 
 def test_evaluation_saving_and_the_best_model(tmp_path: Path) -> None:
@@ -196,7 +233,7 @@ class WithALoader(Trainer):
     losses = 0
 
     def get_train_dataloader(self) -> Any:
-        return StatefulDataLoader(self.train_dataset, batch_size=3, num_workers=0)
+        return StatefulDataLoader(self.train_dataset, batch_size=3, shuffle=True, num_workers=0)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self.losses += 1
@@ -210,7 +247,7 @@ class VariableWithALoader(VariableBatchMixin, WithALoader):
 def test_a_subclass_keeps_its_loader_and_its_loss(tmp_path: Path) -> None:
     model = Classifier()
     trainer = trainer_of(tmp_path, model, kind=VariableWithALoader)
-    assert type(trainer.get_train_dataloader().loader) is StatefulDataLoader
+    assert isinstance(trainer.get_train_dataloader().loader, StatefulDataLoader)
     trainer.train()
     assert difference(model, expected()) < EXACT
     assert trainer.losses > UPDATES

@@ -9,11 +9,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import Trainer
 
 import variable_batch_size as vbs
 from helpers.transformers_jobs import Classifier, Rows, SavesAt, arguments, growing, grows, trainer_of
+from helpers.yardstick import SAMPLES
 from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
 from variable_batch_size.integrations.transformers.arguments import check_arguments
 
@@ -113,10 +114,58 @@ def test_methods_of_a_class_above_the_mixin(tmp_path: Path) -> None:
             inputs["x"] += 1
             return super().training_step(model, inputs, num_items_in_batch)
 
+    class OwnForward(VariableBatchTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            return model(**inputs)["loss"]
+
+    class OwnOptimizer(VariableBatchTrainer):
+        def create_optimizer(self, *_: Any) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+            return self.optimizer
+
     with pytest.raises(TypeError, match=r"the loader must be that of VariableBatchMixin.*override it in a class below"):
         trainer_of(tmp_path, kind=OwnLoader).train()
-    with pytest.raises(TypeError, match=r"gets an update, the list of its microbatches.*override compute_loss\(\)"):
-        trainer_of(tmp_path, kind=OwnStep).train()
+    for kind in OwnStep, OwnForward:
+        with pytest.raises(TypeError, match=r"gets an update, the list of its microbatches.*override compute_loss\(\)"):
+            trainer_of(tmp_path, kind=kind).train()
+    with pytest.raises(RuntimeError, match=r"create_optimizer\(\) of OwnOptimizer has not called.*or pass optimizers="):
+        trainer_of(tmp_path, kind=OwnOptimizer).train()
+
+
+def some() -> Any:
+    """A sampler that repeats some samples and leaves out others."""
+    return WeightedRandomSampler([1.0] * 10, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": some()}, r"must read each sample once an epoch.*leave out sampler="),
+        ({"batch_sampler": [[0, 1], [2, 3]], "batch_size": 1}, r"must read each sample once an epoch.*\(list\)"),
+        ({}, r"order of train_sampling_strategy, got SequentialSampler with 'random'; pass .*or shuffle=True"),
+        ({"shuffle": True, "drop_last": True}, r"must drop the last batch.*got False; pass dataloader_drop_last=True"),
+    ],
+    ids=["sampler", "batch_sampler", "order", "drop_last"],
+)
+def test_a_loader_that_reads_other_samples(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    class Theirs(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, **{"batch_size": 8, **options})
+
+    class Mine(VariableBatchMixin, Theirs):
+        pass
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        trainer_of(tmp_path, kind=Mine).train()
+
+
+def test_a_sampler_of_a_subclass(tmp_path: Path) -> None:
+    class Chooses(VariableBatchTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return some()
+
+    with pytest.raises(TypeError, match=r"must read each sample once an epoch.*WeightedRandomSampler"):
+        trainer_of(tmp_path, kind=Chooses).train()
 
 
 def test_arguments_that_are_seen_when_the_training_begins(tmp_path: Path) -> None:

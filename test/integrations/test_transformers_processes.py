@@ -15,6 +15,7 @@ from helpers.transformers_jobs import (
     LR,
     STOPS,
     Classifier,
+    Partly,
     SavesAt,
     Texts,
     gpt2,
@@ -67,6 +68,13 @@ def test_two_processes_make_the_updates_of_whole_batches(tmp_path: Path) -> None
     alone, found = trained_with_repetitions(tmp_path / "alone"), load(tmp_path, "repeated")
     assert difference(alone.model, found["weights"]) < EXACT
     assert found["tokens"] == alone.state.num_input_tokens_seen
+    texts, found = gpt2(), load(tmp_path, "ignoring")
+    losses = by_hand(texts, adamw(texts), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
+    assert difference(texts, found["weights"]) < EXACT
+    assert [entry["loss"] for entry in found["logs"][:-1]] == pytest.approx(losses, rel=1e-6)
+    alone = trainer_of(tmp_path / "alone", Partly(), trace=3)
+    alone.train()
+    assert difference(alone.model, load(tmp_path, "partly")["weights"]) < EXACT
     found = load(tmp_path, "growing")
     assert found["samples"] == 3 * SAMPLES
     sizes = [entry["batch_size"] for entry in found["logs"][:-1]]

@@ -55,11 +55,15 @@ def _order(loader: DataLoader[Any]) -> dict[str, Any]:
         found = f"one with batch_sampler={type(loader.batch_sampler).__name__}"
         remedy = "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example"
         raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
-    return {"batch_size": loader.batch_size, "shuffle": _shuffles(loader), "drop_last": loader.drop_last}
+    return {"batch_size": loader.batch_size, "shuffle": shuffles(loader.sampler), "drop_last": loader.drop_last}
 
 
-def _shuffles(loader: DataLoader[Any]) -> bool:
-    sampler: Any = loader.sampler
+def shuffles(sampler: Any) -> bool:
+    """Return whether a loader's sampler shuffles.
+
+    Raises:
+        TypeError: if it does not deal each sample once an epoch, in order or shuffled.
+    """
     if isinstance(sampler, DistributedSampler):  # each rank gets its share of each batch anyway
         return sampler.shuffle
     if type(sampler) is SequentialSampler:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import value_error
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.from_loader import shuffles
 from variable_batch_size.trace.growing import GrowingTrace
 
 _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
@@ -30,6 +33,26 @@ def check_arguments(trainer: Any) -> None:
     """
     for refusal in _refusals(trainer):
         raise value_error(*refusal)
+
+
+def check_order(loader: DataLoader[Any], sampler: CustomSampler, args: Any) -> None:
+    """Check that a trainer's own loader reads the samples that `sampler` deals, in the same order.
+
+    Raises:
+        TypeError: if it has a sampler of its own, which deals others.
+        ValueError: if it shuffles, or drops the last batch, unlike the training arguments.
+    """
+    batches: Any = loader.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # below accelerate's, which deals batches to the ranks
+    if type(batches).__name__ != "BatchSampler":  # torch's or torchdata's; a class below it may choose samples
+        shuffles(batches)  # raises
+    if shuffles(batches.sampler) != sampler.shuffle:
+        strategy, remedy = args.train_sampling_strategy, '"sequential" in the training arguments, or shuffle=True'
+        found = f"{type(batches.sampler).__name__} with {strategy!r}"
+        raise value_error("the loader must have the order of train_sampling_strategy", found, f"pass {remedy} there")
+    if batches.drop_last != args.dataloader_drop_last:
+        remedy = f"pass dataloader_drop_last={batches.drop_last} in the training arguments"
+        raise value_error("the loader must drop the last batch as the arguments say", args.dataloader_drop_last, remedy)
 
 
 def _refusals(trainer: Any) -> Iterator[Refusal]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,15 +40,16 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.trace.growing import GrowingTrace
 
 require_version("transformers", "5.19", "transformers")
 require_version("accelerate", "1.10", "transformers")
 
-from transformers import Trainer, TrainerCallback  # noqa: E402  (after the check, which has the better message)
-from transformers.loss.loss_utils import LOSS_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers import Trainer  # noqa: E402  (after the check, which has the better message)
 
-from variable_batch_size.integrations.transformers.arguments import check_arguments  # noqa: E402
+from variable_batch_size.integrations.transformers.arguments import check_arguments, check_order  # noqa: E402
+from variable_batch_size.integrations.transformers.labels import Weights, predicts_next_label, refuses_count  # noqa: E402
+from variable_batch_size.integrations.transformers.position import Position  # noqa: E402
 from variable_batch_size.integrations.transformers.unequal_rounds import UnequalRounds  # noqa: E402
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class VariableBatchMixin(Base):
     optimizer: Any  # these belong to Trainer
     lr_scheduler: Any
     control: Any
+    model_accepts_loss_kwargs: bool
+    _loss_shifts_labels: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,14 +116,12 @@ class VariableBatchMixin(Base):
             check_indexed(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
         check_arguments(self)
-        self.callback_handler.callbacks.insert(0, _Position(self))  # before all that read what it corrects
-        # A private attribute of Trainer: whether the loss leaves out the first label of a row, which is then not
-        # counted. Trainer goes by the model's `loss_type`, which GPT-2, for example, does not have.
+        self.callback_handler.callbacks.insert(0, Position(self))  # before all that read what it corrects
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
-        own_loss = getattr(model, "loss_type", None) in LOSS_MAPPING
-        if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not own_loss:
-            self._loss_shifts_labels = not getattr(model.config, "is_encoder_decoder", False)
+        # A private attribute of Trainer: whether the loss leaves out the first label of a row, which does not count.
+        self._loss_shifts_labels = self._loss_shifts_labels or predicts_next_label(model)
+        self._counts_anyway = self._loss_shifts_labels and refuses_count(model)
         if self.train_dataset is not None:
             self._length(self._new_sampler())  # raises early
 
@@ -133,9 +133,11 @@ class VariableBatchMixin(Base):
             RuntimeError: before.
         """
         if self._variable is None:
-            raise RuntimeError(
-                "the variable optimizer must be there, but none was created yet; call train() or create_optimizer()"
-            )
+            found, remedy = "none was created yet", "call train() or create_optimizer()"
+            if self._used and self.optimizer is not None:
+                found = f"create_optimizer() of {type(self).__name__} has not called that of VariableBatchMixin"
+                remedy = "override it in a class below, class Mine(VariableBatchMixin, Theirs), or pass optimizers="
+            raise RuntimeError(f"the variable optimizer must be there, but {found}; {remedy}")
         return self._variable
 
     # The training's parts. ---------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class VariableBatchMixin(Base):
 
     def begin_training(self) -> None:
         """Note where the optimizer begins."""
-        self._initial_samples = self.variable_optimizer.samples
+        self._initial_samples, self._parts = self.variable_optimizer.samples, []
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of the training, whose batches are updates: lists of this rank's microbatches."""
@@ -166,6 +168,7 @@ class VariableBatchMixin(Base):
         loader = getattr(loader, "base_dataloader", loader)  # below accelerate's, which deals batches to the ranks
         if not isinstance(loader, DataLoader):
             raise type_error("get_train_dataloader() must return a DataLoader", loader, "return one of torch there")
+        check_order(loader, self.present_sampler, self.args)
         return UpdateLoader(with_sampler(loader, self.present_sampler), self)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +184,8 @@ class VariableBatchMixin(Base):
     def _wrapped(self, inner: Any) -> CustomOptimizer:
         args = self.args
         options = {"max_grad_norm": args.max_grad_norm or None, "grad_norm": True}
-        if args.ddp_find_unused_parameters is not None:
-            options["find_unused_parameters"] = args.ddp_find_unused_parameters
+        if handler := self.accelerator.ddp_handler:  # with Trainer's default: True without activation checkpointing
+            options["find_unused_parameters"] = handler.find_unused_parameters
         if args.ddp_bucket_cap_mb is not None:
             options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
         return self._settings.optimizer(inner, self.present_sampler, **options)
@@ -195,8 +198,11 @@ class VariableBatchMixin(Base):
         return self._sampler
 
     def _new_sampler(self) -> CustomSampler:
-        args = self.args
-        return self._settings.sampler(
+        args, settings = self.args, self._settings
+        ends: dict[str, int] = {}
+        if args.max_steps > 0 and not isinstance(settings.trace, GrowingTrace):
+            ends = {} if "max_updates" in settings.sampler_options else {"max_updates": args.max_steps}
+        return settings.sampler(
             self.train_dataset,
             minibatch_size=self._train_batch_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -204,6 +210,7 @@ class VariableBatchMixin(Base):
             drop_last=args.dataloader_drop_last,
             num_replicas=args.world_size,
             rank=args.process_index,
+            **ends,
         )
 
     # How long it is. ---------------------------------------------------------------------------------------------
@@ -282,16 +289,20 @@ class VariableBatchMixin(Base):
             self.control.should_epoch_stop = True  # this one is shorter than the longest
             return [], None
         count = super().get_batch_samples
-        with self._counting_on_this_rank():
-            counts = [count(iter((microbatch,)), 1, device)[1] for microbatch in update]
+        takes = self.model_accepts_loss_kwargs
+        self.model_accepts_loss_kwargs = takes or self._counts_anyway
+        try:
+            with self._counting_on_this_rank():
+                counts = [count(iter((microbatch,)), 1, device)[1] for microbatch in update]
+        finally:
+            self.model_accepts_loss_kwargs = takes
         if any(number is None for number in counts):
             return [update], None
         parts = microbatches_of_update(self.variable_optimizer)
         double = torch.float32 if device.type in ("mps", "xla") else torch.float64  # which they do not have
-        weights = [part.samples / part.rows for part in parts]  # rows of a fixed shape are repeated, or all of them
-        shares = [
-            torch.as_tensor(number).to(device, double) * weight for number, weight in zip(counts, weights, strict=True)
-        ]
+        update.counts = [torch.as_tensor(number).to(device, double) for number in counts]
+        # Rows of a fixed shape are repeated, or all of them.
+        shares = [number * (part.samples / part.rows) for number, part in zip(update.counts, parts, strict=True)]
         total = self.accelerator.reduce(torch.stack(shares).sum(), "sum")
         return [update], total.clamp(min=1)
 
@@ -300,15 +311,18 @@ class VariableBatchMixin(Base):
         parts, rounds = microbatches_of_update(self.variable_optimizer), UnequalRounds(self.accelerator)
         self._parts = parts
         missing = most_microbatches(self.variable_optimizer) - len(parts)
+        weights = None if num_items_in_batch is None else Weights(inputs.counts, parts, num_items_in_batch)
         loss = torch.zeros((), device=self.args.device)
         for number, (microbatch, part) in enumerate(zip(inputs, parts, strict=True)):
             if number > 0:
                 self.optimizer.step()
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
-            # The optimizer weighs this microbatch by samples / batch_size: its sum is divided by the update's count.
-            items = None if num_items_in_batch is None else num_items_in_batch * (part.rows / part.batch_size)
-            with self._counting_on_this_rank(), rounds.microbatch(counts=part.samples > 0):
-                own = super().training_step(model, microbatch, items)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._counting_on_this_rank())
+                stack.enter_context(rounds.microbatch(counts=part.samples > 0))
+                if weights is not None:
+                    stack.enter_context(weights.scaled(self, number))
+                own = super().training_step(model, microbatch, None if weights is None else weights.items(number))
             loss = loss + own * (part.samples / part.batch_size)
         rounds.catch_up(missing)
         return loss * self.args.world_size  # Trainer logs the mean over the ranks
@@ -343,7 +357,7 @@ class VariableBatchMixin(Base):
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log also what an update was made with: batch size, samples so far, the learning rate as it was scaled."""
-        if "learning_rate" in logs:
+        if "learning_rate" in logs and self._parts:
             logs.update(self._of_last_update())
         if "train_samples_per_second" in logs:
             samples = self.variable_optimizer.samples - self._initial_samples
@@ -363,32 +377,6 @@ class VariableBatchMixin(Base):
             scale = float(optimizer.noise().noise_scale)
             logs |= {"noise_scale": scale} if math.isfinite(scale) else {}
         return logs
-
-
-class _Position(TrainerCallback):
-    """The first callback, so that others read what it has corrected: the epoch, and an estimated number of updates."""
-
-    def __init__(self, trainer: VariableBatchMixin) -> None:
-        self._trainer = weakref.proxy(trainer)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check that the optimizer is where the training resumes."""
-        optimizer = self._trainer.variable_optimizer
-        if state.global_step > optimizer.updates:
-            raise RuntimeError(
-                f"a training must resume with its optimizer, but the checkpoint of step {state.global_step} has none; "
-                f"resume from one that was saved with save_only_model=False"
-            )
-        self._trainer.begin_training()
-        self._correct(state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Correct the state after an update."""
-        self._correct(state)
-
-    def _correct(self, state: Any) -> None:
-        state.epoch = epochs_passed(self._trainer.variable_optimizer.sampler.clock)
-        state.max_steps = self._trainer.updates_in_all(state.max_steps)
 
 
 class VariableBatchTrainer(VariableBatchMixin, Trainer):

@@ -31,16 +31,30 @@ class OptimizerOwner(Protocol):
 
 @final
 class Update(list[Any]):
-    """This rank's microbatches of an update: the batch that Trainer sees."""
+    """This rank's microbatches of an update: the batch that Trainer sees.
+
+    Attributes:
+        counts: labels of each microbatch, scalars, if they were counted.
+    """
+
+    counts: list[Tensor]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
-            raise TypeError(
-                f"training_step() gets an update, the list of its microbatches, but was written for one of them, which "
-                f"has {index!r}; override compute_loss() instead, or keep the method in a class below: class "
-                f"Mine(VariableBatchMixin, TrainerWithIt)"
-            )
+            raise _not_a_microbatch(repr(index))
         return super().__getitem__(index)
+
+    def keys(self) -> Any:
+        """Raise TypeError: `model(**inputs)` was written for a microbatch."""
+        raise _not_a_microbatch("names")
+
+
+def _not_a_microbatch(part: str) -> TypeError:
+    return TypeError(
+        f"training_step() gets an update, the list of its microbatches, but was written for one of them, which has "
+        f"{part}; override compute_loss() instead, or keep the method in a class below: class "
+        f"Mine(VariableBatchMixin, TrainerWithIt)"
+    )
 
 
 @final
