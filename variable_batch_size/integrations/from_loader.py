@@ -28,13 +28,22 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
     """
     if not isinstance(loader, DataLoader):
         raise type_error("the training's loader must be a DataLoader", loader, "pass the loader of the training data")
+    return settings.sampler(loader.dataset, **reads_of(loader), **world)
+
+
+def reads_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a sampler that reads what `loader` reads.
+
+    Raises:
+        TypeError: if its dataset has no index, or it has a sampler of its own.
+        ValueError: if it has no `batch_size`.
+    """
     check_indexed(loader.dataset)
     if loader.batch_size is None:
         found = f"one with batch_sampler={type(loader.batch_sampler).__name__}"
         remedy = "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example"
         raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
-    of_loader = {"minibatch_size": loader.batch_size, "shuffle": _shuffles(loader), "drop_last": loader.drop_last}
-    return settings.sampler(loader.dataset, **of_loader, **world)
+    return {"minibatch_size": loader.batch_size, "shuffle": _shuffles(loader), "drop_last": loader.drop_last}
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
