@@ -264,7 +264,7 @@ def ranks_decide(folder: Path) -> None:
     heads = {name: keras.layers.Dense(CLASSES, name=name)(inputs) for name in "ab"}
     model = VariableBatchModel(keras.Model(inputs, heads), TRACE, "root", REF, {"fixed_shape": True})
     model.compile("sgd", {name: plain.LOSS(from_logits=True) for name in "ab"})
-    history = model.fit(plain.X, {name: plain.Y for name in "ab"}, batch_size=MICROBATCH, verbose=0).history
+    history = model.fit(plain.X, dict.fromkeys("ab", plain.Y), batch_size=MICROBATCH, verbose=0).history
     save(folder, "outputs", history=history)
 
 

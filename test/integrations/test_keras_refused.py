@@ -78,6 +78,7 @@ def test_samplers_that_choose_samples_are_refused(sampler: Any) -> None:
 
 
 def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
+    model: Any = dense()
     for arguments, message in [
         ((TRACE, "square", 16), "rule must be one of"),
         ((TRACE, "root"), "needs ref_batchsize, but it is None"),
@@ -85,11 +86,12 @@ def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
         ((TRACE, "linear-momentum", 16), "the rule must scale the learning rate only, got linear-momentum"),
     ]:
         with pytest.raises(ValueError, match=message):
-            VariableBatchModel(dense(), *arguments)
+            VariableBatchModel(model, *arguments)
+    VariableBatchModel(model, TRACE)
     with pytest.raises(FileNotFoundError):
         VariableBatchModel(dense(), tmp_path / "trace.csv")
     for size in 0, -1:
-        with pytest.raises(ValueError, match=f"batch_size must be >= 1, got {size}"):
+        with pytest.raises(ValueError, match=f"batch_size must be an integer >= 1, got {size}"):
             made().fit(X, Y, batch_size=size)
     with pytest.raises(TypeError, match=r"data must be arrays, got 0.*; put np.asarray"):
         made().fit(X, [0] * len(X), verbose=0)

@@ -81,13 +81,17 @@ class VariableBatchModel(Base):
         sampler_options: Mapping[str, Any] | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        check_rule(rule, ref_batchsize)
-        if isinstance(trace, (str, os.PathLike)):
-            BatchTrace.of(trace)  # raises here, and not only in `fit`
-        self._variable_batch = Training(settings, self)
-        if self.compiled:
-            self._check_compiled()
+        try:
+            settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
+            check_rule(rule, ref_batchsize)
+            if isinstance(trace, (str, os.PathLike)):
+                BatchTrace.of(trace)  # raises here, and not only in `fit`
+            self._variable_batch = Training(settings, self)
+            if self.compiled:
+                self._check_compiled()
+        except Exception:
+            self.__class__ = type(self).__mro__[2]  # so that the line can be corrected and run again
+            raise
 
     @property
     def sampler(self) -> CustomSampler | None:
