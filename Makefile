@@ -53,10 +53,14 @@ test-newest:
 	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
 
 # The newest versions of the trainers and of torch, apart from all other tests: none of them may be needed elsewhere.
+# JAX has threads, with which the workers of loaders may not be forked: its tests run apart.
+JAX := test/integrations/test_jax_loop.py docs/trainers/jax.md
+
 test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
-	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest $(ARGS) test/integrations docs/trainers
+	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers
+	$(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX)
 
 docs: $(VENV)/.has-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs
@@ -71,7 +75,7 @@ bench: $(VENV)/.has-bench
 # The scripts of the trainers, in their own environment.
 bench-trainers:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only
-	@set -e; for script in $(TRAINERS); do echo "$$script"; PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
+	@set -e; for script in $(TRAINERS); do echo "$$script"; OMP_NUM_THREADS=1 PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
 
 dist: check-tag
 	@$(PYTHON) -m venv --clear $(DIST)

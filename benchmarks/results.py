@@ -184,6 +184,7 @@ KILLS, SAVED = "kills", "time from the signal to the checkpoint"
 SIMULATED = "simulated / measured"
 LOST = "lost updates of a kill, largest difference to the simulation"
 CONTROLLED = "controller / the same trace"
+TRAINER = "time of an update in a trainer"
 OWN = "own seconds"  # the case of a simulation that has the seconds of the training with which it is compared
 HEAD = """# Measurements
 
@@ -225,7 +226,7 @@ TABLES = [
 
 def only_on_the_page(row: Record) -> bool:
     """Return whether RESULTS.md, which is one screen, leaves a row to docs/performance.md."""
-    return row.case.endswith(OWN) or row.on.endswith("PerDevice") or row.what == CONTROLLED
+    return row.case.endswith(OWN) or row.on.endswith("PerDevice") or row.what == CONTROLLED or row.question == TRAINER
 
 
 def results(rows: Iterable[Record]) -> str:

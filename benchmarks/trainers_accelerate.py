@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
-from results import record
+from results import TRAINER, record
 from variable_batch_size.integrations.accelerate import prepare
 
 ROWS, MICROBATCHES = 32, 4
@@ -64,11 +64,11 @@ def accelerate(blocks: int = 60, updates_per_block: int = 16) -> None:
             if block >= 2:  # the first ones warm up
                 ratios.append(seconds[0] / seconds[1])
         record(
-            "Time of an update in a trainer, relative to its own accumulation",
-            "Accelerate",
+            TRAINER,
+            "Accelerate / its accumulation",
             spread(ratios),
             on=name,
-            where="CPU, 1 process",
+            where="CPU, 1 process, 1 thread",
         )
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
-from results import record
+from results import TRAINER, record
 from variable_batch_size.integrations import ignite as ours
 
 ROWS, MICROBATCHES = 32, 4
@@ -52,11 +52,11 @@ def ignite(blocks: int = 60, updates: int = 16) -> None:
             if number >= 2:  # the first ones warm up
                 ratios.append(seconds[0] / seconds[1])
         record(
-            "Time of an update in a trainer, relative to its own accumulation",
-            "Ignite",
+            TRAINER,
+            "Ignite / its accumulation",
             spread(ratios),
             on=name,
-            where="CPU, 1 process",
+            where="CPU, 1 process, 1 thread",
         )
 
 

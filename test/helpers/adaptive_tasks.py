@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import variable_batch_size as vbs
+from variable_batch_size.evaluation.tasks import gpt
+from variable_batch_size.evaluation.tasks.char_gpt import standard_library
+from variable_batch_size.evaluation.tasks.images import cnn
 
-# The model of docs/language_model.md, whose folder is no package.
-_PLACE = Path(__file__).parents[2] / "examples" / "language_model" / "gpt.py"
-_spec: Any = spec_from_file_location("gpt", _PLACE)
-gpt: Any = module_from_spec(_spec)
-_spec.loader.exec_module(gpt)
 Images = tuple[Tensor, Tensor]  # float32 (n, 1, 28, 28), and labels, int64 (n,)
 
 
@@ -77,7 +72,7 @@ class Training:
         self.task, self.loss_of = task, gpt.loss_of if task.name == "GPT" else image_loss
         if task.name == "GPT":
             self.model: nn.Module = gpt.GPT(width=128, layers=5)
-            self.data, self.validation = standard_library(task.dataset_size)
+            self.data, self.validation = ((blocks,) for blocks in standard_library(task.dataset_size, 128))
             groups: Any = gpt.parameter_groups(self.model)
             self.inner: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=task.lr, betas=(0.9, 0.95))
         else:
@@ -113,31 +108,6 @@ class Training:
         return optimizer, vbs.ProgressScheduler(schedule, optimizer, by="samples")
 
 
-def cnn() -> nn.Module:
-    """Return a CNN of 22,000 parameters that is fast on one core, with strides instead of pooling."""
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
-
-
 def image_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of images."""
     return F.cross_entropy(model(images), labels)
-
-
-def standard_library(samples: int, validation: int = 128) -> tuple[tuple[Tensor], tuple[Tensor]]:
-    """Return blocks of the modules of Python's standard library, int64 (n, 65), to train and to validate with.
-
-    Every eighth module, in the order of their names, is for validation. The blocks are taken at equal distances.
-    """
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    others = [path for number, path in enumerate(paths) if number % 8]
-    return (blocks(others, samples),), (blocks(paths[::8], validation),)
-
-
-def blocks(paths: list[Path], number: int) -> Tensor:
-    """Return blocks of bytes, each with the one that follows it, int64 (number, 65)."""
-    text = bytearray(b"".join(path.read_bytes() for path in paths))
-    every = torch.frombuffer(text, dtype=torch.uint8).unfold(0, gpt.LENGTH + 1, gpt.LENGTH)
-    return every[torch.arange(number) * (len(every) // number)].long()

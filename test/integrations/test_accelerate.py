@@ -116,6 +116,37 @@ def test_sizes_and_ends_of_the_loader() -> None:
     assert sum(ends) == 2
 
 
+def test_the_length_of_the_loader_is_what_it_yields(tmp_path: Path) -> None:
+    """Also after an iteration that was left, or that was not read beyond its last microbatch, and after a resume."""
+    loop = Loop(Case())
+
+    def train(microbatches: int | None = None) -> None:
+        batches = iter(loop.loader)
+        ahead = len(loop.loader)
+        for _ in range(ahead if microbatches is None else microbatches):
+            x, target = next(batches)
+            loop.accelerator.backward(cross_entropy(loop.model(x), target))
+            loop.optimizer.step()
+            assert len(loop.loader) == ahead
+
+    train(13)
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    left = len(loop.loader)
+    train()
+    assert loop.optimizer.updates == 11
+    assert left == 31 - 13
+    train()
+    assert loop.optimizer.updates == 21
+    train()
+    assert loop.optimizer.updates == UPDATES
+    loop = Loop(Case())
+    loop.accelerator.load_state(str(tmp_path / "state"))
+    assert len(loop.loader) == left
+    loop = Loop(Case(schedule=False), sampler_options={"max_updates": 11})
+    train()
+    assert (loop.optimizer.done, len(loop.loader)) == (True, 0)
+
+
 # What accelerators do. -------------------------------------------------------------------------------------------
 
 

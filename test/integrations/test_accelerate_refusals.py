@@ -93,6 +93,28 @@ def test_objects_that_are_refused() -> None:
         prepare(accelerator, *ordinary())  # type: ignore[call-arg]
 
 
+def test_a_second_optimizer_is_refused() -> None:
+    """Accelerate would step it only at the ends of updates, with the gradients of all their microbatches."""
+    loop = Loop(Case("sgd"))
+    _, other, _ = ordinary()
+    with pytest.raises(RuntimeError, match=r"must have one optimizer.*got another one after prepare\(\); train sev"):
+        loop.accelerator.prepare(other)
+    loop.accelerator.free_memory()
+    prepared = loop.accelerator.prepare(other)
+    with pytest.raises(RuntimeError, match=r"must have one optimizer.*got another one before prepare\(\); train sev"):
+        prepare(loop.accelerator, *ordinary(), trace=TRACE)
+    prepared.step()
+
+
+def test_a_loop_over_the_loader_that_was_passed() -> None:
+    accelerator, (model, inner, plain) = Accelerator(cpu=True), ordinary()
+    model, optimizer, _ = prepare(accelerator, model, inner, plain, trace=TRACE)
+    x, target = next(iter(plain))
+    accelerator.backward(cross_entropy(model(x), target))
+    with pytest.raises(RuntimeError, match=r"the loader that prepare\(\) has returned.*iterate it, and not the one"):
+        optimizer.step()
+
+
 def test_partial_gradients_are_not_clipped() -> None:
     loop = Loop(Case("sgd"))
     x, target = next(iter(loop.loader))

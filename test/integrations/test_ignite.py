@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from helpers.yardstick import (
     network,
     samples,
 )
+from variable_batch_size.backend.local import LocalBackend
 from variable_batch_size.integrations.ignite import (
     ProgressBar,
     UpdateEpochs,
@@ -51,6 +53,7 @@ from variable_batch_size.integrations.ignite import (
     per_update,
     variable_batch,
 )
+from variable_batch_size.integrations.ignite.outputs import combine
 
 # Against a training by hand. -------------------------------------------------------------------------------------
 
@@ -115,6 +118,21 @@ def test_a_step_of_ones_own(plain: bool) -> None:
     assert outputs[0]["note"] == "last"
 
 
+class Result(NamedTuple):
+    loss: float
+    rows: torch.Tensor
+
+
+def test_the_output_of_an_update() -> None:
+    """Means are no integers, also those of integers."""
+    outputs = [{"hits": torch.tensor(n), "all": (Result(float(n), torch.ones(n, 2)), "last")} for n in (1, 2)]
+    combined = combine(outputs, [1, 2], 3, LocalBackend())
+    assert float(combined["hits"]) == pytest.approx(5 / 3)
+    result, last = combined["all"]
+    assert isinstance(result, Result)
+    assert (result.loss, result.rows.shape, last) == (pytest.approx(5 / 3), (3, 2), "last")
+
+
 # Counting. -------------------------------------------------------------------------------------------------------
 
 
@@ -132,8 +150,9 @@ def test_a_second_run_continues() -> None:
     assert script.trainer.optimizer.updates == 11
     script.run(epochs=3)
     check(script)
-    script.run(epochs=3)  # nothing is left
-    script.trainer.run(max_epochs=3)
+    for loader in script.loader, None:
+        with pytest.warns(UserWarning, match=r"max_epochs=3 were made before, so that it has made none; to go on"):
+            script.trainer.run(loader, max_epochs=3)
     check(script)
 
 
@@ -151,7 +170,8 @@ def test_the_end_of_the_sampler_ends_the_run() -> None:
     assert script.trainer.optimizer.done
     assert script.epochs == [(1, 11, 11), (2, 15, 4)]
     assert ends == ["completed"]
-    assert script.run().trainer.state.iteration == 15
+    with pytest.warns(UserWarning, match=r"but it has ended after 15 updates, by max_updates"):
+        assert script.run().trainer.state.iteration == 15
 
 
 def test_terminate_and_run_again() -> None:
@@ -253,7 +273,9 @@ def test_states_of_every_event_can_be_loaded(tmp_path: Path) -> None:
             after = Script(Case())
             Checkpoint.load_objects(after.parts, path)
             assert f"checkpoint_{after.trainer.state.iteration}.pt" == path.name
-            after.run()
+            whole = after.trainer.state.iteration == UPDATES
+            with pytest.warns(UserWarning, match=r"max_epochs=3 were made before") if whole else nullcontext():
+                after.run()
             assert difference(after.model, expected(Case())[0]) < 1e-12
 
 

@@ -13,14 +13,16 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
-from helpers.ignite_jobs import Script
+from helpers.ignite_jobs import Script, check
 from helpers.trainer_cases import Case
 from helpers.yardstick import (
     MICROBATCH,
+    SAMPLES,
     TRACE,
     Samples,
     network,
 )
+from variable_batch_size.backend.local import LocalBackend
 from variable_batch_size.integrations.ignite import (
     UpdateEpochs,
     VariableBatchEngine,
@@ -28,11 +30,15 @@ from variable_batch_size.integrations.ignite import (
     per_update,
     variable_batch,
 )
+from variable_batch_size.integrations.ignite.outputs import combine
 
 
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(100))
+
+
+WEIGHTED = torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +65,51 @@ def test_runs_that_are_refused() -> None:
     script = Script(Case())
     with pytest.raises(ValueError, match=r"epoch_length must be left out, because epochs have unequal numbers"):
         script.trainer.run(script.loader, max_epochs=3, epoch_length=10)
-    with pytest.raises(ValueError, match=r"must have the 203 samples of the optimizer's sampler, got 4; pass the"):
-        script.trainer.run(DataLoader([1, 2, 3, 4]), max_epochs=3)
+    for loader, error, message in [
+        (
+            DataLoader([1, 2, 3, 4], 8, shuffle=True),
+            ValueError,
+            r"with samples=203, got samples=4; pass the loader that",
+        ),
+        (DataLoader(Samples(), 8, shuffle=True), ValueError, r"must have the very dataset .*got another one; pass the"),
+        (
+            DataLoader(script.loader.dataset, 64),
+            ValueError,
+            r"batch_size=8, shuffle=True, got batch_size=64, shuffle=F",
+        ),
+        (DataLoader(Samples(), 8, sampler=WEIGHTED), TypeError, r"each sample once.*Weighted.*Subset"),
+        (DataLoader(Stream()), TypeError, r"the dataset must have an index"),
+    ]:
+        with pytest.raises(error, match=message):
+            script.trainer.run(loader, max_epochs=3)
     for data in None, [1, 2]:
         with pytest.raises(TypeError, match=r"the data must be a DataLoader, got .*; pass the loader of the training"):
             script.trainer.run(data, max_epochs=3)
+
+
+def test_runs_without_an_update_tell_so() -> None:
+    """Ignite itself would train anew, also as its message about a smaller max_epochs says, by max_epochs = None."""
+    script = Script(Case()).run(epochs=2)
+    with pytest.warns(UserWarning, match=r"but all updates of max_epochs=2 were made before, .*create model"):
+        script.run(epochs=2)
+    script.trainer.state.max_epochs = None
+    with pytest.warns(UserWarning, match=r"run\(\) continues the training, but all updates of max_epochs=1 were made"):
+        script.run(epochs=1)
+    check(script.run())
+
+
+def test_outputs_of_unequal_structure_are_refused() -> None:
+    for outputs, message in [
+        (
+            [torch.ones(3, 2), torch.ones(3, 4)],
+            r"rows of shape \(2,\) and a tensor with rows of shape \(4,\); pad rows",
+        ),
+        ([{"loss": 1.0}, {"extra": 1.0, "loss": 1.0}], r"a mapping with loss and a mapping with extra, loss; pad rows"),
+        ([(1.0, 2.0), (1.0,)], r"a sequence of 2 and a sequence of 1"),
+        ([1.0, None], r"a number and a value of another type"),
+    ]:
+        with pytest.raises(ValueError, match=r"the step must return the same names.*" + message):
+            combine(outputs, [3, 3], 6, LocalBackend())
 
 
 def test_states_without_a_position_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_loader_keeps_its_settings(kind: Any) -> None:
     sampler = dealt()
     before = kind(Samples(), batch_size=4, shuffle=True, collate_fn=collate, num_workers=1, prefetch_factor=3)
     loader = with_sampler(before, sampler)
-    assert type(loader) is kind
+    assert isinstance(loader, kind)
     assert loader.batch_sampler is sampler
     assert (loader.collate_fn, loader.num_workers, loader.prefetch_factor) == (collate, 1, 3)
     state = torch.get_rng_state()
@@ -86,3 +87,26 @@ def test_versions_are_checked() -> None:
         require_version("torch", "99", "transformers")
     with pytest.raises(ModuleNotFoundError, match=r"which is not installed; run: pip .*variable_batch_size\[keras\]"):
         require_version("no-such-library", "1.0", "keras")
+
+
+class Noisy(Samples):
+    """Each item is a number that a worker draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randint(2**62, ())
+
+
+def test_workers_draw_other_numbers_in_each_epoch_run_and_seed() -> None:
+    def drawn(seed: int, epochs: Sequence[int]) -> list[set[int]]:
+        sampler = dealt(seed=seed)
+        loader = with_sampler(DataLoader(Noisy(), num_workers=1, persistent_workers=False), sampler)
+        found = []
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            found.append({int(number) for microbatch in loader for number in microbatch})
+        return found
+
+    first, second = drawn(0, [0, 1])
+    assert drawn(0, [1]) == [second]  # as after a resume
+    (other,) = drawn(1, [0])
+    assert len(first | second | other) == 3 * SAMPLES

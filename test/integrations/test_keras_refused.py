@@ -64,7 +64,7 @@ def test_arguments_that_contradict_the_trace_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"train_on_batch\(\) was called"):
         model.train_on_batch(X, Y)
     fit(model)
-    with pytest.raises(ValueError, match=r"a training continues with the same data, .*'minibatch_size': 8.*, got .*16"):
+    with pytest.raises(ValueError, match=r"a training continues with the same data, .*'batch_size': 8.*, got .*16"):
         model.fit(X, Y, batch_size=16)
 
 

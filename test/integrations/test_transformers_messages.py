@@ -56,7 +56,6 @@ LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}
         ({"rule": "sqrt"}, r"rule must be one of constant, .* got 'sqrt'; pass one of these"),
         ({"sampler_options": {"minibatch_size": 4}}, r"sampler_options must be what no setting.*got minibatch_size"),
     ],
-    ids=str,
 )
 def test_what_is_refused_at_once(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):
@@ -82,7 +81,6 @@ def test_a_rule_without_a_reference_is_refused_at_once(tmp_path: Path) -> None:
         ),
         ({"get_tp_size": lambda: 2}, "every rank must have samples of its own, got a parallelism_config; leave it out"),
     ],
-    ids=str,
 )
 def test_launches_that_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     """Seen by a stand-in for a trainer on GPUs."""

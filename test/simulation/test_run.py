@@ -158,7 +158,7 @@ def test_updates_that_cannot_be_counted_are_an_error() -> None:
         ({"throughput": None}, TypeError, r"^throughput must be a Throughput, got None"),
         ({"noise": 1.0}, TypeError, r"^noise must be a NoiseCurve"),
         ({"overheads": 60}, TypeError, r"^overheads must be an Overheads"),
-        ({"controller": PerDevice}, TypeError, r"^trace must be a path"),
+        ({"controller": PerDevice}, TypeError, r"^controller must be a controller or a batch trace"),
         ({"controller": "0:64", "every": 5}, ValueError, r"^every must be left out with a trace, got 5; pass"),
         ({"controller": 64, "delay": 1}, ValueError, r"^delay must be left out with a trace"),
         ({"controller": lambda input: 0}, ValueError, r"^the batch size of the controller must be an integer >= 1"),

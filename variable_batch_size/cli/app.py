@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from variable_batch_size.cli import capacity, plan, simulate, trace
+from variable_batch_size.cli import capacity, evaluate, plan, simulate, trace
 
 app = typer.Typer(
     name="vbs",
-    help="Plan trainings whose global batch size changes: capacity traces of clusters, batch traces, dry runs.",
+    help="Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -23,7 +23,7 @@ app = typer.Typer(
 def version(
     show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
-    """Plan trainings whose global batch size changes: capacity traces of clusters, batch traces, dry runs."""
+    """Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations."""
     if show:
         typer.echo(importlib.import_module("variable_batch_size").__version__)
         raise typer.Exit
@@ -33,3 +33,4 @@ app.add_typer(capacity.app, name="capacity")
 app.add_typer(trace.app, name="trace")
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("evaluate")(evaluate.evaluate)

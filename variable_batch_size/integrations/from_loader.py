@@ -28,22 +28,40 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
     """
     if not isinstance(loader, DataLoader):
         raise type_error("the training's loader must be a DataLoader", loader, "pass the loader of the training data")
-    return settings.sampler(loader.dataset, **reads_of(loader), **world)
+    check_indexed(loader.dataset)
+    order = order_of(loader)
+    return settings.sampler(loader.dataset, minibatch_size=order.pop("batch_size"), **order, **world)
 
 
-def reads_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a sampler that reads what `loader` reads.
+def check_same_order(loader: DataLoader[Any], sampler: CustomSampler) -> None:
+    """Check that `loader` has the settings of the one that `sampler` was made for.
 
     Raises:
         TypeError: if its dataset has no index, or it has a sampler of its own.
-        ValueError: if it has no `batch_size`.
+        ValueError: if its number of samples, `batch_size`, shuffling or `drop_last` is not that of the sampler.
     """
     check_indexed(loader.dataset)
+    plan = sampler.plan
+    own = {"batch_size": plan.minibatch_size, "shuffle": sampler.shuffle, "drop_last": plan.drop_last}
+    own, found = {"samples": plan.dataset_size, **own}, {"samples": len(loader.dataset), **order_of(loader)}  # type: ignore[arg-type]
+    if different := [name for name in own if own[name] != found[name]]:
+        wanted, got = (", ".join(f"{name}={of[name]}" for name in different) for of in (own, found))
+        requirement = f"the loader must read as the sampler of the training does, with {wanted}"
+        raise value_error(requirement, got, "pass the loader that the trainer was created with")
+
+
+def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return `batch_size`, `shuffle` and `drop_last` of a loader.
+
+    Raises:
+        TypeError: if it has a sampler of its own.
+        ValueError: if it has no `batch_size`.
+    """
     if loader.batch_size is None:
         found = f"one with batch_sampler={type(loader.batch_sampler).__name__}"
         remedy = "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example"
         raise value_error("the loader must have a batch_size, the rows of a microbatch", found, remedy)
-    return {"minibatch_size": loader.batch_size, "shuffle": _shuffles(loader), "drop_last": loader.drop_last}
+    return {"batch_size": loader.batch_size, "shuffle": _shuffles(loader), "drop_last": loader.drop_last}
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:

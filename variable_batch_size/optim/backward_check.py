@@ -20,9 +20,10 @@ from torch.utils.hooks import RemovableHandle
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 
 _REMEDY = (
-    "clip with max_grad_norm=, change gradients in optimizer.register_step_pre_hook(), remove zero_grad() of the model "
-    "and of the inner optimizer, because optimizer.step() clears the gradients, and pass "
-    'accumulation="buffered" if other backwards run in a step or gradients are set by hand'
+    "clip with max_grad_norm= (in optimizer_options= of a trainer), change gradients in "
+    "optimizer.register_step_pre_hook(), remove zero_grad() of the model and of the inner optimizer, because "
+    'optimizer.step() clears the gradients, and pass accumulation="buffered" if other backwards run in a step or '
+    "gradients are set by hand"
 )
 
 

@@ -179,7 +179,8 @@ class Loop:
                 f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "
                 f"yielded {0 if iteration is None else iteration.counts.yielded} and this is number "
                 f"{self._received + 1}; pass the same CustomSampler to the optimizer and, as batch_sampler, to the "
-                f"loader, and call step() once per microbatch"
+                f"loader (in a trainer: use the loader or the engine that the integration returns), and call step() "
+                f"once per microbatch"
             )
         ends_at = self._received - self._round + self.step.rounds(self._world)
         if skipped := iteration.counts.count_step(self._received, ends_at):

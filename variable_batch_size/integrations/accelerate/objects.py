@@ -35,10 +35,16 @@ class VariableBatchLoader(DataLoaderStateMixin):
         self.loader, self._optimizer, self._accelerator = loader, optimizer, accelerator
         self.gradient_state = accelerator.gradient_state
         self.under_way = False
+        self._begun = optimizer.sampler.clock.position  # where the iteration under way has begun
 
     def __len__(self) -> int:
         """Return how many microbatches the iteration under way, or the next one, yields in this process."""
-        return len(self.loader)
+        sampler = self._optimizer.sampler
+        number, step = self._begun if self.under_way else (self._optimizer.epoch, sampler.clock.step)
+        try:
+            return sampler.plan.count(sampler.plan.epoch(number), step, sampler.world)
+        except ValueError:  # the trace has ended before that epoch
+            return 0
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what is left of the epoch; a step that an earlier loop has left incomplete starts over."""
@@ -47,7 +53,8 @@ class VariableBatchLoader(DataLoaderStateMixin):
         if hasattr(self.loader.dataset, "set_epoch"):
             self.loader.dataset.set_epoch(epoch)
         self.begin()
-        self.under_way, microbatch = True, None
+        self.under_way, self._begun = True, optimizer.sampler.clock.position
+        microbatch = None
         try:
             for batch in self.loader:
                 if microbatch is optimizer.microbatch:
@@ -119,9 +126,17 @@ class VariableBatchOptimizer(AcceleratedOptimizer):
 
         Returns:
             Whether the weights changed, see `CustomOptimizer.step`.
+
+        Raises:
+            RuntimeError: if nothing was read from the loader of the training; or as `CustomOptimizer.step` does.
         """
         optimizer = self.optimizer
         ends = optimizer.microbatch.ends_step
+        if optimizer.sampler.iteration is None:
+            raise RuntimeError(
+                "optimizer.step() must follow a microbatch of the loader that prepare() has returned, but nothing was "
+                "read from that loader; iterate it, and not the one that was passed to prepare()"
+            )
         if self.scaler is None:
             updated = optimizer.step(closure)
         else:

@@ -70,11 +70,13 @@ def prepare(
         TypeError: if an object has the wrong type, was prepared before, or the dataset has no index.
         ValueError: if there is not one optimizer, no model or no loader, the accelerator accumulates, shards models or
             divides batches itself, or an argument of the sampler or the optimizer is wrong.
-        RuntimeError: if the accelerator has another training.
+        RuntimeError: if the accelerator has another training, or another optimizer.
     """
     _check_accelerator(accelerator)
     settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
     models, (inner,), (loader, *_) = _sorted(objects)
+    if accelerator._optimizers:  # those that it has prepared; there is no public way to know
+        raise _one_optimizer("accelerator.prepare() got another one before prepare()")
     world = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index}
     sampler = sampler_for(loader, settings, **world)
     prepared = {id(model): accelerator.prepare_model(model, evaluation_mode=True) for model in models}  # without DDP
@@ -132,6 +134,20 @@ class VariableBatchMethods(Accelerator):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over all processes, as ever; within an update it raises RuntimeError."""
         return self._together("reduce()", super().reduce)(tensor, reduction, scale)
+
+    def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
+        """Pad to the size of the largest one, as ever; within an update it raises RuntimeError."""
+        return self._together("pad_across_processes()", super().pad_across_processes)(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other processes, as ever; within an update it raises RuntimeError."""
+        self._together("wait_for_everyone()", super().wait_for_everyone)()
+
+    def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise RuntimeError for a second optimizer, whose `step()` would depend on the updates of the first."""
+        if self.variable_batch is not None and optimizer is not self.variable_batch[0]:
+            raise _one_optimizer("accelerator.prepare() got another one after prepare()")
+        return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler of the training, which then steps once per update."""
@@ -229,6 +245,13 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         requirement = "comm_hook must be left out, because the optimizer sums the gradients"
         raise value_error(requirement, hook, "create the DistributedDataParallelKwargs without it")
     _check_steps(accelerator)
+
+
+def _one_optimizer(found: str) -> RuntimeError:
+    return RuntimeError(
+        f"an accelerator must have one optimizer, because accelerator.sync_gradients tells the end of its updates, but "
+        f"{found}; train several optimizers with the objects of vbs instead"
+    )
 
 
 def _check_steps(accelerator: Accelerator) -> None:

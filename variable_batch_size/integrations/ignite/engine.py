@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.integrations.from_loader import sampler_for
+from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.integrations.from_loader import check_same_order, sampler_for
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
@@ -36,6 +38,7 @@ from ignite.engine import (  # noqa: E402
 from variable_batch_size.integrations.ignite.outputs import combine  # noqa: E402
 
 Step = Callable[[Engine, Any], Any]
+_DATASETS: WeakKeyDictionary[CustomSampler, Any] = WeakKeyDictionary()  # what `variable_batch` was told
 
 
 def create_supervised_trainer(
@@ -119,7 +122,9 @@ def variable_batch(
     `vbs.broadcast_parameters(model)`, too.
     """
     settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-    return settings.optimizer(optimizer, sampler_for(loader, settings))
+    sampler = sampler_for(loader, settings)
+    _DATASETS[sampler] = loader.dataset
+    return settings.optimizer(optimizer, sampler)
 
 
 def per_update(step: Step, optimizer: CustomOptimizer) -> Step:
@@ -246,7 +251,7 @@ class VariableBatchEngine(Engine):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State:
-        """Train until `max_epochs` epochs or `max_iters` updates are made.
+        """Train until `max_epochs` epochs or `max_iters` updates are made; a UserWarning tells if they were before.
 
         Args:
             data: the loader of the training, or `vbs.updates` of one that reads the optimizer's sampler.
@@ -256,14 +261,24 @@ class VariableBatchEngine(Engine):
 
         Raises:
             TypeError: if `data` is of another type.
-            ValueError: if the loader has a dataset of another size, or `epoch_length` is not None.
+            ValueError: if the loader has another dataset, or other settings, than the one that the optimizer was
+                created with, or `epoch_length` is not None.
         """
         if epoch_length is not None:
             requirement = "epoch_length must be left out, because epochs have unequal numbers of updates"
             raise value_error(requirement, epoch_length, "pass max_epochs or max_iters only")
         updates = self._updates(data)
         limit = {} if max_iters is None else {"max_iters": max_iters}  # which Ignite has since 0.5.5
-        return self.state if self.optimizer.done else super().run(updates, max_epochs, **limit)
+        before = self.optimizer.updates
+        state = self.state if self.optimizer.done else super().run(updates, max_epochs, **limit)
+        if self.optimizer.updates == before and (ended := self._ended()):
+            warnings.warn(
+                f"run() continues the training, but {ended}, so that it has made none; to go on pass a larger number, "
+                f"and to train anew create model, optimizer and trainer again",
+                UserWarning,
+                stacklevel=2,
+            )
+        return state
 
     def state_dict(self) -> Any:
         """Return the state of the engine, with the position in the training under "vbs"."""
@@ -288,6 +303,18 @@ class VariableBatchEngine(Engine):
         super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
         self.state.iteration, self.state.epoch_length = optimizer.updates, None
 
+    def _ended(self) -> str | None:
+        """Return why no update is left, or None if one is."""
+        state, optimizer = self.state, self.optimizer
+        if optimizer.done:
+            return f"it has ended after {optimizer.updates} updates, by max_updates, max_samples or its trace"
+        if state.max_epochs is not None and optimizer.epoch >= state.max_epochs:
+            return f"all updates of max_epochs={state.max_epochs} were made before"
+        updates = getattr(state, "max_iters", None)  # which Ignite has since 0.5.5
+        return (
+            None if updates is None or optimizer.updates < updates else f"all of max_iters={updates} were made before"
+        )
+
     def _updates(self, data: Iterable[Any] | None) -> Iterable[Any]:
         data = getattr(self.state, "dataloader", None) if data is None else data
         if isinstance(data, Updates):
@@ -296,9 +323,10 @@ class VariableBatchEngine(Engine):
         if not isinstance(data, DataLoader):
             raise type_error("the data must be a DataLoader", data, "pass the loader of the training")
         if data.batch_sampler is not sampler:
-            if (size := len(data.dataset)) != sampler.plan.dataset_size:  # type: ignore[arg-type]  # with_sampler checks
-                requirement = f"the loader must have the {sampler.plan.dataset_size} samples of the optimizer's sampler"
-                raise value_error(requirement, size, "pass the loader that the trainer was created with")
+            check_same_order(data, sampler)
+            if data.dataset is not _DATASETS.get(sampler, data.dataset):
+                requirement = "the loader must have the very dataset that the optimizer was created for"
+                raise value_error(requirement, "another one", "pass the loader that the trainer was created with")
             data = with_sampler(data, sampler)
         return Updates(data, self.optimizer)
 

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.from_loader import reads_of
+from variable_batch_size.integrations.from_loader import order_of
 from variable_batch_size.integrations.keras.backend import keras
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import Arrays, first_rows
 from variable_batch_size.integrations.keras.metrics import EpochMetrics, check_decisions, logs_of_rank_0, seeds_of
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.integrations.settings import Settings, check_indexed
 from variable_batch_size.optim.by_update import Updates, updates
 from variable_batch_size.optim.consistency import broadcast_parameters, check_same_on_all_ranks
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -76,13 +76,14 @@ class Training:
             TypeError: if the loader has a sampler that chooses among the samples.
             ValueError: if the training has begun with other samples or another microbatch.
         """
-        reads = reads_of(loader)
+        check_indexed(loader.dataset)
+        order = order_of(loader)
         if isinstance(loader.dataset, Arrays):
-            del reads["drop_last"]  # fit() has no such argument, so that sampler_options may
-        found = {"samples": len(loader.dataset), **reads}
+            del order["drop_last"]  # fit() has no such argument, so that sampler_options may
+        found = {"samples": len(loader.dataset), **order}
         if self.sampler is None:
-            self.sampler = self.settings.sampler(loader.dataset, **reads)
             self._begun = found
+            self.sampler = self.settings.sampler(loader.dataset, minibatch_size=order.pop("batch_size"), **order)
         if found != self._begun:
             raise value_error(
                 f"a training continues with the same data, {self._begun}", found, "call compile() to begin another one"

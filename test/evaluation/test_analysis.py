@@ -1,0 +1,151 @@
+"""From records with known effects to tables: the effects are found, and nothing is dropped in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers import evaluations
+from helpers.evaluations import BEST_LR, EFFECTS, ROWS, records
+from variable_batch_size.evaluation import Analysis, Record, read_records
+
+TARGET = {"simulated": ("loss", 0.51)}
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    return Analysis(records(seeds=6, noise=0.002), targets=TARGET)
+
+
+def fact(analysis: Analysis, trace: str, rule: str) -> dict[Any, float]:
+    return analysis.facts("simulated", trace).loc[rule].to_dict()
+
+
+@pytest.mark.parametrize("trace", BEST_LR)
+@pytest.mark.parametrize("rule", EFFECTS)
+def test_the_effects_are_found(analysis: Analysis, trace: str, rule: str) -> None:
+    row = fact(analysis, trace, rule)
+    loss = evaluations.final_loss(rule, trace, 1.0)
+    assert row["value"] == pytest.approx(loss, abs=0.04)
+    assert row["value_n"] == 6
+    assert row["regret"] == pytest.approx(evaluations.regret(rule, trace), abs=0.008)
+    assert (row["grid"], row["best_factor"], row["edge"]) == (5, BEST_LR[trace], False)
+    if rule != "constant":
+        assert row["difference"] == pytest.approx(EFFECTS[rule], abs=0.008)
+        assert row["difference_high"] - row["difference_low"] < 0.02  # what seeds have in common cancels
+        assert row["value_high"] - row["value_low"] > 0.02
+
+
+def test_most_intervals_contain_the_truth(analysis: Analysis) -> None:
+    """How many do is tested with the statistics; here, that they are those of the right rule and trace."""
+    facts = {(trace, rule): fact(analysis, trace, rule) for trace in BEST_LR for rule in EFFECTS}
+    losses = {(trace, rule): evaluations.final_loss(rule, trace, 1.0) for trace, rule in facts}
+    inside = [row["value_low"] <= losses[cell] <= row["value_high"] for cell, row in facts.items()]
+    assert sum(inside) >= len(inside) - 2
+
+
+def test_an_accuracy_is_better_if_it_is_higher() -> None:
+    analysis = Analysis(records(seeds=6, noise=0.002), metric="accuracy")
+    assert fact(analysis, "64", "adascale")["regret"] == pytest.approx(-0.05 / 2.6, abs=0.004)
+    assert fact(analysis, "64", "adascale")["difference"] == pytest.approx(0.05 / 2.6, abs=0.004)
+
+
+def test_seeds_that_diverged_are_counted() -> None:
+    found = records(seeds=8, divergence={"linear": 0.5, "constant": 0.2})
+    for trace in BEST_LR:
+        row = fact(Analysis(found), trace, "linear")
+        cells = [one for one in found if (one.cell["trace"], one.cell["rule"]) == (trace, "linear")]
+        diverged = sum(one.status == "diverged" for one in cells)
+        assert row["divergence"] == diverged / 8
+        assert row["value_n"] == 8 - diverged
+        assert row["difference_n"] <= row["value_n"]
+        assert row["grid"] < 5  # a learning rate at which a training diverged is not the best one
+
+
+def test_a_rule_that_always_diverges_has_no_value() -> None:
+    row = fact(Analysis(records(divergence={"linear": 1.0}), targets=TARGET), "64", "linear")
+    assert (row["divergence"], row["divergence_high"], row["value_n"], row["reached"]) == (1, 1, 0, 0)
+    assert np.isnan([row["value"], row["difference"], row["regret"], row["target_samples"]]).all()
+
+
+def test_trainings_that_miss_the_target_make_a_lower_bound(analysis: Analysis) -> None:
+    for trace in BEST_LR:
+        for rule in EFFECTS:
+            row = fact(analysis, trace, rule)
+            cells = [one for one in analysis.records if (one.cell["trace"], one.cell["rule"]) == (trace, rule)]
+            cells = [one for one in cells if one.cell["lr_factor"] == 1.0]
+            hits = [next((i for i, loss in enumerate(one.curve["loss"]) if loss <= 0.51), None) for one in cells]
+            assert (row["reached"], row["target_n"]) == (sum(hit is not None for hit in hits), 6)
+            used = [one.curve["samples"][-1 if hit is None else hit] for one, hit in zip(cells, hits, strict=True)]
+            if row["reached"]:
+                assert row["target_samples"] == pytest.approx(np.mean(used))
+            assert np.isfinite(row["target_samples_low"]) == (row["reached"] == 6)
+            assert np.isnan(row["target_cost"])
+    assert {fact(analysis, "64", rule)["reached"] for rule in EFFECTS} >= {0, 6}
+
+
+def test_the_tidy_table_has_every_value() -> None:
+    found = records(divergence={"linear": 0.5})
+    tidy = Analysis(found).tidy
+    assert len(tidy) == sum(len(one.curve["samples"]) for one in found)
+    assert set(tidy["key"]) == {one.key for one in found}
+    one = next(one for one in found if one.status == "diverged")
+    rows = tidy[tidy["key"] == one.key]
+    assert rows["loss"].isna().tolist() == [False] * (len(rows) - 1) + [True]
+    assert rows["effective_lr"].tolist()[1:] == one.curve["lr"][1:]
+    assert (rows["lr"] == one.cell["lr"]).all()
+    assert rows["cost"].isna().all()
+
+
+def test_half_of_an_evaluation_is_analysed_too() -> None:
+    """Whatever was not trained yet: no seed in common, no constant rule, one seed."""
+    found = records()
+    rng = np.random.default_rng(0)
+    for number in (1, 2, 5, 20, 50):
+        part = [found[place] for place in rng.permutation(len(found))[:number]]
+        assert len(Analysis(part, targets=TARGET).summary) <= number
+    others = [one for one in found if one.cell["rule"] != "constant"]
+    row = fact(Analysis(others), "64", "root")
+    assert np.isnan([row["regret"], row["difference"]]).all()
+    assert row["grid"] == 0
+
+
+def test_only_trainings_of_the_same_kind_are_compared() -> None:
+    short, arguments = records(samples=500), records(task_arguments={"width": 8})
+    analysis = Analysis([*records(), *short])
+    assert analysis.tasks == ["simulated (samples 20000)", "simulated (samples 500)"]
+    both = Analysis([*records(), *arguments])
+    assert both.tasks == ['simulated (task_arguments {"width": 8})', "simulated (task_arguments {})"]
+    assert (both.summary["value_n"] == 3).all()
+    by_rule = [
+        one if one.cell["rule"] == "root" else replace(one, cell={**one.cell, "noise": "yes"}) for one in records()
+    ]
+    assert Analysis(by_rule).tasks == ["simulated"]
+
+
+def test_pairs_are_of_the_same_seed() -> None:
+    found = [one for one in records(seeds=4) if one.cell["rule"] != "root" or one.cell["seed"] in (1, 3)]
+    assert fact(Analysis(found), "64", "root")["difference_n"] == 2
+    assert fact(Analysis(found), "64", "linear")["difference_n"] == 4
+    apart = [one for one in found if one.cell["rule"] == "root" or one.cell["seed"] in (0, 2)]
+    assert fact(Analysis(apart), "64", "root")["difference_n"] == 0
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="at least one record, got none; run it first"):
+        Analysis([])
+    with pytest.raises(ValueError, match='metric must be "loss" or "accuracy", got \'bleu\'; choose one that'):
+        Analysis(records(), metric="bleu")
+
+
+def test_records_are_read_back(tmp_path: Path) -> None:
+    found = records(divergence={"linear": 0.5})
+    evaluations.write(tmp_path, found)
+    read = read_records(tmp_path)
+    assert read == sorted(found, key=lambda one: one.key)
+    assert all(isinstance(one, Record) for one in read)
+    assert max(len(one.curve["loss"]) for one in read) == ROWS

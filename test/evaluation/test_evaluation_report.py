@@ -1,0 +1,143 @@
+"""The report: one file, whose numbers are those of the analysis, and whatever a name holds is text."""
+
+from __future__ import annotations
+
+import csv
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from helpers.evaluations import EFFECTS, records
+from variable_batch_size.evaluation import Analysis, write_report
+from variable_batch_size.evaluation.figures import look
+from variable_batch_size.evaluation.report import render
+from variable_batch_size.evaluation.wording import interval
+
+TARGETS = {"simulated": ("loss", 0.51)}
+COMMAND = "vbs evaluate 'a & b' <c>"
+VOID = {"meta", "br", "link", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page: each is closed, and where it has text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] in (["td"], ["th"]):
+            self.cells[-1] += data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    found = records(traces=["64", "spot"], divergence={"linear": 0.5})
+    assert write_report(found, folder, targets=TARGETS, command=COMMAND, planned=99) == folder / "report.html"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
+    return (folder / "report.html").read_text()
+
+
+def test_the_page_needs_no_other_file(page: str) -> None:
+    parsed = Page(page)
+    assert parsed.open == []
+    for tag, attributes in parsed.tags:
+        assert tag not in ("script", "link", "img", "iframe", "object")
+        for name in ("href", "xlink:href", "src"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert not re.search(r"url\((?!#)|@import", page)
+
+
+def test_the_numbers_are_those_of_the_analysis(page: str) -> None:
+    analysis = Analysis(records(traces=["64", "spot"], divergence={"linear": 0.5}), targets=TARGETS)
+    cells = Page(page).cells
+    for trace in ("64", "spot"):
+        for rule in EFFECTS:
+            row = analysis.facts("simulated", trace).loc[rule].to_dict()
+            text = interval(row["value"], row["value_low"], row["value_high"])
+            assert any(cell.startswith(text) for cell in cells)
+            assert f"{row['reached']:.0f} of 3" in cells
+    assert any(re.match(r"\d of 3 \(\d+% to \d+%\)$", cell) for cell in cells)
+    assert any(cell.startswith("\u2265 ") for cell in cells)
+    assert "The target is loss 0.51" in page
+
+
+def test_it_says_how_it_was_made(page: str) -> None:
+    for text in ("of 99, ", "3.11.7", "2.9.0", "0123abc", "a CPU", "vbs evaluate &#39;a &amp; b&#39; &lt;c&gt;"):
+        assert text in page
+
+
+def test_the_pictures_take_their_colors_from_the_page(page: str) -> None:
+    pictures = re.findall(r"<svg xmlns:xlink.*?</svg>", page, re.DOTALL)
+    assert len(pictures) == 1 + 2 * 7  # the heat map; of each trace sizes, rates, and the curves along what is known
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+        assert "#000000" not in re.sub(r"<g[^>]*>\s*<text[^>]*>[^<]*</text>", "", picture)
+        assert "currentColor" in picture
+        assert "var(--faint)" in picture or "regret" in picture
+        used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", picture))
+        assert set(re.findall(r' id="([^"]+)"', picture)) == used
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_tables_and_a_picture_for_papers_lie_beside_it(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {
+        *("report.html", "report.csv", "report-table.csv", "report-simulated.png")
+    }
+    with (folder / "report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["trace"] for row in rows} == {"64", "spot"}
+    assert {row["status"] for row in rows} == {"finished", "diverged"}
+    assert float(rows[0]["loss"]) == 2.3
+    assert (folder / "report-simulated.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_records_make_the_same_page(page: str) -> None:
+    found = records(traces=["64", "spot"], divergence={"linear": 0.5})
+    assert render(Analysis(found[::-1], targets=TARGETS), COMMAND, 99) == page
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    """No name of a task, trace or rule becomes an element, a formula or a path."""
+    found = records({"constant": 0.0, "<b>$x_1$</b>": 0.1}, ["64"], task="../<i>a&b</i>")
+    page = write_report(found, tmp_path).read_text()
+    assert not {"b", "i"} & {tag for tag, _ in Page(page).tags}
+    assert "&lt;b&gt;$x_1$&lt;/b&gt;" in page
+    assert (tmp_path / "report-i-a-b-i.png").exists()
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_report_of_what_is_there_so_far(number: int, tmp_path: Path) -> None:
+    found = records(traces=["64"])[-number:]
+    page = write_report(found, tmp_path, targets=TARGETS, planned=300).read_text()
+    assert f"{number} of 300" in page
+
+
+def test_all_trainings_diverged(tmp_path: Path) -> None:
+    page = write_report(records(traces=["64"], divergence=dict.fromkeys(EFFECTS, 1.0)), tmp_path).read_text()
+    assert "No rule can be recommended" in page
+
+
+def test_rules_look_different() -> None:
+    assert len(set(look([str(number) for number in range(40)]).values())) == 40

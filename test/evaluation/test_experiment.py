@@ -1,0 +1,195 @@
+"""An experiment is the product of what it is given; errors come before anything trains, and say what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from variable_batch_size import AdaptiveTrace, BatchTrace
+from variable_batch_size.adaptive import NoiseScale, Throughput
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
+from variable_batch_size.evaluation.cell import rule_of
+from variable_batch_size.evaluation.courses import TraceOptions
+from variable_batch_size.rules import LEGWRule, PowerRule
+
+TINY = "helpers.evaluation_tasks:Tiny"
+MODEL = Throughput.simple(samples_per_second=10)
+
+
+def test_cells_are_the_product_without_repetitions_and_their_names_are_their_own() -> None:
+    traces, rules = ["8", "0:8 10:32"], ["constant", "linear", "power:0.75"]
+    cells = Experiment([TINY], traces, rules, seeds=[3, 5], retune=(0.5, 1, 2)).cells()
+    found = [(cell.trace, cell.rule, cell.lr_factor, cell.seed) for cell in cells]
+    pairs = [(rule, 1.0) for rule in rules] + [("constant", 0.5), ("constant", 2.0)]
+    assert sorted(found) == sorted((trace, *pair, seed) for trace in traces for pair in pairs for seed in (3, 5))
+    assert {cell.lr for cell in cells} == {0.05, 0.025, 0.1}
+    assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_a_key_is_that_of_what_determines_the_training() -> None:
+    def keys(**other: Any) -> set[str]:
+        arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
+        return {cell.key for cell in Experiment(**arguments | other).cells()}
+
+    here = keys()
+    assert here == keys(tasks={TINY: {}}) == keys(samples=240, between=64, lr=0.05)
+    assert here == keys(traces={"0:8 10:32": BatchTrace.parse("0:8 10:32")})
+    assert here < keys(seeds=2)
+    for other in (
+        {"tasks": {TINY: {"shift": 1.0}}},
+        {"traces": {"0:8 10:32": BatchTrace.parse("0:8 10:16")}},  # the same name, another trace
+        {"rules": ["root"]},
+        {"seeds": [7]},
+        {"lr_factors": [2]},
+        {"lr": 0.06},
+        {"samples": 200},
+        {"ref_batchsize": 16},
+        {"minibatch_size": 8},
+        {"between": 60},
+        {"time": ModelTime(MODEL)},
+    ):
+        assert not here & keys(**other), other
+
+
+def test_a_key_does_not_change_between_versions() -> None:
+    (cell,) = Experiment([TINY], ["8"], ["linear"], seeds=1).cells()
+    assert cell.key == "2d35b1ac0ff7d322"
+    assert json.loads(json.dumps(cell.as_json())) == cell.as_json()
+
+
+def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_path: Path) -> None:
+    BatchTrace.from_sizes([8, 16, 8]).to_csv(tmp_path / "sizes.csv")
+    capacity = CapacityTrace([0, 2, 5], [1, 4, 2], end=1000)
+    capacity.to_csv(tmp_path / "nodes.csv")
+    traces: dict[str, Any] = {
+        "file": str(tmp_path / "sizes.csv"),
+        "policy": "noise-scale:1",
+        "adaptive": AdaptiveTrace(NoiseScale(), 8, (4, 32)),
+        "object": UnderCapacity(capacity, "per-device:4", MODEL),
+        "log": f"per-device:4@{tmp_path / 'nodes.csv'}",
+    }
+    options = TraceOptions("hold", under=UnderCapacity("", "", MODEL))
+    cells = {cell.trace: cell for cell in Experiment([TINY], traces, ["linear"], seeds=1, options=options).cells()}
+    courses = {name: cell.course for name, cell in cells.items()}
+    assert courses["file"].trace == BatchTrace.from_sizes([8, 16, 8], on_end="hold")
+    assert isinstance(courses["policy"].trace, AdaptiveTrace)
+    assert courses["policy"].trace.start == 8
+    assert courses["adaptive"].trace == traces["adaptive"]
+    assert courses["object"].fingerprint == courses["log"].fingerprint
+    sizes = courses["log"].trace
+    assert isinstance(sizes, BatchTrace)
+    assert set(np.unique(sizes.runs[1])) == {4, 8, 16}
+
+
+def test_rules_are_named_with_their_number() -> None:
+    assert rule_of("adascale") == "adascale"
+    assert rule_of("power:0.75") == PowerRule(0.75)
+    assert rule_of("legw:100") == LEGWRule(100.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("lineal", "a rule must be one of constant, .*, got 'lineal'; pass one of these names"),
+        ("power", "the rule power needs its exponent, got none; pass power:NUMBER"),
+        ("power:x", "exponent of the rule power must be a number, got 'x'; pass one"),
+        ("linear:2", "the rule linear takes no number, got 'linear:2'; pass linear"),
+    ],
+)
+def test_a_wrong_rule_says_what_to_pass(rule: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Experiment([TINY], ["8"], [rule])
+
+
+OWN = "helpers.evaluation_tasks:"
+
+
+def under(seconds: float, policy: str) -> UnderCapacity:
+    return UnderCapacity(CapacityTrace([0], [1], seconds), policy, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: Experiment(["mnist-cn"], ["8"], ["linear"]),
+            ValueError,
+            "a task must be mnist-cnn, fashion-cnn, char-gpt or package.module:name, got 'mnist-cn'; pass one of these",
+        ),
+        (lambda: Experiment(["nowhere:Task"], ["8"], ["linear"]), ValueError, r"or run it where nowhere\.py is"),
+        (lambda: Experiment([OWN + "Tine"], ["8"], ["linear"]), ValueError, "no 'Tine' there; pass package.module"),
+        (
+            lambda: Experiment([OWN + "NoLoss"], ["8"], ["linear"]),
+            TypeError,
+            "must have model, dataset, .*; define loss, evaluate",
+        ),
+        (
+            lambda: Experiment([OWN + "NoReference"], ["8"], ["linear"]),
+            ValueError,
+            "rule linear: .*needs ref_batchsize, but it is None; pass the batch size",
+        ),
+        (
+            lambda: Experiment([TINY], ["8", "0:8 5:97"], ["linear"]),
+            ValueError,
+            "trace 0:8 5:97, rule linear: every batch size .* at most the dataset's size of 96 .* of 97; use a larger",
+        ),
+        (lambda: Experiment([TINY], ["8"], ["sqrt-sde"]), TypeError, "rule sqrt-sde: .*got SGD; use the root rule"),
+        (lambda: Experiment([TINY], ["no.csv"], ["linear"]), ValueError, "trace no.csv .* got 'no.csv'; pass one of"),
+        (
+            lambda: Experiment([TINY], {"short": [8] * 10}, ["linear"]),  # type: ignore[dict-item]
+            ValueError,
+            'trace short, rule linear: .*on_end="stop", "hold" or "cycle"',
+        ),
+        (lambda: Experiment([TINY], ["per-device:4@a.json"], ["linear"]), ValueError, "pass throughput=, or --samples"),
+        (
+            lambda: Experiment([TINY], {"a": under(12, "constant:8")}, ["root"]),
+            ValueError,
+            "must last for the 240 samples of the training, got 120 until second 12; scale its time by 2 or more",
+        ),
+        (
+            lambda: Experiment([TINY], {"a": under(99, "noise-scale:1")}, ["root"]),
+            ValueError,
+            "needs the gradient noise, got noise=None; pass noise=NoiseCurve",
+        ),
+        (lambda: Experiment([], ["8"], ["linear"]), ValueError, "tasks must have at least one item, got none"),
+        (lambda: Experiment(TINY, ["8"], ["linear"]), TypeError, "tasks must be a sequence, got 'helpers"),
+    ],
+)  # fmt: skip
+def test_errors_come_before_anything_trains(
+    make: Callable[[], Experiment], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        run(make(), tmp_path / "records", progress=False)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from helpers.evaluation_tasks import tiny\nmodel, dataset, loss = tiny.model, tiny.dataset, tiny.loss\n"
+    text += "evaluate, optimizer, lr = tiny.evaluate, tiny.optimizer, 0.5\ndef make(): return tiny\n"
+    (tmp_path / "task_of_a_user.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert load_task("task_of_a_user:make") is load_task("helpers.evaluation_tasks:tiny")
+    module: Any = load_task("task_of_a_user")
+    assert module.lr == 0.5
+    assert load_task(TINY, {"shift": 1.0}) is load_task(TINY, {"shift": 1.0}) is not load_task(TINY)
+    with pytest.raises(TypeError, match="must be a class or a function to take arguments"):
+        load_task("helpers.evaluation_tasks:tiny", {"shift": 1.0})
+    (tmp_path / "broken_task_of_a_user.py").write_text("import a_library_that_is_missing\n")
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
+        load_task("broken_task_of_a_user:Task")
+
+
+def test_the_tasks_of_the_package_are_tasks() -> None:
+    for name in ("mnist-cnn", "fashion-cnn", "char-gpt"):
+        task: Any = load_task(name)
+        (cell, *_) = Experiment([name], [str(task.ref_batchsize)], ["linear"], seeds=1).cells()
+        assert cell.samples == task.samples
+        assert task.schedule(2**14, 2**17) > 0.9 > 0.1 + 1e-9 > task.schedule(2**17, 2**17)
+        assert re.fullmatch("[0-9a-f]{16}", cell.key)

@@ -1,0 +1,102 @@
+"""Tasks that train in a tenth of a second: named by "helpers.evaluation_tasks:..." in evaluations."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+SIZE = 96  # samples
+
+
+class Tiny:
+    """A linear model with dropout, on random numbers; with a schedule and a clipped gradient."""
+
+    ref_batchsize, lr, minibatch_size, samples, between = 8, 0.05, 4, 240, 64
+    max_grad_norm = 5.0
+    target = "loss", 0.5
+
+    def __init__(self, shift: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(7)
+        inputs = torch.randn(SIZE + 32, 6, generator=generator)
+        noise = 0.3 * torch.randn(SIZE + 32, 1, generator=generator)
+        self.inputs, self.outputs = inputs, inputs.sum(1, keepdim=True) + noise + shift
+
+    def model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def dataset(self) -> TensorDataset:
+        return TensorDataset(self.inputs[:SIZE], self.outputs[:SIZE])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, outputs = batch
+        loss: Tensor = (model(inputs) - outputs).square().mean()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        error = (model(self.inputs[SIZE:]) - self.outputs[SIZE:]).square()
+        return {"loss": float(error.mean()), "accuracy": float((error < 0.25).float().mean())}
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+    def schedule(self, samples: int, total: int) -> float:
+        return 1 - 0.9 * samples / total
+
+
+class NoReference(Tiny):
+    """Its batch size of reference is not known."""
+
+    ref_batchsize: Any = None
+    schedule: Any = None
+
+
+class Failing(Tiny):
+    """Its evaluation raises."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        raise ZeroDivisionError("an error of the task")
+
+
+class Killed(Tiny):
+    """The first process that evaluates it is killed."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.marker = Path(folder) / "killed"
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        if not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(model)
+
+
+class NoLoss:
+    """It lacks two of the five functions."""
+
+    model, dataset, optimizer = Tiny.model, Tiny.dataset, Tiny.optimizer
+
+
+class Empty(Tiny):
+    """A training of one update of one weight, to measure what everything around it costs."""
+
+    ref_batchsize, samples, between, max_grad_norm = 1, 1, 1, None
+    schedule: Any = None
+
+    def model(self, seed: int) -> nn.Module:
+        return nn.Linear(6, 1)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"loss": 1.0}
+
+
+tiny = Tiny()

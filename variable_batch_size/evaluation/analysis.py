@@ -1,0 +1,292 @@
+"""From records to tables: values over seeds, paired differences, regret, divergence and time to a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.evaluation.naming import task_names
+from variable_batch_size.evaluation.record import Record
+from variable_batch_size.evaluation.statistics import (
+    CONFIDENCE,
+    Interval,
+    difference_interval,
+    first_reached,
+    mean_interval,
+    rate_interval,
+    regret_interval,
+    to_target,
+)
+from variable_batch_size.rules import RULES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PLACES = ("updates", "samples", "progress", "seconds", "cost")  # what a curve can be drawn along
+NOT_METRICS = {*PLACES, "batch_size", "lr"}
+BASELINE = "constant"
+GROUP = ["task", "trace", "rule"]
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether less of a metric is better: of losses and errors."""
+    return any(word in metric for word in ("loss", "error", "perplexity"))
+
+
+def possible(metric: str, values: FloatArray) -> dict[str, float]:
+    """Return the bounds `least` and `most` of a metric: an accuracy is in [0, 1], and most losses are >= 0."""
+    if "accuracy" in metric and len(values) and values.max() <= 1:
+        return {"least": 0.0, "most": 1.0}
+    return {"least": 0.0} if lower_is_better(metric) and len(values) and values.min() >= 0 else {}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Tables of an evaluation, complete or not.
+
+    A training that diverged has no final value: the means are those of the seeds that finished, their number is beside
+    them, and so is the rate of divergence.
+
+    Args:
+        records: those of any tasks, traces, rules, learning rates and seeds, at least one.
+        metric: what trainings are compared by, at the end of their samples.
+        baseline: the rule with which the others are compared, under the same trace, seeds and samples.
+        targets: task -> (metric, value) that a training has to reach.
+
+    Raises:
+        ValueError: if there is no record, or none has this metric.
+    """
+
+    records: Sequence[Record]
+    metric: str = "loss"
+    baseline: str = BASELINE
+    targets: Mapping[str, tuple[str, float]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.records:
+            raise value_error("an evaluation must have at least one record", "none", "run it first")
+        if self.metric not in self.metrics:
+            known = " or ".join(f'"{name}"' for name in self.metrics)
+            raise value_error(f"metric must be {known}", repr(self.metric), "choose one that the task evaluates")
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The metrics that the tasks evaluate."""
+        names = dict.fromkeys(name for record in self.records for name in record.curve)
+        return [name for name in names if name not in NOT_METRICS and name != "train_loss"]
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        """The tasks, sorted."""
+        return sorted(self.tidy["task"].unique())
+
+    @cached_property
+    def rules(self) -> list[str]:
+        """The rules in the order of the table of rules: the baseline first, those with arguments by their text."""
+        places = {name: place for place, name in enumerate(RULES)}
+        return sorted(
+            self.tidy["rule"].unique(),
+            key=lambda rule: (rule != self.baseline, places.get(rule.partition(":")[0], len(places)), rule),
+        )
+
+    def traces(self, task: str) -> list[str]:
+        """Return the traces of a task, sorted."""
+        return sorted(self.tidy.loc[self.tidy["task"] == task, "trace"].unique())
+
+    def rows(self, task: str, trace: str) -> pd.DataFrame:
+        """Return the rows of `tidy` of a task and trace at the reference's learning rate, in the order of rules."""
+        rows = self.tidy[self.tidy["key"].isin(self.own["key"])]
+        rows = rows[(rows["task"] == task) & (rows["trace"] == trace)]
+        return rows.sort_values(
+            ["rule", "seed", "samples"],
+            key=lambda column: column.map(self.rules.index) if column.name == "rule" else column,
+        )
+
+    @cached_property
+    def tidy(self) -> pd.DataFrame:
+        """A row for each evaluation of each cell: the cell, its status, and the values of its curve."""
+        import pandas as pd
+
+        names = task_names(self.records)
+        tables = [
+            pd.DataFrame({**_cell_columns(record, names[record.key]), **_columns(record.curve)})
+            for record in sorted(self.records, key=lambda record: record.key)
+        ]
+        return pd.concat(tables, ignore_index=True)
+
+    @cached_property
+    def ends(self) -> pd.DataFrame:
+        """A row for each cell: its values at the end of the samples, nan if it diverged, and what it used until then.
+
+        `reached` is whether it reached the target, and `target_samples`, `target_updates`, `target_seconds` and
+        `target_cost` are what that took, or all that it used.
+        """
+        import pandas as pd
+
+        rows = [self._end(cell) for _, cell in self.tidy.groupby("key", sort=False)]
+        return pd.DataFrame(rows).sort_values([*GROUP, "lr_factor", "seed"], ignore_index=True)
+
+    def rules_of(self, task: str) -> list[str]:
+        """Return the rules of a task, in the order of rules."""
+        found = set(self.own.loc[self.own["task"] == task, "rule"])
+        return [rule for rule in self.rules if rule in found]
+
+    @cached_property
+    def own(self) -> pd.DataFrame:
+        """The rows of `ends` at the learning rate of the reference: of each task with the factor nearest to 1."""
+        away = self.ends.assign(away=np.abs(np.log(self.ends["lr_factor"].to_numpy(np.float64))))
+        nearest = away.groupby("task")["away"].transform("min")
+        return away[away["away"] <= nearest + 1e-9]
+
+    @cached_property
+    def summary(self) -> pd.DataFrame:
+        """For each task, trace and rule, at the learning rate of the reference: everything that the report prints.
+
+        Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
+        `value` of the metric, the paired `difference` to the baseline, the `regret` and the `divergence` rate; each
+        `target_...` with `reached` of `target_n`. Without an interval its bounds are nan.
+        """
+        import pandas as pd
+
+        rows = {}
+        for task in self.tasks:
+            for trace in self.traces(task):
+                pairs, grid = self.differences(task, trace, self.baseline), self.tuned(task, trace)
+                for name, cells in self._own(task, trace).groupby("rule", sort=False):
+                    rule = str(name)
+                    rows[task, trace, rule] = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis(GROUP)
+
+    def facts(self, task: str, trace: str) -> pd.DataFrame:
+        """Return the rows of `summary` of a task and trace, by rule, in the order of rules."""
+        rows = self.summary.reset_index()
+        rows = rows[(rows["task"] == task) & (rows["trace"] == trace)].set_index("rule")
+        return rows.reindex([rule for rule in self.rules if rule in rows.index])
+
+    def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
+        """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""
+        own = self._own(task, trace)
+        of_first = _by_seed(own[own["rule"] == first], self.metric)
+        found = {}
+        for rule, cells in own.groupby("rule", sort=False):
+            if rule != first:
+                pairs = (_by_seed(cells, self.metric) - of_first).dropna()
+                found[str(rule)] = difference_interval(_floats(pairs), confidence)
+        return found
+
+    def _own(self, task: str, trace: str) -> pd.DataFrame:
+        return self.own[(self.own["task"] == task) & (self.own["trace"] == trace)]
+
+    def tuned(self, task: str, trace: str) -> pd.DataFrame:
+        """Return the metric of the constant rule by factor and seed, without factors at which a training diverged."""
+        cells = self.ends[(self.ends["task"] == task) & (self.ends["trace"] == trace) & (self.ends["rule"] == BASELINE)]
+        stable = cells[~cells["diverged"].groupby(cells["lr_factor"]).transform("any")]
+        return stable.pivot_table(index="lr_factor", columns="seed", values=self.metric, dropna=False)
+
+    def _end(self, cell: pd.DataFrame) -> dict[str, Any]:
+        last: dict[str, Any] = {str(name): value for name, value in cell.iloc[-1].items()}
+        diverged = last["status"] == "diverged"
+        row = {**last, "diverged": diverged, "evaluations": len(cell)}
+        row |= {name: np.nan if diverged else last.get(name, np.nan) for name in self.metrics}
+        target = (self.targets or {}).get(last["task"]) or (self.targets or {}).get(last["task_name"])
+        if target is None:
+            return row
+        metric, value = target
+        found = first_reached(cell[metric].to_numpy(np.float64), value, lower_is_better(metric))
+        at = cell.iloc[-1 if found is None else found]
+        return {**row, "reached": found is not None, **{f"target_{name}": at[name] for name in PLACES}}
+
+    def _row(self, cells: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
+        finished = cells[~cells["diverged"]]
+        values = _floats(finished[self.metric].dropna())
+        row = _flat("value", mean_interval(values, **possible(self.metric, values)))
+        row |= _flat("divergence", rate_interval(int(cells["diverged"].sum()), len(cells)))
+        for name in (*PLACES, "wall_seconds", *self.metrics):
+            row[f"end_{name}"] = finished[name].mean()
+        row |= self._regret(finished, grid)
+        for name in PLACES if "reached" in cells and cells["reached"].notna().all() else ():
+            found = to_target(cells[f"target_{name}"].to_numpy(np.float64), cells["reached"].to_numpy(bool))
+            row |= {"reached": found.reached, "target_n": found.n, f"target_{name}": found.value}
+            row |= {f"target_{name}_low": found.low, f"target_{name}_high": found.high}
+        return row
+
+    def _regret(self, finished: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
+        """Return the regret, the factor that was best, whether it is at the edge, and the size of the grid."""
+        values = _by_seed(finished, self.metric)
+        seeds = [seed for seed in values.index if seed in grid.columns]
+        grid = grid[seeds].dropna() if seeds else grid.iloc[:0]
+        if grid.empty:
+            return _flat("regret", _NONE) | {"best_factor": np.nan, "edge": False, "grid": 0}
+        sign = 1.0 if lower_is_better(self.metric) else -1.0
+        regret = regret_interval(sign * _floats(values[seeds]), sign * _floats(grid))
+        best = int((sign * grid.mean(axis=1)).to_numpy().argmin())
+        edge = len(grid) > 1 and best in (0, len(grid) - 1)
+        return _flat("regret", regret) | {"best_factor": float(grid.index[best]), "edge": edge, "grid": len(grid)}
+
+
+_NONE = Interval(np.nan, np.nan, np.nan, 0)
+
+
+def along(cells: pd.DataFrame, place: str, metric: str) -> tuple[FloatArray, FloatArray]:
+    """Return places, (evaluations,), and mean, low and high of the metric, (3, evaluations), of one rule's trainings.
+
+    Only those that finished count. The evaluations of different seeds belong together by their number, as they are made
+    after equal samples. There is none if the place is not known.
+    """
+    finished = cells[cells["status"] == "finished"]
+    rows = finished.assign(number=finished.groupby("key").cumcount()).dropna(subset=[place, metric])
+    if rows.empty:
+        return np.empty(0), np.empty((3, 0))
+    every = rows["number"].value_counts() == rows["key"].nunique()  # without those that some seeds do not have
+    by_number = rows[rows["number"].map(every)].groupby("number")
+    limits = possible(metric, _floats(rows[metric]))
+    intervals = [mean_interval(_floats(values), **limits)[:3] for _, values in by_number[metric]]
+    return by_number[place].mean().to_numpy(np.float64), np.array(intervals).reshape(-1, 3).T
+
+
+def _cell_columns(record: Record, task: str) -> dict[str, Any]:
+    cell = record.cell
+    return {
+        "key": record.key,
+        "task": task,
+        "task_name": cell["task"],
+        "trace": cell["trace"],
+        "rule": cell["rule"],
+        "lr": float(cell["lr"]),
+        "lr_factor": float(cell["lr_factor"]),
+        "seed": cell["seed"],
+        "ref_batchsize": cell.get("ref_batchsize"),
+        "status": record.status,
+        "wall_seconds": record.wall_seconds,
+    }
+
+
+def _columns(curve: Mapping[str, Sequence[float | None] | None]) -> dict[str, FloatArray]:
+    """Return the values of a curve as columns of equal length, nan where there is none; `lr` is the effective one."""
+    length = len(curve["samples"] or ())
+    columns = {}
+    for name in dict.fromkeys([*PLACES, *curve]):
+        column = np.full(length, np.nan)
+        values = np.asarray([np.nan if value is None else value for value in curve.get(name) or ()], np.float64)
+        column[: len(values)] = values
+        columns["effective_lr" if name == "lr" else name] = column
+    return columns
+
+
+def _by_seed(cells: pd.DataFrame, metric: str) -> pd.Series[float]:
+    return cells.set_index("seed")[metric].dropna()
+
+
+def _floats(values: Any) -> FloatArray:
+    """Return the values of a pandas object."""
+    found: FloatArray = values.to_numpy(np.float64)
+    return found
+
+
+def _flat(name: str, interval: Interval) -> dict[str, Any]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high, f"{name}_n": interval.n}

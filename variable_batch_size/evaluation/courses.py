@@ -1,0 +1,196 @@
+"""From what a user calls a trace to the batch sizes of a training, and the time that they take."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, final
+
+from variable_batch_size import cluster
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.adaptive.base import Controller
+from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
+from variable_batch_size.adaptive.throughput import Throughput
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.evaluation.simulated_time import RunTime, SimulatedTime
+from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.simulation.noise_curve import NoiseCurve
+from variable_batch_size.simulation.overheads import Overheads
+from variable_batch_size.simulation.simulate import simulate
+from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
+
+EVERY = 50  # updates between two questions to a policy that reads the noise or the time
+
+
+@final
+@dataclass(frozen=True)
+class UnderCapacity:
+    """The batch sizes of a policy under a capacity trace, as `simulate` finds them.
+
+    The simulation ends with the samples of the training, in epochs of its dataset. It is the same for all rules, so
+    that they are compared under equal batch sizes: its updates are spread over the devices as under a rule that reads
+    no noise.
+
+    Args:
+        capacity: the nodes at each time, or the file of a log.
+        policy: a controller, or its name and argument, such as "per-device:64".
+        throughput: seconds of an update.
+        devices_per_node: number of devices of a node.
+        overheads: what interruptions cost.
+        noise: the gradient noise by progress, for policies that read it.
+        price: price of a node-hour; by default, that of the trace, if it has one.
+    """
+
+    capacity: CapacityTrace | str | os.PathLike[str]
+    policy: Controller | str
+    throughput: Throughput
+    devices_per_node: int = 1
+    overheads: Overheads | None = None
+    noise: NoiseCurve | None = None
+    price: float | None = None
+
+
+TraceSource: TypeAlias = BatchTrace | AdaptiveTrace | UnderCapacity | str | os.PathLike[str] | int
+
+
+@final
+@dataclass(frozen=True)
+class TraceOptions:
+    """What turns the text of a trace into batch sizes.
+
+    Args:
+        on_end: what follows the last step of a batch trace that has one; by default, what it says itself.
+        bounds: least and largest batch size of a policy.
+        every: number of updates between two questions to a policy.
+        under: an `UnderCapacity` whose capacity and policy the text replaces; needed by "policy@log" only.
+    """
+
+    on_end: OnEnd | None = None
+    bounds: tuple[int, int] | None = None
+    every: int | None = None
+    under: UnderCapacity | None = None
+
+
+class Training(NamedTuple):
+    """What the batch sizes of a capacity trace or a policy depend on."""
+
+    dataset_size: int
+    samples: int
+    ref_batchsize: int | None
+    minibatch_size: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Course:
+    """The batch sizes of a training, and the time that they take.
+
+    Attributes:
+        trace: the batch sizes, or the controller that chooses them.
+        time: the simulated time; None if no model of it is known.
+    """
+
+    trace: BatchTrace | AdaptiveTrace
+    time: SimulatedTime | None
+
+    @property
+    def fingerprint(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of what both are."""
+        growing = isinstance(self.trace, AdaptiveTrace)
+        sizes = self.trace.description if growing else self.trace.fingerprint  # type: ignore[union-attr]
+        return hashlib.sha256(f"{sizes} {self.time!r}".encode()).hexdigest()[:16]
+
+
+def depends_on_the_dataset(source: TraceSource) -> bool:
+    """Return whether the batch sizes depend on the size of the dataset."""
+    return isinstance(source, UnderCapacity) or (isinstance(source, str) and "@" in source)
+
+
+def course_of(
+    source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None = None
+) -> Course:
+    """Return the course of a training.
+
+    Args:
+        source: a batch trace, or what `BatchTrace.of` makes one of; an `AdaptiveTrace`; the text of a policy, such as
+            "noise-scale:1"; an `UnderCapacity`, or "policy@log".
+        training: the training.
+        options: what the text leaves open.
+        time: the simulated time of a trace that is not under a capacity trace.
+
+    Raises:
+        TypeError: if `source` has another type.
+        ValueError: if the text is not that of a trace, or the trace is not one for this training.
+    """
+    if isinstance(source, str) and "@" in source:
+        source = _under(source, options)
+    if isinstance(source, UnderCapacity):
+        return _simulated(source, training, options)
+    if isinstance(source, str) and source.partition(":")[0] in POLICIES:
+        source = _adaptive(parse_policy(source), training, options)
+    if isinstance(source, AdaptiveTrace):
+        return Course(source, time)
+    if callable(source):
+        raise type_error("a trace must be a batch trace, or an AdaptiveTrace", source, "put AdaptiveTrace around it")
+    if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
+        requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
+        raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
+    trace = BatchTrace.of(source)
+    return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time)
+
+
+def _under(text: str, options: TraceOptions) -> UnderCapacity:
+    policy, _, log = text.partition("@")
+    if options.under is None:
+        requirement = f"the trace {text} needs the time of an update"
+        raise value_error(requirement, "none", "pass throughput=, or --samples-per-second")
+    return replace(options.under, capacity=log, policy=policy)
+
+
+def _adaptive(controller: Controller, training: Training, options: TraceOptions) -> AdaptiveTrace:
+    """Return the trace of a policy, which starts at the reference batch size."""
+    low, high = options.bounds or (1, training.dataset_size)
+    start = None if training.ref_batchsize is None else min(max(training.ref_batchsize, low), high)
+    return AdaptiveTrace(controller, start, options.bounds, every=options.every or EVERY)
+
+
+def _simulated(source: UnderCapacity, training: Training, options: TraceOptions) -> Course:
+    capacity = source.capacity if isinstance(source.capacity, CapacityTrace) else cluster.read(source.capacity)
+    policy = parse_policy(source.policy) if isinstance(source.policy, str) else source.policy
+    arguments: dict[str, Any] = {}
+    if needs_noise(policy):
+        start = training.ref_batchsize
+        arguments = {"start": start, "every": options.every or EVERY, "noise": source.noise}
+        if source.noise is None:
+            remedy = "pass noise=NoiseCurve.from_csv(...), or --noise"
+            raise value_error(f"{policy} needs the gradient noise", "noise=None", remedy)
+    run = simulate(
+        capacity,
+        policy,
+        throughput=source.throughput,
+        ref_batchsize=training.ref_batchsize,
+        rule="constant",
+        bounds=options.bounds,
+        minibatch_size=training.minibatch_size,
+        dataset_size=training.dataset_size,
+        devices_per_node=source.devices_per_node,
+        overheads=source.overheads,
+        prices=source.price,
+        until=training.samples,
+        by="samples",
+        **arguments,
+    )
+    if run.summary["samples"] < training.samples:
+        requirement = f"the capacity trace must last for the {training.samples:,} samples of the training"
+        least = math.ceil(100 * training.samples / max(1, run.summary["samples"])) / 100
+        remedy = f"scale its time by {least:g} or more, or pass a faster throughput"
+        raise value_error(requirement, f"{run.summary['samples']:,.0f} until second {capacity.end:,.6g}", remedy)
+    trace = run.trace
+    if trace.max_batch_size > training.dataset_size:
+        requirement = f"a batch size must be at most the dataset's size of {training.dataset_size} samples"
+        raise value_error(requirement, trace.max_batch_size, "limit it with bounds=")
+    return Course(trace.with_on_end("stop"), RunTime.of(run))

@@ -1,0 +1,111 @@
+"""The course of a training so far: what it has measured, between two evaluations and at each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, final
+
+from variable_batch_size._validation import type_error
+from variable_batch_size.evaluation.simulated_time import SimulatedTime
+
+FACTOR = 10  # a loss above this multiple of the untrained model's is one of a training that has diverged
+TOTALS = ("updates", "samples", "progress", "seconds", "cost")
+MEANS = ("batch_size", "lr", "train_loss")
+
+
+@final
+class Curve:
+    """The curve of a record as it grows; a part of the checkpoint.
+
+    Args:
+        time: the simulated time; None if it is not known.
+        minibatch_size: maximum number of rows of a microbatch.
+    """
+
+    def __init__(self, time: SimulatedTime | None, minibatch_size: int) -> None:
+        self._time, self._minibatch_size = time, minibatch_size
+        self.rows: list[dict[str, Any]] = []
+        self.seconds = 0.0
+        self._step = (0.0, 0)  # sum of the losses of the update under way, samples
+        self._since = [
+            0.0,
+            0.0,
+            0,
+            0,
+        ]  # sums of losses, of learning rates, of samples and of updates since the last row
+        self.diverged = False
+        self.wall_seconds = 0.0
+
+    @property
+    def samples(self) -> int:
+        """Samples at the last row; -1 if there is none."""
+        return int(self.rows[-1]["samples"]) if self.rows else -1
+
+    @property
+    def _limit(self) -> float:
+        """The loss above which a training has diverged."""
+        first = self.rows[0]["loss"] if self.rows else math.inf
+        return FACTOR * first if first > 0 else math.inf  # a loss that may be negative has no multiple
+
+    def microbatch(self, loss: float, samples: int) -> bool:
+        """Add the mean loss of a microbatch; return False if the training ends, because it is not finite."""
+        total, count = self._step
+        self._step = total + loss * samples, count + samples
+        self.diverged = self.diverged or not math.isfinite(loss)
+        return not self.diverged
+
+    def update(self, updates: int, lr: float) -> None:
+        """Add the update of the microbatches since the last one."""
+        total, count = self._step
+        self._step = (0.0, 0)
+        for column, value in enumerate((total, lr, count, 1)):
+            self._since[column] += value
+        if self._time is not None:
+            self.seconds = self._time.after(self.seconds, updates, count, self._minibatch_size)
+        self.diverged = self.diverged or not total / count <= self._limit
+
+    def evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
+        """Add a row; one whose loss is not finite is left out, and ends the training."""
+        values = _checked(metrics)
+        if not math.isfinite(values["loss"]) or (self.rows and values["loss"] > self._limit):
+            self.diverged = True
+        losses, rates, count, number = self._since
+        means = (count / number, rates / number, losses / count) if number else (None, None, None)
+        cost = None if self._time is None else self._time.cost(self.seconds)
+        totals = (updates, samples, progress, None if self._time is None else self.seconds, cost)
+        row = dict(zip((*TOTALS, *MEANS), (*totals, *means), strict=True)) | values
+        if all(value is None or math.isfinite(value) for value in row.values()):
+            self.rows.append(row)
+            self._since = [0.0, 0.0, 0, 0]
+
+    def columns(self) -> dict[str, list[Any] | None]:
+        """Return the columns of the record."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        columns: dict[str, list[Any] | None] = {name: [row.get(name) for row in self.rows] for name in names}
+        for name in ("seconds", "cost"):
+            if all(value is None for value in columns.get(name) or []):
+                columns[name] = None
+        return columns
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two updates, as plain values."""
+        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since}
+        return {**kept, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state."""
+        self.rows, self.seconds = list(state_dict["rows"]), state_dict["seconds"]
+        self._since, self._step = list(state_dict["since"]), (0.0, 0)
+        self.diverged, self.wall_seconds = state_dict["diverged"], state_dict["wall_seconds"]
+
+
+def _checked(metrics: Any) -> dict[str, float]:
+    """Return the metrics of an evaluation as floats."""
+    if not isinstance(metrics, Mapping) or "loss" not in metrics:
+        requirement = "evaluate() must return a mapping with the key 'loss'"
+        raise type_error(requirement, metrics, 'return for example {"loss": 0.5, "accuracy": 0.9}')
+    for name in metrics:
+        if not isinstance(name, str) or name in (*TOTALS, *MEANS):
+            raise type_error("a metric of evaluate() must have a name of its own", name, "choose another one")
+    return {name: float(value) for name, value in metrics.items()}

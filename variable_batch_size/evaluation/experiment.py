@@ -1,0 +1,191 @@
+"""Tasks x traces x rules x learning rates x seeds: the cells of an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
+from variable_batch_size.evaluation.cell import Cell, rule_of
+from variable_batch_size.evaluation.courses import (
+    Course,
+    TraceOptions,
+    TraceSource,
+    Training,
+    course_of,
+    depends_on_the_dataset,
+)
+from variable_batch_size.evaluation.simulated_time import SimulatedTime
+from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
+
+CONSTANT = "constant"
+
+
+@final
+@dataclass(frozen=True)
+class Experiment:
+    """Trainings of each task under each trace, with each rule, learning rate and seed.
+
+    Seeds and samples are the same for all of them, so that rules are compared in pairs. What is None is taken from the
+    attributes of the task, see `Task`.
+
+    >>> experiment = Experiment(["mnist-cnn"], ["32", "0:32 1000:256"], ["linear", "root"], seeds=3)
+    >>> len(experiment.cells())
+    12
+
+    Args:
+        tasks: names of tasks; or a mapping from each name to the arguments of that task.
+        traces: texts of traces: a number, a schedule, a CSV file, a policy such as "noise-scale:1", or a policy under a
+            capacity trace, "per-device:64@spot.json"; or a mapping from names to these, or to the objects.
+        rules: names of rules, with a number if they take one, see `rule_of`.
+        seeds: number of seeds, 0, 1, ...; or the seeds.
+        lr_factors: factors on the learning rate of the task, for every rule.
+        retune: factors for the rule "constant" only: the learning rates among which the best one of each trace is
+            found, to which the rules are compared.
+        samples: samples of a training.
+        lr: learning rate at `ref_batchsize`.
+        ref_batchsize: batch size at which it was tuned, in samples.
+        minibatch_size: maximum number of rows of a microbatch.
+        between: samples between two evaluations.
+        options: what the texts of traces leave open.
+        time: the time of an update, for traces that are not under a capacity trace; by default it is not simulated.
+        data_dir: folder of the files of the tasks, for those that have such an argument.
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if an argument is empty or not in its range.
+    """
+
+    tasks: Sequence[str] | Mapping[str, Mapping[str, Any]]
+    traces: Sequence[str] | Mapping[str, TraceSource]
+    rules: Sequence[str]
+    seeds: int | Sequence[int] = 3
+    lr_factors: Sequence[float] = (1.0,)
+    retune: Sequence[float] = ()
+    samples: int | None = None
+    lr: float | None = None
+    ref_batchsize: int | None = None
+    minibatch_size: int | None = None
+    between: int | None = None
+    options: TraceOptions = field(default_factory=TraceOptions)
+    time: SimulatedTime | None = None
+    data_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "traces", "rules", "lr_factors", "retune"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, (Sequence, Mapping, AbstractSet)):
+                raise type_error(f"{name} must be a sequence", values, "pass a list")
+            if not len(values) and name != "retune":
+                raise value_error(f"{name} must have at least one item", "none", "pass one")
+        for name in ("samples", "ref_batchsize", "minibatch_size", "between"):
+            if getattr(self, name) is not None:
+                check_int(getattr(self, name), name, 1, MAX_INT)
+        for name in ("lr_factors", "retune"):
+            for factor in getattr(self, name):
+                check_positive(factor, f"each of {name}", "pass factors on the learning rate of the task")
+        if self.lr is not None:
+            check_positive(self.lr, "lr", "pass a learning rate")
+        for rule in self.rules:
+            rule_of(rule)
+
+    def cells(self) -> list[Cell]:
+        """Return the cells, by task, seed, trace, rule and learning rate. No training begins.
+
+        Seeds come before traces and rules, so that an evaluation that is not complete can compare them.
+
+        Raises:
+            OSError: if a file cannot be read.
+            TypeError, ValueError: if a task or a trace is not one, or what a task needs is not known.
+        """
+        cells: list[Cell] = []
+        seeds = range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
+        checked = [check_int(seed, "each of seeds", 0, 2**63 - 1) for seed in seeds]
+        for name, arguments in self._tasks.items():
+            fixed, courses = self._of_task(name, arguments)
+            for seed in checked:
+                for trace, course in courses.items():
+                    for rule, factor in self._rules_and_factors():
+                        scaled = {"rule": rule, "lr": fixed["lr"] * factor, "lr_factor": factor, "seed": seed}
+                        kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
+                        cells.append(Cell(**fixed | scaled | kind))
+        return cells
+
+    def targets(self) -> dict[str, tuple[str, float]]:
+        """Return the target of each task that has one: a metric and its value."""
+        found = {name: self._task(name, arguments)[1].target for name, arguments in self._tasks.items()}
+        return {name: target for name, target in found.items() if target is not None}
+
+    @property
+    def _tasks(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.tasks if isinstance(self.tasks, Mapping) else {name: {} for name in self.tasks}
+
+    def _task(self, name: str, arguments: Mapping[str, Any]) -> tuple[Task, Defaults]:
+        task = load_task(name, arguments, self.data_dir)
+        return task, Defaults.of(task, name)
+
+    def _rules_and_factors(self) -> Iterator[tuple[str, float]]:
+        pairs = [(rule, float(factor)) for rule in self.rules for factor in self.lr_factors]
+        return iter(dict.fromkeys(pairs + [(CONSTANT, float(factor)) for factor in self.retune]))
+
+    def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Course]]:
+        """Return the fields that all cells of a task have in common, and the course of each trace."""
+        task, defaults = self._task(name, arguments)
+        samples = _known(self.samples, defaults.samples, "samples", name)
+        fixed = {
+            "task": name,
+            "task_arguments": dict(arguments),
+            "task_version": defaults.version,
+            "lr": float(_known(self.lr, defaults.lr, "lr", name)),
+            "samples": samples,
+            "ref_batchsize": self.ref_batchsize or defaults.ref_batchsize,
+            "minibatch_size": self.minibatch_size or defaults.minibatch_size,
+            "between": self.between or defaults.between or max(1, samples // 16),
+            "max_grad_norm": defaults.max_grad_norm,
+            "data_dir": self.data_dir,
+        }
+        return fixed, self._courses(task, fixed)
+
+    def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, Course]:
+        traces = self.traces if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
+        courses = {}
+        for name, source in traces.items():
+            needed = depends_on_the_dataset(source)
+            size = len(dataset_of(task)) if needed else MAX_INT  # type: ignore[arg-type]
+            training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
+            try:
+                courses[name] = course_of(source, training, self.options, self.time)
+            except ValueError as error:
+                raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
+        return courses
+
+
+def check(cells: Iterable[Cell]) -> None:
+    """Raise an error if a cell cannot train: its objects are created once for each task, trace and rule.
+
+    Raises:
+        OSError: if the files of a task are missing.
+        TypeError, ValueError: if task, trace, rule and optimizer do not fit one another; the message names them.
+    """
+    from variable_batch_size.evaluation.training import parts_of
+
+    seen = set()
+    for cell in cells:
+        kind = cell.task, str(cell.task_arguments), cell.trace_fingerprint, cell.rule, cell.samples, cell.minibatch_size
+        if kind in seen:
+            continue
+        seen.add(kind)
+        try:
+            parts_of(cell)
+        except (TypeError, ValueError) as error:
+            of = f"task {cell.task}, trace {cell.trace}, rule {cell.rule}"
+            raise type(error)(f"{of}: {error}") from error
+
+
+def _known(given: Any, default: Any, attribute: str, name: str) -> Any:
+    if given is None and default is None:
+        requirement = f"the task {name} needs {attribute}"
+        raise value_error(requirement, "none", f"pass {attribute}=, or give the task this attribute")
+    return default if given is None else given

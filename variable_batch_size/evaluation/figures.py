@@ -1,0 +1,257 @@
+"""The pictures of a report, as SVG that takes its colors from the page, and as PNG for papers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size._validation import FloatArray
+from variable_batch_size.evaluation.analysis import Analysis, along
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+AXES = {
+    "samples": "samples",
+    "updates": "updates",
+    "progress": "progress (updates at the reference)",
+    "seconds": "simulated time (s)",
+}
+# Colors that are seen on white and on black; a rule has the same one in all pictures, and its own dashes.
+COLORS = ("#7a7f87", "#2a7de1", "#e0661a", "#2c9c4a", "#d23f57", "#8a63d2", "#b08a00", "#00929b", "#c2519f", "#6b8e23")
+DASHES = ("", "6 2", "2 2", "6 2 2 2")
+INK, FAINT = "#010203", "#040506"  # replaced by the colors of the page
+PANEL = (4.2, 2.7)  # inches
+MARGINS = {"left": 0.18, "right": 0.97, "bottom": 0.17, "top": 0.97}  # shares of a panel
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "variable_batch_size",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.formatter.limits": (-4, 5),
+    "text.parse_math": False,
+}
+THEMED = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
+}
+
+
+def look(rules: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the color and the dashes, as an SVG dash array, of each rule."""
+    return {
+        rule: (COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)])
+        for number, rule in enumerate(rules)
+    }
+
+
+def svg(draw: Callable[[Axes], object], size: tuple[float, float] | None = None) -> str:
+    """Return a picture of one panel as SVG, whose text and lines have the colors of the page.
+
+    Its layout is fixed, which is fast, and the same for all, or follows the texts if the `size` (inches) is given.
+    """
+    with _style(THEMED):
+        figure = _figure(PANEL, MARGINS) if size is None else _figure(size)
+        draw(figure.subplots())
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(file.getvalue())
+
+
+def png(analysis: Analysis, task: str) -> bytes:
+    """Return a picture for a paper: for each trace its batch sizes, learning rates and curves; and the regret."""
+    traces = analysis.traces(task)
+    with _style({}):
+        figure = _figure((max(7.0, 2.6 * len(traces)), 9.0))
+        parts: Any = figure.subfigures(2, height_ratios=[3, 1.25])
+        above, below = parts
+        panels = above.subplots(3, len(traces), squeeze=False, sharey="row", height_ratios=[1, 1, 1.6])
+        looks = look(analysis.rules)
+        for (batch, lr, curve), trace in zip(panels.T, traces, strict=True):
+            rows = analysis.rows(task, trace)
+            draw_batch_sizes(batch, rows)
+            draw_lr(lr, rows, looks)
+            draw_curves(curve, rows, analysis.metric, "samples", looks)
+            batch.set(title=_short(trace, 34), xlabel="")
+            lr.set(xlabel="")
+        for axes in panels[:, 1:].ravel():
+            axes.set_ylabel("")
+        draw_regret(below.subplots(), analysis, task, across=True)
+        handles, labels = panels[2, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=min(6, max(1, len(labels))), frameon=False)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
+    return file.getvalue()
+
+
+def draw_batch_sizes(axes: Axes, rows: pd.DataFrame) -> None:
+    """Draw the batch sizes along the samples: of each rule's first seed, which coincide unless they are adaptive."""
+    for _, cell in _first_seeds(rows):
+        axes.step(cell["samples"], cell["batch_size"], where="pre", color="#2a7de1", lw=1.3, alpha=0.8)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set(xlabel="samples", ylabel="batch size")
+    _grid(axes)
+
+
+def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) -> None:
+    """Draw the effective learning rate of each rule along the samples, of its first seed."""
+    for rule, cell in _first_seeds(rows):
+        axes.step(cell["samples"], cell["effective_lr"], where="pre", label=rule, lw=1.3, **_line(looks[rule]))
+    if (rows["effective_lr"].dropna() > 0).all():
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:.3g}")
+        axes.yaxis.set_minor_formatter("")
+    axes.set(xlabel="samples", ylabel="learning rate")
+    _grid(axes)
+
+
+def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: Mapping[str, tuple[str, str]]) -> None:
+    """Draw the mean of a metric over the seeds along a place, with its 95% interval at each evaluation as a band.
+
+    A cross marks where a training diverged.
+    """
+    later, alpha = [], min(0.15, 0.3 / rows["rule"].nunique())
+    for rule, cells in rows.groupby("rule", sort=False):
+        x, (mean, low, high) = along(cells, place, metric)
+        style = _line(looks[str(rule)])
+        axes.plot(x, mean, label=rule, lw=1.4, **style)
+        axes.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
+        later.append(mean[len(mean) // 5 :])
+        for _, cell in cells[cells["status"] == "diverged"].groupby("key"):
+            stable = cell.dropna(subset=[place, metric])
+            axes.plot(stable[place], stable[metric], lw=0.7, alpha=0.6, **style)
+            axes.plot(stable[place].iloc[-1:], stable[metric].iloc[-1:], "x", color=style["color"], ms=5)
+    _focus(axes, np.concatenate(later) if later else np.empty(0))
+    axes.set(xlabel=AXES[place], ylabel=metric)
+    _grid(axes)
+
+
+def _focus(axes: Axes, values: FloatArray) -> None:
+    """Show where the means are after the first fifth: bands of few seeds are wide, and all curves begin alike."""
+    if len(values) and values.max() > values.min():
+        margin = 0.1 * (values.max() - values.min())
+        axes.set_ylim(values.min() - margin, values.max() + margin)
+
+
+def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False) -> None:
+    """Draw the regret as a heat map, rules x traces, or traces x rules.
+
+    A star marks an interval above 0.
+    """
+    traces, rules = analysis.traces(task), analysis.rules_of(task)
+    facts = analysis.summary.reindex([(task, trace, rule) for trace in traces for rule in rules])
+    values = facts["regret"].to_numpy(np.float64).reshape(len(traces), len(rules))
+    finite = np.abs(values[np.isfinite(values)])
+    limit = float(finite.max(initial=0.0)) or 1.0
+    digits = max(0, 2 - math.floor(math.log10(limit)))  # three of the largest
+    shown = np.ma.masked_invalid(values if across else values.T)
+    axes.pcolormesh(shown, cmap="RdBu_r", vmin=-limit, vmax=limit, edgecolors="face", linewidth=0.2)
+    for (trace, rule), fact in zip(np.ndindex(values.shape), facts.to_dict("records"), strict=True):
+        strong = abs(fact["regret"]) > 0.6 * limit
+        color = ("white" if strong else "black") if np.isfinite(fact["regret"]) else axes.xaxis.label.get_color()
+        x, y = (rule, trace) if across else (trace, rule)
+        axes.text(x + 0.5, y + 0.5, _regret_text(fact, digits), ha="center", va="center", fontsize=8, color=color)
+    named = [_short(trace, 20) for trace in traces]
+    columns, lines = (rules, named) if across else (named, rules)
+    tilted: dict[str, Any] = (
+        {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, columns)) > 6 else {}
+    )
+    axes.set_xticks(np.arange(len(columns)) + 0.5, columns, **tilted)
+    axes.set_yticks(np.arange(len(lines)) + 0.5, lines)
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(f"regret in {analysis.metric}; * interval above 0")
+
+
+def _regret_text(fact: Mapping[Any, float], digits: int) -> str:
+    failed = fact["divergence"] * fact["divergence_n"]
+    star = "*" if fact["regret_low"] > 0 else ""
+    lines = [f"{fact['regret']:+.{digits}f}{star}"] if np.isfinite(fact["regret"]) else [] if failed > 0 else ["-"]
+    return "\n".join([*lines, *([f"{failed:.0f} of {fact['divergence_n']:.0f} div."] if failed > 0 else [])])
+
+
+def _first_seeds(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    for rule, cells in rows.groupby("rule", sort=False):
+        yield str(rule), cells[cells["key"] == cells.sort_values("seed")["key"].iloc[0]]
+
+
+def _line(looks: tuple[str, str]) -> dict[str, Any]:
+    color, dashes = looks
+    return {"color": color, "linestyle": (0, tuple(map(float, dashes.split()))) if dashes else "-"}
+
+
+def _grid(axes: Axes) -> None:
+    ticker = import_extra("matplotlib.ticker", "evaluation")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _compact(value)))
+    axes.grid(alpha=0.35, lw=0.5)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+
+
+def _compact(value: float) -> str:
+    """Format a tick.
+
+    >>> _compact(12500), _compact(0.5), _compact(2e6)
+    ('12.5K', '0.5', '2M')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}\u2026"
+
+
+def _figure(size: tuple[float, float], margins: Mapping[str, float] | None = None) -> Figure:
+    layout = None if margins else "constrained"
+    figure: Figure = import_extra("matplotlib.figure", "evaluation").Figure(figsize=size, layout=layout)
+    if margins:
+        figure.subplots_adjust(**margins)
+    return figure
+
+
+@contextmanager
+def _style(more: Mapping[str, str]) -> Iterator[None]:
+    matplotlib = import_extra("matplotlib", "evaluation")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # whatever the user has set for other pictures
+        matplotlib.rcParams.update({**STYLE, **more})
+        yield
+
+
+def _inline(text: str) -> str:
+    """Return the svg element alone, in the colors and the font of the page.
+
+    Ids that nothing refers to are left out. The others come from the text: no other picture of a page has the same
+    ones, and the same picture always has these.
+    """
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :].strip(), flags=re.DOTALL)
+    used = list(dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', text)))
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", text)
+    for number, name in enumerate(used):
+        text = text.replace(f'"#{name}"', f'"#ID{number}"').replace(f"url(#{name})", f"url(#ID{number})")
+        text = text.replace(f'id="{name}"', f'id="ID{number}"')
+    unique = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return re.sub(r'("#|url\(#|id=")ID(\d+)', rf"\1p{unique}-\2", text)

@@ -1,0 +1,137 @@
+"""Which rule for which trace, how sure that is, and what is not known, in three sentences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from variable_batch_size.evaluation.analysis import BASELINE, Analysis, lower_is_better
+from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval
+from variable_batch_size.evaluation.wording import interval, listed, number
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What an evaluation says about a task and a trace.
+
+    Attributes:
+        task: name of the task.
+        trace: name of the trace.
+        rule: the rule to use, None if no one can be recommended.
+        alternatives: other rules to which no difference is seen.
+        sentences: which rule, how sure, what is not known.
+    """
+
+    task: str
+    trace: str
+    rule: str | None
+    alternatives: tuple[str, ...]
+    sentences: tuple[str, str, str]
+
+    def __str__(self) -> str:
+        """Return the sentences."""
+        return " ".join(self.sentences)
+
+
+def recommend(analysis: Analysis) -> list[Recommendation]:
+    """Return a recommendation for each task and trace.
+
+    The rule with the best mean, of those that never diverged, is compared with each other one by paired differences,
+    whose intervals are widened by their number (Bonferroni). Where one contains 0, no difference is seen. The rule that
+    is truly best is then the named one, or one to which no difference is seen, with 95% confidence (Hsu 1984,
+    Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best). That all others are worse is
+    less sure, because the best mean is in part luck. If no difference to the baseline is seen, that is recommended, as
+    the simplest.
+    """
+    return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
+
+
+def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
+    facts = analysis.facts(task, trace)
+    stable = facts[(facts["divergence"] == 0) & facts["value"].notna()]
+    if stable.empty:
+        which = f"No rule can be recommended for {task} under {trace}: each one diverged at least once."
+        sentences = (
+            which,
+            "How they compare where they do not diverge is not said.",
+            _unknown(analysis, task, None, facts),
+        )
+        return Recommendation(task, trace, None, (), sentences)
+    sign = 1 if lower_is_better(analysis.metric) else -1
+    best = str((sign * stable["value"]).idxmin())
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(stable) - 1)
+    found = analysis.differences(task, trace, best, confidence)
+    pairs = {rule: found[rule] for rule in map(str, stable.index) if rule != best}
+    alike = [rule for rule, pair in pairs.items() if not pair.decided]
+    rule = analysis.baseline if analysis.baseline in alike else best
+    sentences = (
+        _which(analysis, task, trace, stable, best, rule, alike),
+        _how_sure(best, pairs, alike),
+        _unknown(analysis, task, rule, facts),
+    )
+    alternatives = tuple(name for name in (best, *alike) if name != rule)
+    return Recommendation(task, trace, rule, alternatives, sentences)
+
+
+def _which(
+    analysis: Analysis, task: str, trace: str, stable: pd.DataFrame, best: str, rule: str, alike: list[str]
+) -> str:
+    value: dict[Any, float] = stable.loc[best].to_dict()
+    mean = interval(value["value"], value["value_low"], value["value_high"])
+    seeds = f"{value['value_n']:.0f} seed{'s' if value['value_n'] > 1 else ''}"
+    lead = f"{analysis.metric} {mean}, {seeds}"
+    if len(stable) == 1:
+        return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
+    if not alike:
+        return f"For {task} under {trace}, use {best}: {lead}."
+    if rule == best:
+        return f"For {task} under {trace}, use {best}: {lead}; no difference seen to {listed(alike)}."
+    others = listed([name for name in (best, *alike) if name != rule])
+    return (
+        f"For {task} under {trace}, no difference seen between {rule} and {others}: use {rule}, the simplest; "
+        f"{best} has the best mean ({lead})."
+    )
+
+
+def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
+    """Return what the paired differences say, and how large one could be that was not seen."""
+    if not pairs:
+        return "There is nothing to compare it with."
+    if max(pair.n for pair in pairs.values()) < 2:
+        return "One seed says nothing about chance: no difference can be told from it."
+    parts = []
+    if beaten := [rule for rule in pairs if rule not in alike]:
+        least = min(min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in beaten)
+        parts.append(f"{best} was better than {listed(beaten)}, by {number(least)} or more")
+    if alike:
+        bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in alike]
+        missed = max((bound for bound in bounds if math.isfinite(bound)), default=math.nan)
+        parts.append(f"a difference of up to {number(missed)} to {listed(alike, 'or')} could not be told from chance")
+    fewest, most = (end(pair.n for pair in pairs.values()) for end in (min, max))
+    seeds = f"{fewest} to {most}" if fewest < most else f"{most}"
+    sure = f"the best of them is {listed([best, *alike], 'or')} with 95% confidence"
+    return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
+
+
+def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:
+    cells = analysis.own[analysis.own["task"] == task]
+    parts = [f"longer trainings than {cells['samples'].max():,.0f} samples"]
+    fact: dict[Any, float] | None = facts.loc[rule].to_dict() if rule in facts.index else None
+    if fact is None or fact["grid"] < 2:
+        parts.append("what another learning rate would bring")
+    else:
+        bounds = interval(fact["regret"], fact["regret_low"], fact["regret_high"], "+")
+        edge = ", whose best one is at the edge of the grid" if fact["edge"] else ""
+        parts.append(f"the order at other learning rates ({rule} has a regret of {bounds} to a tuned {BASELINE}{edge})")
+    parts.append("other models, data and hardware")
+    failed = facts[facts["divergence"] > 0]
+    counts = [
+        f"{name} {row['divergence'] * row['divergence_n']:.0f} of {row['divergence_n']:.0f}"
+        for name, row in failed.iterrows()
+    ]
+    diverged = f"; left out because trainings diverged: {listed(counts)}" if counts else ""
+    return f"Not known: {listed(parts)}{diverged}."

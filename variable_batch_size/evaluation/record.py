@@ -1,0 +1,94 @@
+"""What a training has brought, as a JSON file that is complete at any instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from variable_batch_size._files import written
+from variable_batch_size._validation import value_error
+
+FORMAT = 1
+_NAME = re.compile(r"[0-9a-f]{16}\.json")
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """What a training has brought.
+
+    The first row of the curve is the untrained model, at 0 samples; then comes one each `between` samples, with the
+    first update that has reached them, and one at the end. A training that diverges ends: the rest is missing.
+
+    Attributes:
+        key: name of the cell.
+        cell: the fields of the cell.
+        status: "finished", or "diverged": a loss of training or of the evaluation was not finite, or above 10 times
+            that of the untrained model.
+        curve: columns of the same length. `updates`, `samples` and `progress` so far; simulated `seconds` and `cost`,
+            or None in their place; of the updates since the row before `batch_size` (mean, samples), `lr` (mean
+            effective learning rate) and `train_loss` (mean over the samples), None in the first row; and `loss` and
+            the other metrics of the evaluation.
+        wall_seconds: seconds that all of it took, over all sittings.
+        environment: versions, commit of the library (None if it is not known) and processor.
+    """
+
+    key: str
+    cell: Mapping[str, Any]
+    status: Literal["finished", "diverged"]
+    curve: Mapping[str, Sequence[Any] | None]
+    wall_seconds: float
+    environment: Mapping[str, Any]
+
+    def write(self, folder: str | os.PathLike[str]) -> Path:
+        """Write it to `folder`/`key`.json, and return the path."""
+        path = path_of(folder, self.key)
+        with written(path) as file:
+            json.dump({"format": FORMAT, **asdict(self)}, file, allow_nan=False)
+        return path
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Record:
+        """Read a record.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: if it is not a record of this format.
+        """
+        remedy = "delete it, and run the evaluation again"
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = content.pop("format")
+            if found == FORMAT:
+                return cls(**content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise value_error(f"{path} must be a record", f"{type(error).__name__}: {error}", remedy) from error
+        raise value_error(f"{path} must be a record of format {FORMAT}", f"format {found}", remedy)
+
+
+def path_of(folder: str | os.PathLike[str], key: str) -> Path:
+    """Return the path of a record."""
+    return Path(folder) / f"{key}.json"
+
+
+def keys_in(folder: str | os.PathLike[str]) -> set[str]:
+    """Return the keys of the records in a folder, none if there is no such folder."""
+    try:
+        return {entry.name[:16] for entry in os.scandir(folder) if _NAME.fullmatch(entry.name)}
+    except FileNotFoundError:
+        return set()
+
+
+def read_records(folder: str | os.PathLike[str]) -> list[Record]:
+    """Read the records of a folder, in the order of their keys.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if a file is not a record of this format.
+    """
+    return [Record.read(path_of(folder, key)) for key in sorted(keys_in(folder))]

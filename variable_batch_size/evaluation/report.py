@@ -1,0 +1,203 @@
+"""The report of an evaluation: one HTML file that needs no other one, with a CSV and pictures for papers beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size.evaluation import figures, wording
+from variable_batch_size.evaluation.analysis import BASELINE, Analysis
+from variable_batch_size.evaluation.recommendation import Recommendation, recommend
+from variable_batch_size.evaluation.record import Record
+
+TEMPLATE = Path(__file__).with_name("report.html")
+
+
+def write_report(
+    records: Sequence[Record],
+    folder: str | os.PathLike[str],
+    *,
+    metric: str = "loss",
+    baseline: str = BASELINE,
+    targets: Mapping[str, tuple[str, float]] | None = None,
+    command: str = "",
+    planned: int | None = None,
+) -> Path:
+    """Write the report of an evaluation, complete or not, and return the path of the page.
+
+    Beside `report.html` are `report.csv`, with a row for each evaluation of each training; `report-table.csv`, with the
+    numbers of the tables; and `report-TASK.png` for each task.
+
+    Args:
+        records: what the trainings brought, at least one.
+        folder: where the files are written.
+        metric: what the rules are compared by, at the end of the samples.
+        baseline: rule with which the others are compared.
+        targets: task -> (metric, value) to reach.
+        command: what was typed.
+        planned: number of trainings of the complete evaluation.
+
+    Raises:
+        ValueError: if there is no record, or none has the metric.
+        OSError: if a file cannot be written.
+        ModuleNotFoundError: if jinja2, matplotlib or scipy is not installed.
+    """
+    analysis = Analysis(records, metric, baseline, targets)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for task in analysis.tasks:
+        _publish(target / f"report-{_file_name(task)}.png", figures.png(analysis, task))
+    _publish(target / "report.csv", analysis.tidy.to_csv(index=False).encode())
+    _publish(target / "report-table.csv", analysis.summary.reset_index().to_csv(index=False).encode())
+    page = target / "report.html"
+    _publish(page, render(analysis, command, planned).encode())
+    return page
+
+
+def render(analysis: Analysis, command: str = "", planned: int | None = None) -> str:
+    """Return the report as HTML; the arguments are those of `write_report`."""
+    jinja2 = import_extra("jinja2", "evaluation")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    found = recommend(analysis)
+    html: str = template.render(
+        markup=jinja2.utils.markupsafe.Markup,
+        metric=analysis.metric,
+        baseline=analysis.baseline,
+        tasks=[_task(analysis, task, found) for task in analysis.tasks],
+        facts=_facts(analysis, command, planned),
+    )
+    return html
+
+
+def _task(analysis: Analysis, task: str, recommendations: Sequence[Recommendation]) -> dict[str, Any]:
+    """Return what the template shows of a task."""
+    traces, rules, looks = analysis.traces(task), analysis.rules_of(task), figures.look(analysis.rules)
+    size = (max(3.2, 1.25 + 0.8 * len(traces)), 1.2 + 0.34 * len(rules))
+    return {
+        "name": task,
+        "looks": {rule: looks[rule] for rule in rules},
+        "image": f"report-{_file_name(task)}.png",
+        "recommendations": [found for found in recommendations if found.task == task],
+        "heat": figures.svg(partial(figures.draw_regret, analysis=analysis, task=task), size),
+        "grid": any((analysis.facts(task, trace)["grid"] > 1).any() for trace in traces),
+        "traces": [
+            {"name": trace, "panels": _panels(analysis, task, trace), "table": _table(analysis, task, trace)}
+            for trace in traces
+        ],
+        "target": _target(analysis, task),
+    }
+
+
+def _panels(analysis: Analysis, task: str, trace: str) -> list[tuple[str, str]]:
+    """Return the caption and the SVG of each picture of a trace."""
+    rows, looks = analysis.rows(task, trace), figures.look(analysis.rules)
+    panels = [
+        ("batch size", figures.svg(partial(figures.draw_batch_sizes, rows=rows))),
+        ("learning rate", figures.svg(partial(figures.draw_lr, rows=rows, looks=looks))),
+    ]
+    places = [(analysis.metric, place) for place in figures.AXES]
+    places[1:1] = [(metric, "samples") for metric in analysis.metrics if metric != analysis.metric]
+    for metric, place in places:
+        if rows[place].notna().any() and rows[metric].notna().any():
+            draw = partial(figures.draw_curves, rows=rows, metric=metric, place=place, looks=looks)
+            panels.append((f"{metric} along {figures.AXES[place]}", figures.svg(draw)))
+    return panels
+
+
+def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
+    """Return the columns of a table and its rows, each a rule and its cells; columns without a number are left out."""
+    facts = analysis.facts(task, trace)
+    columns = {
+        f"{analysis.metric}": [_interval(row, "value") for row in _rows(facts)],
+        f"difference to {analysis.baseline}": [_interval(row, "difference", "+") for row in _rows(facts)],
+        "regret": [_interval(row, "regret", "+") for row in _rows(facts)],
+        "diverged": [_divergence(row) for row in _rows(facts)],
+    }
+    for name in analysis.metrics:
+        if name != analysis.metric:
+            columns[name] = [wording.number(value) for value in facts[f"end_{name}"]]
+    columns |= {name: [wording.number(value) for value in facts[f"end_{name}"]] for name in ("updates", "progress")}
+    columns["simulated time"] = [wording.duration(value) for value in facts["end_seconds"]]
+    columns["cost"] = [wording.number(value) for value in facts["end_cost"]]
+    if "reached" in facts:
+        columns["reached the target"] = [f"{row['reached']:.0f} of {row['target_n']:.0f}" for row in _rows(facts)]
+        for name in ("samples", "seconds", "cost"):
+            columns[f"{name} to it"] = [_to_target(row, name) for row in _rows(facts)]
+    shown = {name: texts for name, texts in columns.items() if any(text != "-" for text in texts)}
+    decided = [row["difference_low"] > 0 or row["difference_high"] < 0 for row in _rows(facts)]
+    rows = zip(map(str, facts.index), decided, zip(*shown.values(), strict=True), strict=True)
+    return {"columns": list(shown), "rows": list(rows)}
+
+
+def _rows(facts: Any) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = facts.to_dict("records")
+    return rows
+
+
+def _interval(row: Mapping[str, float], name: str, sign: str = "") -> str:
+    text = wording.interval(row[name], row[f"{name}_low"], row[f"{name}_high"], sign)
+    few = row[f"{name}_n"] < row["divergence_n"] and text != "-"
+    return f"{text}, {row[f'{name}_n']:.0f} of {row['divergence_n']:.0f} seeds" if few else text
+
+
+def _divergence(row: Mapping[str, float]) -> str:
+    low, high = row["divergence_low"], row["divergence_high"]
+    count = row["divergence"] * row["divergence_n"]
+    return f"{count:.0f} of {row['divergence_n']:.0f} ({low:.0%} to {high:.0%})"
+
+
+def _to_target(row: Mapping[str, float], name: str) -> str:
+    """Format what reaching the target took; it is a lower bound if some trainings have not reached it."""
+    value, low, high = (row[f"target_{name}{bound}"] for bound in ("", "_low", "_high"))
+    if not np.isfinite(value):
+        return "-"
+    text = wording.interval(value, low, high)
+    return text if row["reached"] == row["target_n"] else f"\u2265 {text}"
+
+
+def _target(analysis: Analysis, task: str) -> str:
+    target = next((found for name, found in (analysis.targets or {}).items() if task.split(" (")[0] == name), None)
+    return f"{target[0]} {target[1]:g}" if target else ""
+
+
+def _facts(analysis: Analysis, command: str, planned: int | None) -> dict[str, str]:
+    """Return what the evaluation was, and on what it ran."""
+    total, diverged = len(analysis.records), sum(record.status == "diverged" for record in analysis.records)
+    of = f" of {planned}" if planned is not None and planned != total else ""
+    facts = {"trainings": f"{total}{of}, {diverged} of them diverged"}
+    facts["computed in"] = wording.duration(sum(record.wall_seconds for record in analysis.records))
+    if command:
+        facts["command"] = command
+    environments = [record.environment for record in analysis.records]
+    names = dict.fromkeys(name for environment in environments for name in environment)
+    facts |= {name: _distinct(environment.get(name) for environment in environments) for name in names}
+    return facts
+
+
+def _distinct(values: Iterable[object]) -> str:
+    return " | ".join(dict.fromkeys("unknown" if value is None else str(value) for value in values))
+
+
+def _file_name(task: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-")
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Write a file that is complete at any instant."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,222 @@
+"""What is trained: a task is five functions, and the defaults of its trainings."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, final, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from variable_batch_size._validation import (
+    MAX_INT,
+    check_int,
+    check_number,
+    check_positive,
+    type_error,
+    value_error,
+)
+from variable_batch_size.evaluation.tasks.table import TASKS
+
+FUNCTIONS = ("model", "dataset", "loss", "evaluate", "optimizer")
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What is trained: an object, or a module, with these five functions.
+
+    It may also have these attributes, which are the defaults of its trainings:
+
+    - `ref_batchsize`: batch size at which the learning rate was tuned, in samples;
+    - `lr`: that learning rate; `samples`: those of a training;
+    - `minibatch_size`: maximum number of rows of a microbatch (32);
+    - `between`: samples between two evaluations (a sixteenth of `samples`);
+    - `max_grad_norm`: norm to which gradients are clipped (not clipped);
+    - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a training, read
+      once in `ref_batchsize` samples (1);
+    - `target`: a metric and its value, such as `("loss", 0.12)`: a loss is reached from above, others from below;
+    - `version`: text that names its code and data: what was trained with another version is trained again.
+
+    One object serves several trainings of a process, one after the other.
+    """
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a model with the weights of a seed, on the device on which it is to train."""
+        ...
+
+    def dataset(self) -> Dataset[Any]:
+        """Return the map-style dataset to train on, the same for every training."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss over the rows of a batch, as torch's `default_collate` makes it of the samples."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Return the "loss", and other metrics, of data that is not trained on. The model is in `eval()` mode."""
+        ...
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return the optimizer to wrap."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Defaults:
+    """The optional attributes of a task, checked; see `Task`."""
+
+    ref_batchsize: int | None
+    lr: float | None
+    samples: int | None
+    minibatch_size: int
+    between: int | None
+    max_grad_norm: float | None
+    schedule: Callable[[int, int], float] | None
+    target: tuple[str, float] | None
+    version: str
+
+    @classmethod
+    def of(cls, task: Task, name: str) -> Defaults:
+        """Return those of a task; the errors call it `name`."""
+
+        def read(attribute: str, check: Callable[[object, str], Any], default: Any = None) -> Any:
+            value = getattr(task, attribute, None)
+            return default if value is None else check(value, f"{attribute} of the task {name}")
+
+        return cls(
+            ref_batchsize=read("ref_batchsize", _count),
+            lr=read("lr", _rate),
+            samples=read("samples", _count),
+            minibatch_size=read("minibatch_size", _count, 32),
+            between=read("between", _count),
+            max_grad_norm=read("max_grad_norm", _norm),
+            schedule=read("schedule", _function),
+            target=read("target", _target),
+            version=str(getattr(task, "version", "")),
+        )
+
+
+def _count(value: object, name: str) -> int:
+    return check_int(value, name, 1, MAX_INT)
+
+
+def _rate(value: object, name: str) -> float:
+    return check_positive(value, name, "pass a learning rate")
+
+
+def _norm(value: object, name: str) -> float:
+    return check_positive(value, name, "pass a norm, or leave it out")
+
+
+def _function(value: object, name: str) -> Callable[[int, int], float]:
+    if not callable(value):
+        raise type_error(f"{name} must be a function", value, "define schedule(samples, total)")
+    return value
+
+
+def _target(value: object, name: str) -> tuple[str, float]:
+    if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)):
+        raise type_error(f"{name} must be a metric and its value", value, 'pass ("loss", 0.12)')
+    return value[0], check_number(value[1], name, "pass a number")
+
+
+_datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, which is kept
+
+
+@lru_cache(maxsize=8)
+def _loaded(name: str, text: str, data_dir: str | None) -> Task:
+    found, arguments = _find(name), json.loads(text)
+    own = {}
+    if data_dir is not None and callable(found) and "data_dir" in inspect.signature(found).parameters:
+        own = {"data_dir": data_dir}
+    task = found(**own | arguments) if callable(found) else found
+    if arguments and not callable(found):
+        requirement = f"the task {name} must be a class or a function to take arguments"
+        raise type_error(requirement, found, "leave the arguments out")
+    missing = [function for function in FUNCTIONS if not callable(getattr(task, function, None))]
+    if missing:
+        requirement = f"the task {name} must have {', '.join(FUNCTIONS)}"
+        raise type_error(requirement, task, f"define {', '.join(missing)}")
+    return task  # type: ignore[no-any-return]
+
+
+def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: str | None = None) -> Task:
+    """Return a task by its name.
+
+    >>> load_task("mnist-cnn").ref_batchsize
+    32
+
+    Args:
+        name: one of those that come with the package; or a task of your own: "package.module:name", where the name is
+            that of an object, or of a class or a function that returns one; or "package.module", a module with the five
+            functions. Modules are also looked for in the working directory.
+        arguments: those of the class or the function, as values of JSON.
+        data_dir: folder of its files, which a class or a function gets if it has an argument of this name.
+
+    Raises:
+        TypeError: if what the name stands for is not a `Task`.
+        ValueError: if there is no such task.
+        ModuleNotFoundError: if a module that the task imports is missing.
+    """
+    if not isinstance(name, str):
+        raise type_error("a task must be named by a string", name, 'pass "package.module:name"')
+    try:
+        text = json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        requirement = f"the arguments of the task {name} must be values of JSON"
+        raise type_error(requirement, arguments, "pass numbers, strings, lists and mappings of these") from None
+    return _loaded(name, text, data_dir)
+
+
+def dataset_of(task: Task) -> Dataset[Any]:
+    """Return the dataset of a task, which is asked for it once in a process."""
+    if id(task) not in _datasets:
+        _datasets[id(task)] = task, task.dataset()
+    return _datasets[id(task)][1]
+
+
+def _find(name: str) -> Any:
+    place, _, attribute = TASKS.get(name, name).partition(":")
+    module = _import(place, name)
+    try:
+        return getattr(module, attribute) if attribute else module
+    except AttributeError:
+        remedy = "pass package.module:name with a name that the module defines"
+        raise value_error(f"the task {name} must be in {module.__file__}", f"no {attribute!r} there", remedy) from None
+
+
+def _import(place: str, name: str) -> ModuleType:
+    """Import a module, also one of the working directory, as `python -m` does."""
+    first = place.partition(".")[0]
+    try:
+        known = all(part.isidentifier() for part in place.split("."))
+        if known and first not in sys.modules and importlib.util.find_spec(first) is None:
+            spec = PathFinder.find_spec(first, [str(Path.cwd())])
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[first] = module
+                try:
+                    spec.loader.exec_module(module)
+                except BaseException:
+                    del sys.modules[first]
+                    raise
+        if known:
+            return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
+            raise
+    remedy = f"pass one of these, or run it where {place}.py is" if known else "pass one of these"
+    requirement = f"a task must be {', '.join(TASKS)} or package.module:name"
+    raise value_error(requirement, f"{name!r:.60}", remedy)

@@ -1,0 +1,232 @@
+"""From a cell to its record: a training that can be killed at any time."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from variable_batch_size.backend import LocalBackend
+from variable_batch_size.checkpoint import Checkpoint
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.evaluation.cell import Cell, rule_of
+from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.record import Record, path_of
+from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
+from variable_batch_size.optim.epochs import remaining_epochs
+from variable_batch_size.optim.lr_scheduler import ProgressScheduler
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+SAVE_EVERY = timedelta(seconds=30)
+
+
+class Parts(NamedTuple):
+    """The objects of a training."""
+
+    task: Task
+    model: nn.Module
+    sampler: CustomSampler
+    optimizer: CustomOptimizer
+    scheduler: ProgressScheduler | None
+
+
+def parts_of(cell: Cell) -> Parts:
+    """Create the objects of a training.
+
+    Raises:
+        TypeError, ValueError: if task, trace, rule and optimizer do not fit one another.
+    """
+    task = load_task(cell.task, cell.task_arguments, cell.data_dir)
+    dataset: Any = dataset_of(task)
+    sampler = CustomSampler(
+        dataset, cell.course.trace, 1, 0, cell.minibatch_size, cell.seed, fixed_shape=False, max_samples=cell.samples
+    )
+    model = task.model(cell.seed)
+    optimizer = CustomOptimizer(
+        task.optimizer(model, cell.lr),
+        sampler,
+        cell.ref_batchsize,
+        rule=rule_of(cell.rule),
+        max_grad_norm=cell.max_grad_norm,
+        backend=LocalBackend(),
+    )
+    return Parts(task, model, sampler, optimizer, _scheduler(cell, Defaults.of(task, cell.task), optimizer))
+
+
+def _scheduler(cell: Cell, defaults: Defaults, optimizer: CustomOptimizer) -> ProgressScheduler | None:
+    """Return the schedule of the task, which every rule reads by samples."""
+    function, size = defaults.schedule, cell.ref_batchsize
+    if function is None:
+        return None
+    if size is None:
+        raise ValueError(f"the schedule of the task {cell.task} needs a ref_batchsize, but there is none; pass one")
+    return ProgressScheduler(
+        LambdaLR(optimizer, lambda step: function(step * size, cell.samples)), optimizer, by="samples"
+    )
+
+
+def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | int = SAVE_EVERY) -> Path:
+    """Train a cell, or continue where a killed training has saved, and write its record.
+
+    The random numbers of torch, NumPy and `random` are seeded. With one thread a training is a function of the cell; it
+    may be a little different on another machine or with another version of torch.
+
+    Args:
+        cell: what is trained.
+        folder: folder of the records; checkpoints are in its subfolder `checkpoints` until the record is written.
+        threads: number of threads of torch.
+        save_every: interval of the checkpoints: time, or a number of updates.
+
+    Returns:
+        The path of the record.
+    """
+    with _threads(threads):
+        torch.manual_seed(cell.seed)
+        np.random.seed(cell.seed % 2**32)
+        random.seed(cell.seed)
+        parts = parts_of(cell)
+        curve = Curve(cell.course.time, cell.minibatch_size)
+        saved = folder / "checkpoints" / cell.key
+        resumes = saved.is_dir()
+        own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler, "curve": curve}
+        with Checkpoint(saved, keep=1, every=save_every, **own) as checkpoint:  # type: ignore[arg-type]
+            if resumes and next(saved.glob("update-*"), None) is not None:
+                checkpoint.restore()
+            _train(parts, cell, curve, checkpoint)
+        record = Record(
+            key=cell.key,
+            cell=cell.as_json(),
+            status="diverged" if curve.diverged else "finished",
+            curve=curve.columns(),
+            wall_seconds=round(curve.wall_seconds, 3),
+            environment=environment() | {"threads": threads},
+        )
+        record.write(folder)
+        shutil.rmtree(saved, ignore_errors=True)
+        return path_of(folder, cell.key)
+
+
+def _train(parts: Parts, cell: Cell, curve: Curve, checkpoint: Checkpoint) -> None:
+    """Train until the samples are used, or the training diverges."""
+    task, model, sampler, optimizer, scheduler = parts
+    watch = _stopwatch(curve)
+    model.train()
+    if not curve.rows:
+        _evaluate(parts, curve)
+    batches = _batches(task, sampler)
+    for _ in remaining_epochs(sampler, optimizer):
+        for batch in batches():
+            updates, samples = optimizer.updates, optimizer.microbatch.samples
+            loss = task.loss(model, batch)
+            if not curve.microbatch(float(loss.detach()), samples):
+                return watch()
+            loss.backward()  # type: ignore[no-untyped-call]
+            updated = optimizer.step()
+            if optimizer.updates == updates:
+                continue
+            if updated and scheduler is not None:
+                scheduler.step()
+            curve.update(optimizer.updates, optimizer.current_lr())
+            if optimizer.samples // cell.between > curve.samples // cell.between or curve.diverged:
+                _evaluate(parts, curve)
+            watch()
+            checkpoint.step()
+            if curve.diverged:
+                return None
+    if curve.samples < optimizer.samples and not curve.diverged:
+        _evaluate(parts, curve)
+    return watch()
+
+
+@torch.no_grad()
+def _evaluate(parts: Parts, curve: Curve) -> None:
+    task, model, _, optimizer, _ = parts
+    model.eval()
+    metrics = task.evaluate(model)
+    model.train()
+    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
+
+
+def _stopwatch(curve: Curve) -> Callable[[], None]:
+    """Return a function that adds the seconds since its last call to those of the curve."""
+    last = time.perf_counter()
+
+    def add() -> None:
+        nonlocal last
+        now = time.perf_counter()
+        curve.wall_seconds += now - last
+        last = now
+
+    return add
+
+
+def _batches(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
+    """Return a function that iterates over the batches of an epoch, as a DataLoader does.
+
+    Of a `TensorDataset` the rows of a batch are taken at once, which gives the same batches.
+    """
+    dataset: Any = dataset_of(task)
+    if type(dataset) is TensorDataset:
+        return lambda: (dataset[torch.tensor(indices)] for indices in sampler)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    return lambda: iter(loader)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@lru_cache(maxsize=1)
+def environment() -> dict[str, Any]:
+    """Return versions, the commit of the library and the processor of this process."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "variable_batch_size": importlib.import_module("variable_batch_size").__version__,
+        "commit": _commit(),
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the library, with -dirty after it if files are changed; None outside of its repository."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    described = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        known = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
+        if subprocess.run(known, capture_output=True, check=False).returncode:
+            return None
+        return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # there is no git
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
