@@ -43,11 +43,11 @@ def update(params: Tree, velocity: Tree, gradient: Tree, learning_rate: Any) -> 
 
 
 def train(x: Any, target: Any, sampler: vbs.CustomSampler, params: Tree, velocity: Tree, updates: int) -> Any:
-    """Make the next `updates` updates, from the position of the sampler on; return parameters, velocity and losses."""
+    """Make the next `updates` updates, or fewer if the sampler ends before; return parameters, velocity and losses."""
     params, velocity = jax.tree.map(jnp.asarray, (params, velocity))
     zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), x.dtype), params))
     losses = []
-    while len(losses) < updates:
+    while len(losses) < updates and not sampler.clock.done:
         sampler.set_epoch(sampler.epoch)
         microbatches, clock = iter(sampler), sampler.clock
         while clock.step < clock.epoch.end_step and len(losses) < updates:

@@ -25,8 +25,8 @@ def float64() -> Iterator[None]:
         yield
 
 
-def sampler() -> vbs.CustomSampler:
-    return vbs.CustomSampler(SAMPLES, TRACE, 1, 0, MICROBATCH, fixed_shape=True)
+def sampler(**options: Any) -> vbs.CustomSampler:
+    return vbs.CustomSampler(SAMPLES, TRACE, 1, 0, MICROBATCH, fixed_shape=True, **options)
 
 
 def begin() -> tuple[Any, Any, Any, Any]:
@@ -61,6 +61,13 @@ def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
     second.load_state_dict(first.state_dict())
     params, _, _ = train(x, target, second, params, velocity, UPDATES - stop)
     assert all(np.array_equal(params[name], whole[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("end", [5, 11])
+def test_it_ends_where_the_sampler_does(end: int) -> None:
+    train = runpy.run_path(EXAMPLE)["train"]
+    x, target, params, velocity = begin()
+    assert len(train(x, target, sampler(max_updates=end), params, velocity, UPDATES)[2]) == end
 
 
 def test_the_script_runs(capsys: pytest.CaptureFixture[str]) -> None:

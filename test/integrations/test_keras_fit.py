@@ -149,6 +149,64 @@ def test_a_callback_may_end_the_training_within_an_epoch() -> None:
     assert model.custom_optimizer.updates == UPDATES
 
 
+@pytest.mark.parametrize("last", [10, 11, 12, 21])
+def test_a_callback_may_end_it_after_any_update(last: int) -> None:
+    class StopAt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.model.custom_optimizer.updates == last:
+                self.model.stop_training = True
+
+    model = made()
+    fit(model, 3, callbacks=[StopAt()])
+    assert model.custom_optimizer.updates == last
+
+
+@pytest.mark.parametrize("every", [None, 1, 10])
+def test_further_fits_continue_with_the_same_folder(every: int | None, tmp_path: Path) -> None:
+    def script(stop: int | None = None) -> Any:
+        model = made()
+        for epochs in 1, 2:
+            more = [jobs.StopAfter(stop)] if stop is not None else []
+            fit(model, epochs, callbacks=[VariableBatchCheckpoint(tmp_path, every=every), *more])
+        return model
+
+    with pytest.raises(jobs.StopError):
+        script(23)
+    assert script().custom_optimizer.updates == UPDATES
+    assert script().custom_optimizer.updates == UPDATES  # nothing is left
+
+
+def test_a_fit_with_a_folder_after_one_without(tmp_path: Path) -> None:
+    def script(stop: int = -1) -> Any:
+        fit(model := made())
+        fit(model, 2, callbacks=[VariableBatchCheckpoint(tmp_path, every=1), jobs.StopAfter(stop)])
+        return model
+
+    with pytest.raises(jobs.StopError):
+        script(23)
+    assert script().custom_optimizer.updates == UPDATES
+
+
+def test_an_interrupted_fit_continues_in_the_same_process(tmp_path: Path) -> None:
+    model = made()
+    with pytest.raises(jobs.StopError):
+        fit(model, 3, callbacks=[VariableBatchCheckpoint(tmp_path, every=4), jobs.StopAfter(22)])
+    fit(model, 3, callbacks=[VariableBatchCheckpoint(tmp_path, every=4)])
+    assert model.custom_optimizer.updates == UPDATES
+
+
+def test_the_last_updates_are_saved(tmp_path: Path) -> None:
+    fit(made(), 1, callbacks=[VariableBatchCheckpoint(tmp_path, every=4)])
+    assert sorted(path.name for path in tmp_path.glob("update-*")) == ["update-00000008", "update-00000011"]
+    again = fit(made(), 1, callbacks=[VariableBatchCheckpoint(tmp_path, every=4)])
+    assert again.epoch == []
+
+
+def test_an_initial_epoch_that_skips_updates_warns() -> None:
+    with pytest.warns(UserWarning, match=r"fit\(initial_epoch=...\) skips 11 updates: epoch 1 begins with update 11"):
+        fit(made(), 2, initial_epoch=1)
+
+
 def test_a_second_fit_trains_further_epochs() -> None:
     model = made()
     fit(model)
@@ -198,11 +256,18 @@ def test_class_and_sample_weights_are_those_of_keras() -> None:
     assert np.array_equal(trained[0][1], trained[1][1])
 
 
-def test_inputs_by_name_and_several_outputs() -> None:
+def test_a_loader_that_drops_the_last_batch() -> None:
+    model = made()
+    model.fit(DataLoader(list(zip(X, Y, strict=True)), MICROBATCH, shuffle=True, drop_last=True), verbose=0)
+    assert model.custom_optimizer.samples == sum(SIZES[:10]) < SAMPLES
+
+
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_inputs_by_name_and_several_outputs(fixed_shape: bool) -> None:
     a, b = keras.Input((FEATURES,), name="a"), keras.Input((FEATURES,), name="b")
     both = keras.layers.Concatenate()([a, b])
     heads = {"c": keras.layers.Dense(CLASSES, name="c")(both), "d": keras.layers.Dense(1, name="d")(both)}
-    model = VariableBatchModel(keras.Model({"a": a, "b": b}, heads), TRACE)
+    model = VariableBatchModel(keras.Model({"a": a, "b": b}, heads), TRACE, "root", 16, {"fixed_shape": fixed_shape})
     model.compile("adam", {"c": LOSS(from_logits=True), "d": "mse"}, metrics={"c": ["accuracy"]})
     history = model.fit({"a": X, "b": X}, {"c": Y, "d": X[:, 0]}, batch_size=MICROBATCH, verbose=0).history
     assert {"loss", "c_loss", "d_loss", "c_accuracy"} <= history.keys()
@@ -253,7 +318,7 @@ def test_jit_compile_compiles_forward_and_loss(monkeypatch: pytest.MonkeyPatch) 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     class Values(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            logs["val_loss"] = [1.0, 0.5, 2.0][epoch]
+            logs["val_loss"] = [1.0, 0.5, np.nan][epoch]
 
     saves = VariableBatchCheckpoint(tmp_path, keep=1, best="min:val_loss")
     fit(made(), 3, callbacks=[saves, Values()])

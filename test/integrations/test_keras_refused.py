@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
 from helpers.keras_backend import keras
 from helpers.keras_plain import LOSS, X, Y, dense, fit, functional, made
@@ -64,8 +64,41 @@ def test_arguments_that_contradict_the_trace_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"train_on_batch\(\) was called"):
         model.train_on_batch(X, Y)
     fit(model)
-    with pytest.raises(ValueError, match=r"a training continues with the same .*\(203, 8, True\), got \(203, 16, True"):
+    with pytest.raises(ValueError, match=r"a training continues with the same data, .*'batch_size': 8.*, got .*16"):
         model.fit(X, Y, batch_size=16)
+
+
+@pytest.mark.parametrize("sampler", [SubsetRandomSampler(range(50)), WeightedRandomSampler([1.0] * 203, 203)])
+def test_samplers_that_choose_samples_are_refused(sampler: Any) -> None:
+    model = made()
+    model.fit(DataLoader([*zip(X, Y, strict=True)], 8, shuffle=True), verbose=0)
+    for one in made(), model:
+        with pytest.raises(TypeError, match=r"the loader must read each sample once an epoch, .*; leave out sampler="):
+            one.fit(DataLoader([*zip(X, Y, strict=True)], 8, sampler=sampler), verbose=0)
+
+
+def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
+    model: Any = dense()
+    for arguments, message in [
+        ((TRACE, "square", 16), "rule must be one of"),
+        ((TRACE, "root"), "needs ref_batchsize, but it is None"),
+        ((TRACE, "sqrt-sde", 16), "with Keras the rule must scale the learning rate only, got sqrt-sde; pass"),
+        ((TRACE, "linear-momentum", 16), "the rule must scale the learning rate only, got linear-momentum"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            VariableBatchModel(model, *arguments)
+    VariableBatchModel(model, TRACE)
+    with pytest.raises(FileNotFoundError):
+        VariableBatchModel(dense(), tmp_path / "trace.csv")
+    for size in 0, -1:
+        with pytest.raises(ValueError, match=f"batch_size must be an integer >= 1, got {size}"):
+            made().fit(X, Y, batch_size=size)
+    with pytest.raises(TypeError, match=r"data must be arrays, got 0.*; put np.asarray"):
+        made().fit(X, [0] * len(X), verbose=0)
+    with pytest.raises(
+        ValueError, match=r"best=\"min:val_loss\" must name a value .*, got .*loss.*; pass validation_da"
+    ):
+        fit(made(), callbacks=[VariableBatchCheckpoint(tmp_path, best="min:val_loss")])
 
 
 def test_what_compile_refuses() -> None:
@@ -73,6 +106,9 @@ def test_what_compile_refuses() -> None:
         (keras.optimizers.SGD(gradient_accumulation_steps=4), "mse", "must have no gradient_accumulation_steps, got 4"),
         (keras.optimizers.SGD(loss_scale_factor=4.0), "mse", "must have no loss_scale_factor, got 4.0"),
         ("sgd", LOSS(reduction="sum"), "a loss must be a mean over the samples, got reduction='sum'"),
+        ("sgd", LOSS(ignore_class=-1), "a mean over the samples, got ignore_class=-1 of .*; pass sample_weight"),
+        ("sgd", keras.losses.Dice(), "a mean over the samples, got axis=None of dice; pass the axes of a sample"),
+        ("sgd", "tversky", "a mean over the samples, got axis=None of tversky"),
     ]:
         with pytest.raises(ValueError, match=message):
             VariableBatchModel(dense(), TRACE).compile(optimizer, loss)
@@ -99,16 +135,12 @@ def test_what_is_no_model_of_keras_is_refused() -> None:
         VariableBatchModel(Own(), TRACE)
 
 
-def test_masks_and_rules_for_other_hyperparameters_are_refused() -> None:
+def test_masks_are_refused() -> None:
     layers = [keras.layers.Embedding(10, 4, mask_zero=True), keras.layers.Dense(3)]
     model = VariableBatchModel(keras.Sequential(layers), 8)
     model.compile("sgd", LOSS(from_logits=True))
     with pytest.raises(RuntimeError, match=r"the loss must be a mean over samples, but .* has a mask"):
         model.fit(np.ones((16, 5), int), np.ones((16, 5), int), verbose=0)
-    model = VariableBatchModel(dense(), TRACE, "linear-momentum", 16)
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS(from_logits=True))
-    with pytest.raises((TypeError, ValueError), match="use the linear rule instead"):
-        fit(model)
 
 
 def test_a_checkpoint_needs_a_trace(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
     if not isinstance(loader, DataLoader):
         raise type_error("the training's loader must be a DataLoader", loader, "pass the loader of the training data")
     check_indexed(loader.dataset)
-    order = _order(loader)
+    order = order_of(loader)
     return settings.sampler(loader.dataset, minibatch_size=order.pop("batch_size"), **order, **world)
 
 
@@ -43,14 +43,20 @@ def check_same_order(loader: DataLoader[Any], sampler: CustomSampler) -> None:
     check_indexed(loader.dataset)
     plan = sampler.plan
     own = {"batch_size": plan.minibatch_size, "shuffle": sampler.shuffle, "drop_last": plan.drop_last}
-    own, found = {"samples": plan.dataset_size, **own}, {"samples": len(loader.dataset), **_order(loader)}  # type: ignore[arg-type]
+    own, found = {"samples": plan.dataset_size, **own}, {"samples": len(loader.dataset), **order_of(loader)}  # type: ignore[arg-type]
     if different := [name for name in own if own[name] != found[name]]:
         wanted, got = (", ".join(f"{name}={of[name]}" for name in different) for of in (own, found))
         requirement = f"the loader must read as the sampler of the training does, with {wanted}"
         raise value_error(requirement, got, "pass the loader that the trainer was created with")
 
 
-def _order(loader: DataLoader[Any]) -> dict[str, Any]:
+def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return `batch_size`, `shuffle` and `drop_last` of a loader.
+
+    Raises:
+        TypeError: if it has a sampler of its own.
+        ValueError: if it has no `batch_size`.
+    """
     if loader.batch_size is None:
         found = f"one with batch_sampler={type(loader.batch_sampler).__name__}"
         remedy = "create it as DataLoader(dataset, batch_size=32, shuffle=True), for example"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 from datetime import timedelta
 from typing import Any, final
 
 import torch
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
 from variable_batch_size.integrations.keras.backend import keras
 
 
 @final
 class VariableBatchCheckpoint(keras.callbacks.Callback):
-    """Restores the newest checkpoint of a folder when `fit` begins, and saves while it runs.
+    """Restores the newest checkpoint of a folder when `fit` begins, and saves while it runs and when it ends.
 
     A run that was stopped after any update continues there, on any number of ranks. Pass it on every rank. At the end
     of an epoch it saves after the validation and all other callbacks, whose own states are not saved.
@@ -38,6 +38,7 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         super().__init__()
         self._options: dict[str, Any] = {"dir": folder, "every": every, "keep": keep, "best": best}
         self._checkpoint: Checkpoint | None = None
+        self._began_at = 0
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -64,8 +65,17 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         variables = torch.nn.ParameterList([variable.value for variable in self.model.variables])
         parts = {"model": variables, "optimizer": training.optimizer, "metrics": training.metrics}
         self._checkpoint = Checkpoint(**parts, **self._options)
-        if self._checkpoint.restore():
+        self._began_at = training.optimizer.updates
+        if self._is_ahead(training) and self._checkpoint.restore():
             training.restored()
+
+    def _is_ahead(self, training: Any) -> bool:
+        """Return whether to restore: not what this process itself has just trained."""
+        if training.interrupted or not training.optimizer.updates:
+            return True
+        latest, backend = self.checkpoint.latest, training.optimizer.backend
+        ahead = latest is not None and int(latest.name.split("-")[1]) > training.optimizer.updates
+        return bool(backend.any_rank([ahead], backend.device)[0])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if it is due, within an epoch."""
@@ -78,7 +88,22 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         if self._options["every"] is None:
             self.checkpoint.save(wait=False)
         if self._options["best"] is not None:
-            self.checkpoint.report(**{name: value for name, value in (logs or {}).items() if math.isfinite(value)})
+            self.checkpoint.report(**self._numbers(logs or {}))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Save the last updates."""
+        if self._options["every"] is not None and self.model.custom_optimizer.updates > self._began_at:
+            self.checkpoint.save(wait=False)
+
+    def _numbers(self, logs: dict[str, Any]) -> dict[str, float]:
+        name = self._options["best"].partition(":")[2]
+        if name not in logs:
+            raise value_error(
+                f'best="{self._options["best"]}" must name a value that is logged at the end of each epoch',
+                f"{', '.join(logs)}",
+                "pass validation_data to fit() for a name with val_, or one of these names",
+            )
+        return {key: value for key, value in logs.items() if isinstance(value, (int, float))}
 
     def close(self) -> None:
         """Wait for the write in progress, and unlock the folder; `fit` calls it."""

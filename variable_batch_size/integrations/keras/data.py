@@ -34,7 +34,9 @@ class Arrays(Dataset[Any]):
         return keras.tree.map_structure(lambda array: _tensor(array[rows]), self._data)
 
 
-def loader_of(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None, size: int) -> Any:
+def loader_of(
+    x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None, size: int, *, shuffle: bool
+) -> Any:
     """Return a DataLoader over what `fit` was given, in microbatches of `size` rows if it is not one itself.
 
     Raises:
@@ -66,7 +68,7 @@ def loader_of(x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, flo
     data = tuple(part for part in (x, y, sample_weight) if part is not None)
     if y is None and sample_weight is not None:
         raise value_error("sample_weight needs y", "none", "pass y, too")
-    return DataLoader(Arrays(_arrays(data)), batch_size=size, collate_fn=_whole)
+    return DataLoader(Arrays(_arrays(data)), size, shuffle=shuffle, collate_fn=_whole)
 
 
 def split(x: Any, y: Any, sample_weight: Any, part: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
@@ -128,6 +130,8 @@ def _array(value: Any) -> Any:
     if value is None or isinstance(value, Tensor):
         return value
     if not hasattr(value, "__array__"):
+        if isinstance(value, (int, float)):  # of a list, whose items are taken for arrays, as in Keras
+            raise type_error("data must be arrays", value, "put np.asarray(...) around a list of numbers")
         raise type_error(_NO_INDEX, value, "pass arrays, tensors or a DataLoader with a map-style dataset")
     return np.asarray(value)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
 
+from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 _UPDATES, _RANKS = 0x9E3779B1, 0x85EBCA6B  # odd numbers, so that seeds of updates and ranks are far apart
@@ -22,17 +25,65 @@ def update_loss(model: Any, optimizer: CustomOptimizer, batch_size: int) -> None
             return
 
 
+@contextmanager
+def by_samples(model: Any, part: Microbatch) -> Iterator[None]:
+    """Let what a forward adds to metrics, as the loss of each output, count by its samples instead of its rows."""
+    own = _summed(model) if part.samples != part.rows else []
+    before = [variable.value.detach().clone() for variable in own]
+    yield
+    for variable, old in zip(own, before, strict=True):
+        added = (variable.value.detach() - old) * (part.samples / part.rows)
+        variable.assign(old + added.to(old.dtype))
+
+
 def merge_metrics(model: Any, optimizer: CustomOptimizer) -> None:
     """Sum the state of the other metrics over the ranks, at the end of an epoch."""
-    if optimizer.backend.world.size == 1:
-        return
+    if optimizer.backend.world.size > 1:
+        for variable, total in _totals(model, optimizer):
+            variable.assign(total)
+
+
+def _summed(model: Any) -> list[Any]:
+    """Return the variables of all metrics but the loss that are sums over samples."""
     metrics = [metric for metric in model.metrics if metric.name != "loss"]
-    summed = [v for metric in metrics for v in metric.variables if v.aggregation == "sum"]
-    own = {id(variable): variable for variable in summed}.values()
-    totals = [variable.value.detach().to(torch.float64) for variable in own]
+    found = [v for metric in metrics for v in metric.variables if v.aggregation == "sum"]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _totals(model: Any, optimizer: CustomOptimizer) -> list[tuple[Any, torch.Tensor]]:
+    """Return these variables, each with its sum over the ranks; every rank has to call it."""
+    own = _summed(model)
+    totals = [variable.value.detach().to(torch.float64, copy=True) for variable in own]
     optimizer.backend.all_reduce_sum(totals)
-    for variable, total in zip(own, totals, strict=True):
-        variable.assign(total.to(variable.value.dtype))
+    return [(variable, total.to(variable.value.dtype)) for variable, total in zip(own, totals, strict=True)]
+
+
+def logs_of_rank_0(logs: dict[str, Any], optimizer: CustomOptimizer) -> dict[str, Any]:
+    """Return the logs of an epoch with the numbers of rank 0, so that callbacks decide alike on all ranks.
+
+    Validation may differ, because each rank has its own moving averages of batch normalization.
+    """
+    if optimizer.backend.world.size == 1:
+        return logs
+    numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+    return {**logs, **json.loads(optimizer.backend.all_gather_bytes(json.dumps(numbers).encode())[0])}
+
+
+def check_decisions(model: Any, optimizer: CustomOptimizer, learning_rate: float) -> None:
+    """Check that callbacks have decided alike on all ranks.
+
+    Raises:
+        RuntimeError: on every rank, if not.
+    """
+    rows = optimizer.backend.all_gather_floats([learning_rate, model.stop_training], optimizer.backend.device).tolist()
+    for rank, row in enumerate(rows):
+        if row != rows[0]:
+            (first, stops), (other, ends) = rows[0], row
+            raise RuntimeError(
+                f"all ranks must end an epoch with the same learning_rate and stop_training, but they are {first:.6g} "
+                f"and {bool(stops)} on rank 0, {other:.6g} and {bool(ends)} on rank {rank}; pass callbacks that set "
+                f"them, such as EarlyStopping, on every rank"
+            )
 
 
 def logs_of(optimizer: CustomOptimizer, batch_size: int) -> dict[str, Any]:
@@ -77,6 +128,15 @@ class EpochMetrics:
         self._saved: list[torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of all metrics, over all ranks; every rank has to call it."""
+        optimizer = self._model.custom_optimizer
+        if optimizer.backend.world.size == 1 or optimizer.sampler.clock.finished:  # they are merged then
+            return self.of_this_rank()
+        totals = {id(variable): total for variable, total in _totals(self._model, optimizer)}
+        own = enumerate(self._model.metrics_variables)
+        return {str(n): totals.get(id(v), v.value.detach()).clone() for n, v in own}
+
+    def of_this_rank(self) -> dict[str, Any]:
         """Return the state of all metrics, of this rank but for the loss."""
         return {str(n): v.value.detach().clone() for n, v in enumerate(self._model.metrics_variables)}
 

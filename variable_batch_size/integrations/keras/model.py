@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -11,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.keras.backend import keras
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import loader_of, split
-from variable_batch_size.integrations.keras.metrics import logs_of, merge_metrics, set_seeds, update_loss
+from variable_batch_size.integrations.keras.metrics import by_samples, logs_of, merge_metrics, set_seeds, update_loss
 from variable_batch_size.integrations.keras.optimizer import check_optimizer
 from variable_batch_size.integrations.keras.training import Callbacks, Training
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.rules import Rule
+from variable_batch_size.rules import RULES, Rule
+from variable_batch_size.rules.base import check_reference
+from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.trace.batch_trace import BatchTrace
 
 if TYPE_CHECKING:
 
@@ -48,7 +52,8 @@ class VariableBatchModel(Base):
 
     Raises:
         TypeError: if it is no `keras.Model`, or has such a trace already.
-        ValueError: if it has a `train_step` of its own, or is compiled with what `compile` refuses.
+        ValueError: if it has a `train_step` of its own, or is compiled with what `compile` refuses; or if the trace
+            cannot be read, or the rule needs a `ref_batchsize` or scales more than the learning rate.
     """
 
     def __new__(cls, model: Any, *args: Any, **options: Any) -> Any:
@@ -76,10 +81,17 @@ class VariableBatchModel(Base):
         sampler_options: Mapping[str, Any] | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        self._variable_batch = Training(settings, self)
-        if self.compiled:
-            self._check_compiled()
+        try:
+            settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
+            check_rule(rule, ref_batchsize)
+            if isinstance(trace, (str, os.PathLike)):
+                BatchTrace.of(trace)  # raises here, and not only in `fit`
+            self._variable_batch = Training(settings, self)
+            if self.compiled:
+                self._check_compiled()
+        except Exception:
+            self.__class__ = type(self).__mro__[2]  # so that the line can be corrected and run again
+            raise
 
     @property
     def sampler(self) -> CustomSampler | None:
@@ -135,7 +147,7 @@ class VariableBatchModel(Base):
             callbacks: a list of callbacks, whose batches are updates.
             validation_split: part of the arrays for the validation.
             validation_data: data for it; every rank evaluates all of them.
-            shuffle: whether the sampler shuffles.
+            shuffle: whether the sampler shuffles arrays; a DataLoader has its own.
             class_weight: weight of each class.
             sample_weight: weight of each sample.
             initial_epoch: number of the first epoch.
@@ -157,13 +169,13 @@ class VariableBatchModel(Base):
             raise type_error("callbacks must be a list", callbacks, "pass its callbacks")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split(x, y, sample_weight, validation_split)
-        shuffle = shuffle and not isinstance(getattr(x, "sampler", None), torch.utils.data.SequentialSampler)
-        loader = loader_of(x, y, sample_weight, class_weight, batch_size or 32)
+        rows = 32 if batch_size is None else check_int(batch_size, "batch_size", 1)
+        loader = loader_of(x, y, sample_weight, class_weight, rows, shuffle=bool(shuffle))
         own = sorted(keras.tree.flatten(callbacks or []), key=lambda one: isinstance(one, VariableBatchCheckpoint))
         shown: dict[str, Any] = {"add_history": True, "add_progbar": verbose != 0, "verbose": verbose}
         try:
             return super().fit(
-                training.loader(loader, shuffle=shuffle),
+                training.loader(loader),
                 epochs=epochs,
                 verbose=verbose,
                 callbacks=Callbacks(training, own, initial_epoch, **shown, epochs=epochs, steps=None, model=self),
@@ -203,10 +215,11 @@ class VariableBatchModel(Base):
         size = optimizer.microbatch.batch_size
         for microbatch in data:
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
-            y_pred, loss = training.forward(x, y, sample_weight)
+            part = optimizer.microbatch
+            with by_samples(self, part):
+                y_pred, loss = training.forward(x, y, sample_weight)
             loss.backward()
             optimizer.log(loss=loss)
-            part = optimizer.microbatch
             if part.samples:  # a replay counts on another rank
                 repeated = part.rows // part.samples
                 rows = [_distinct(value, repeated) for value in (x, y, y_pred, sample_weight)]
@@ -260,13 +273,43 @@ class VariableBatchModel(Base):
         if self.steps_per_execution != 1:
             raise value_error("steps_per_execution must be 1", self.steps_per_execution, "leave it out")
         for loss in keras.tree.flatten(self.loss):
-            reduction = getattr(loss, "reduction", "mean")
-            if reduction not in ("mean", "sum_over_batch_size"):
-                raise value_error(
-                    "a loss must be a mean over the samples",
-                    f"reduction={reduction!r} of {loss.name}",
-                    'pass reduction="sum_over_batch_size"',
-                )
+            check_mean(loss)
+
+
+def check_mean(loss: Any) -> None:
+    """Check that a loss is a mean over samples, as far as its attributes tell.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    reduction, remedy = getattr(loss, "reduction", "mean"), None
+    if reduction not in ("mean", "sum_over_batch_size"):
+        found, remedy = f"reduction={reduction!r}", 'pass reduction="sum_over_batch_size"'
+    if getattr(loss, "ignore_class", None) is not None:  # a mean over the entries that each microbatch counts
+        found, remedy = f"ignore_class={loss.ignore_class}", "pass sample_weight, 0 where the class is ignored"
+    ratios = keras.losses.Dice, keras.losses.Tversky  # of sums over all rows
+    if (isinstance(loss, ratios) and loss.axis is None) or loss in ("dice", "tversky"):
+        found, remedy = "axis=None", "pass the axes of a sample, such as axis=(1, 2, 3)"
+    if remedy is not None:
+        raise value_error("a loss must be a mean over the samples", f"{found} of {getattr(loss, 'name', loss)}", remedy)
+
+
+def check_rule(rule: Rule | str | Sequence[Rule | str], ref_batchsize: int | None) -> None:
+    """Check that a rule can be used with an optimizer of Keras, which has one group.
+
+    Raises:
+        TypeError: if it is no rule.
+        ValueError: if it has no such name, lacks `ref_batchsize`, or scales more than the learning rate.
+    """
+    (made,) = rules_for_groups(rule, 1)
+    check_reference(made, ref_batchsize)
+    if refused := [name for name in _SCALE_MORE if isinstance(made, RULES[name])]:
+        raise value_error(
+            "with Keras the rule must scale the learning rate only", refused[0], 'pass "linear" or "root", for example'
+        )
+
+
+_SCALE_MORE = ("linear-momentum", "sqrt-sde", "root-half-life")  # hyperparameters that Keras' optimizers keep as floats
 
 
 @cache
