@@ -37,7 +37,6 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
     }
     kind: Any = type(loader)
     if settings.get("generator") is None:
-        settings["generator"] = torch.Generator()
         kind = _seeded(kind)
     if not loader._auto_collation:  # type: ignore[attr-defined]  # batch_size=None, whose collate_fn gets one sample
         del settings["collate_fn"]
@@ -46,13 +45,13 @@ def with_sampler(loader: DataLoader[T], sampler: CustomSampler) -> DataLoader[T]
 
 @cache
 def _seeded(kind: Any) -> Any:
-    """Return the class of loaders whose generator begins each iteration with a seed of its own."""
+    """Return the class of loaders that draw from another generator in each iteration."""
 
     def iterate(self: Any) -> Iterator[Any]:
         sampler = self.batch_sampler
         position = sampler.clock.position
         state = np.random.SeedSequence([sampler.seed, position.epoch, position.step]).generate_state(1, np.uint64)
-        self.generator.manual_seed(int(state[0]))
+        self.generator = torch.Generator().manual_seed(int(state[0]))
         return kind.__iter__(self)
 
     return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
