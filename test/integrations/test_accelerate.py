@@ -196,7 +196,7 @@ def test_datasets_and_stateful_loaders(kind: Any) -> None:
     inner = Case("sgd", schedule=False).make_inner(model)
     loader = kind(data, batch_size=MICROBATCH, shuffle=True)
     model, optimizer, loader = prepare(accelerator, model, inner, loader, trace=TRACE, rule="root", ref_batchsize=16)
-    assert type(loader.loader) is kind
+    assert isinstance(loader.loader, kind)
     for _ in range(EPOCHS):
         for batch in loader:
             accelerator.backward(cross_entropy(model(batch["x"]), batch["target"].long()))
