@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -60,3 +61,9 @@ def keras(pairs: int = 31) -> None:
         on=f"{MICROBATCHES} microbatches of {ROWS}, 3 layers of {WIDTH}",
         where="CPU, 1 process, 1 thread",
     )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=31, help="pairs of blocks")
+    keras(parser.parse_args().pairs)
