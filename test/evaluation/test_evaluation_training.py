@@ -33,7 +33,8 @@ def experiment(**other: Any) -> Experiment:
 
 def without_times(records: list[Record]) -> list[dict[str, Any]]:
     rows = [json.loads(json.dumps(vars(record))) for record in records]
-    return [{name: value for name, value in row.items() if name != "wall_seconds"} for row in rows]
+    apart = {"wall_seconds", "environment"}  # the other process may import the package from another place
+    return [{name: value for name, value in row.items() if name not in apart} for row in rows]
 
 
 # Forks a process for each attempt, and kills it after a random time: any moment of a training or of a write may be hit.
