@@ -11,14 +11,13 @@ import pytest
 
 from helpers.lightning_jobs import (
     ALLOWED,
-    STOPS,
     resume_job,
     save_job,
     several_job,
     yardstick_job,
 )
 from helpers.lightning_metrics import exception_job, metrics_job
-from helpers.yardstick import in_processes
+from helpers.yardstick import STOPS, in_processes
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
 
@@ -62,6 +61,7 @@ def test_lightning_starts_the_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # the script imports this test's helpers
     found = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
