@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import argparse
+from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
 from results import TRAINER, record
+from step import perceptron, ratios
 from variable_batch_size.integrations.accelerate import prepare
 
 ROWS, MICROBATCHES = 32, 4
@@ -22,13 +24,13 @@ ROWS, MICROBATCHES = 32, 4
 
 def objects(width: int) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[tuple[torch.Tensor, ...]], StepLR]:
     """Return what an ordinary script has."""
-    model = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    model = perceptron(width, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     data = TensorDataset(torch.randn(64 * ROWS * MICROBATCHES, 784), torch.randint(10, (64 * ROWS * MICROBATCHES,)))
     return model, optimizer, DataLoader(data, ROWS, shuffle=True), StepLR(optimizer, 100)
 
 
-def updates(width: int, *, plain: bool) -> Iterator[None]:
+def trained(width: int, *, plain: bool) -> Iterator[None]:
     """Train, and yield after each update, outside of which the settings of the process are those of the other side."""
     steps = MICROBATCHES if plain else 1
     accelerator = Accelerator(cpu=True)
@@ -50,27 +52,21 @@ def updates(width: int, *, plain: bool) -> Iterator[None]:
                 yield
 
 
-def accelerate(blocks: int = 60, updates_per_block: int = 16) -> None:
+def block(width: int, updates: int, *, plain: bool) -> Callable[[], None]:
+    """Return a function that makes so many updates."""
+    training = trained(width, plain=plain)
+    return lambda: deque(islice(training, updates), maxlen=0) and None
+
+
+def accelerate(pairs: int) -> None:
     """Measure the ratio of the times of an update, for models of two sizes."""
-    for name, width in ("1M parameters", 512), ("10M parameters", 2800):
-        sides = updates(width, plain=False), updates(width, plain=True)
-        ratios = []
-        for block in range(blocks + 2):
-            seconds = []
-            for side in sides:
-                begin = time.perf_counter()
-                list(islice(side, updates_per_block))
-                seconds.append(time.perf_counter() - begin)
-            if block >= 2:  # the first ones warm up
-                ratios.append(seconds[0] / seconds[1])
-        record(
-            TRAINER,
-            "Accelerate / its accumulation",
-            spread(ratios),
-            on=name,
-            where="CPU, 1 process, 1 thread",
-        )
+    for size, width, updates in ("1M parameters", 512, 16), ("10M parameters", 2800, 4):
+        sides = block(width, updates, plain=False), block(width, updates, plain=True)
+        found = spread(list(ratios(sides, 1, pairs, lambda: None)))
+        record(TRAINER, "Accelerate / its accumulation", found, on=size, where="CPU, 1 process, 1 thread")
 
 
 if __name__ == "__main__":
-    accelerate()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks per ratio")
+    accelerate(parser.parse_args().pairs)

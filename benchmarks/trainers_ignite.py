@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import argparse
 from collections.abc import Callable
 
 import torch
 from ignite.engine import Events, create_supervised_trainer
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
 from results import TRAINER, record
+from step import perceptron, ratios
 from variable_batch_size.integrations import ignite as ours
 
 ROWS, MICROBATCHES = 32, 4
@@ -21,7 +21,7 @@ ROWS, MICROBATCHES = 32, 4
 
 def block(width: int, updates: int, *, plain: bool) -> Callable[[], None]:
     """Return a function that makes so many updates."""
-    model = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    model = perceptron(width, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     size = ROWS * MICROBATCHES
     loader = DataLoader(TensorDataset(torch.randn(64 * size, 784), torch.randint(10, (64 * size,))), ROWS, shuffle=True)
@@ -38,27 +38,15 @@ def block(width: int, updates: int, *, plain: bool) -> Callable[[], None]:
     return lambda: trainer.run(loader, max_epochs=10**6) and None  # continues in the same iteration of the loader
 
 
-def ignite(blocks: int = 60, updates: int = 16) -> None:
+def ignite(pairs: int) -> None:
     """Measure the ratio of the times of an update, for models of two sizes."""
-    for name, width in ("1M parameters", 512), ("10M parameters", 2800):
+    for size, width, updates in ("1M parameters", 512, 16), ("10M parameters", 2800, 4):
         sides = block(width, updates, plain=False), block(width, updates, plain=True)
-        ratios = []
-        for number in range(blocks + 2):
-            seconds = []
-            for side in sides:
-                begin = time.perf_counter()
-                side()
-                seconds.append(time.perf_counter() - begin)
-            if number >= 2:  # the first ones warm up
-                ratios.append(seconds[0] / seconds[1])
-        record(
-            TRAINER,
-            "Ignite / its accumulation",
-            spread(ratios),
-            on=name,
-            where="CPU, 1 process, 1 thread",
-        )
+        found = spread(list(ratios(sides, 1, pairs, lambda: None)))
+        record(TRAINER, "Ignite / its accumulation", found, on=size, where="CPU, 1 process, 1 thread")
 
 
 if __name__ == "__main__":
-    ignite()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks per ratio")
+    ignite(parser.parse_args().pairs)

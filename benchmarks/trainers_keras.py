@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from records import spread
 from results import TRAINER, record
+from step import ratios
 from variable_batch_size.integrations.keras import VariableBatchModel
 
 ROWS, MICROBATCHES, UPDATES, WIDTH = 32, 4, 8, 1024
@@ -28,7 +28,7 @@ def keras(pairs: int = 31) -> None:
     x = rng.normal(size=(ROWS * MICROBATCHES * UPDATES, 784)).astype("float32")
     y = rng.integers(10, size=len(x))
 
-    def side(*, trace: bool) -> Callable[[], float]:
+    def side(*, trace: bool) -> Callable[[], None]:
         layers = [keras_library.layers.Dense(WIDTH, activation="relu") for _ in range(3)]
         model: Any = keras_library.Sequential([keras_library.Input((784,)), *layers, keras_library.layers.Dense(10)])
         accumulation = {} if trace else {"gradient_accumulation_steps": MICROBATCHES}
@@ -37,27 +37,13 @@ def keras(pairs: int = 31) -> None:
         optimizer = keras_library.optimizers.SGD(1e-3, momentum=0.9, **accumulation)
         model.compile(optimizer, keras_library.losses.SparseCategoricalCrossentropy(from_logits=True))
 
-        def block() -> float:
-            begin = time.perf_counter()
-            model.fit(x, y, batch_size=ROWS, verbose=0)
-            return time.perf_counter() - begin
+        return lambda: model.fit(x, y, batch_size=ROWS, verbose=0) and None
 
-        return block
-
-    with_trace, plain = side(trace=True), side(trace=False)
-    for _ in range(2):
-        with_trace(), plain()
-    ratios = []
-    for pair in range(pairs):
-        if pair % 2:
-            first, second = with_trace(), plain()
-        else:
-            second, first = plain(), with_trace()
-        ratios.append(first / second)
+    found = ratios((side(trace=True), side(trace=False)), 1, pairs, lambda: None)
     record(
         TRAINER,
         "Keras / its accumulation",
-        spread(ratios),
+        spread(list(found)),
         on=f"{MICROBATCHES} microbatches of {ROWS}, 3 layers of {WIDTH}",
         where="CPU, 1 process, 1 thread",
     )

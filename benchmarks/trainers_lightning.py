@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import threading
-import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
 from results import TRAINER, record
+from step import perceptron, ratios
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
 
 ROWS, MICROBATCHES = 32, 4
@@ -26,8 +26,7 @@ class Perceptron(pl.LightningModule):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        layers = nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-        self.model = nn.Sequential(*layers)
+        self.model = perceptron(width, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss."""
@@ -43,18 +42,22 @@ class Perceptron(pl.LightningModule):
 
 
 class Turns(pl.Callback):
-    """Lets two trainings, each in a thread, run in turns of so many updates, and notes the seconds of each turn."""
+    """Lets a training, which runs in a thread, make so many updates whenever it is called."""
 
-    def __init__(self, own: threading.Semaphore, other: threading.Semaphore, updates: int, blocks: int) -> None:
-        self.own, self.other, self.updates, self.blocks = own, other, updates, blocks
-        self.seconds: list[float] = []
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
         self.before = -1
-        self.begin = 0.0
+        self.begin, self.end = threading.Semaphore(0), threading.Semaphore(0)
+        self.last = False
+
+    def __call__(self) -> None:
+        """Make the updates."""
+        self.begin.release()
+        self.end.acquire()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the first turn."""
-        self.own.acquire()
-        self.begin = time.perf_counter()
+        self.begin.acquire()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """End a turn after so many updates."""
@@ -62,13 +65,9 @@ class Turns(pl.Callback):
         if step == self.before or step % self.updates:
             return
         self.before = step
-        self.seconds.append(time.perf_counter() - self.begin)
-        self.other.release()
-        if len(self.seconds) == self.blocks:
-            trainer.should_stop = True
-            return
-        self.own.acquire()
-        self.begin = time.perf_counter()
+        self.end.release()
+        self.begin.acquire()
+        trainer.should_stop = self.last
 
 
 def run(width: int, turns: Turns, *, plain: bool) -> None:
@@ -84,32 +83,30 @@ def run(width: int, turns: Turns, *, plain: bool) -> None:
     trainer.fit(Perceptron(width), DataLoader(data, ROWS, shuffle=True))
 
 
-def pairs(width: int, blocks: int, updates: int) -> Iterator[float]:
-    """Yield the ratio of the times of each pair of blocks; the first two pairs warm up."""
-    first, second = threading.Semaphore(1), threading.Semaphore(0)
-    sides = Turns(first, second, updates, blocks + 2), Turns(second, first, updates, blocks + 2)
+def measured(width: int, updates: int, pairs: int) -> list[float]:
+    """Return the ratio of each pair of blocks."""
+    sides = Turns(updates), Turns(updates)
     threads = [threading.Thread(target=run, args=(width, side), kwargs={"plain": side is sides[1]}) for side in sides]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    found = list(ratios(sides, 1, pairs, lambda: None))
+    for side, thread in zip(sides, threads, strict=True):
+        side.last = True
+        side.begin.release()
         thread.join()
-    for ours, plain in list(zip(sides[0].seconds, sides[1].seconds, strict=True))[2:]:
-        yield ours / plain
+    return found
 
 
-def lightning(blocks: int = 60, updates: int = 16) -> None:
+def lightning(pairs: int) -> None:
     """Measure the ratio of the times of an update, for models of two sizes."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for name, width in ("1M parameters", 512), ("10M parameters", 2800):
-        record(
-            TRAINER,
-            "Lightning / its accumulation",
-            spread(list(pairs(width, blocks, updates))),
-            on=name,
-            where="CPU, 1 process, 1 thread",
-        )
+    for size, width, updates in ("1M parameters", 512, 16), ("10M parameters", 2800, 4):
+        found = spread(measured(width, updates, pairs))
+        record(TRAINER, "Lightning / its accumulation", found, on=size, where="CPU, 1 process, 1 thread")
 
 
 if __name__ == "__main__":
-    lightning()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of blocks per ratio")
+    lightning(parser.parse_args().pairs)
