@@ -36,7 +36,7 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
         (
             ["mnist-cn", "--trace", 8, *BOTH],
             1,
-            "a task must be mnist-cnn, fashion-cnn, char-gpt or package.module:name",
+            "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name",
         ),
         ([TINY, "--trace", 8, "--rule", "lin"], 1, "a rule must be one of constant, linear,"),
         (

@@ -17,6 +17,7 @@ from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
 from variable_batch_size.evaluation.cell import rule_of
 from variable_batch_size.evaluation.courses import TraceOptions
+from variable_batch_size.evaluation.tasks.table import TASKS
 from variable_batch_size.rules import LEGWRule, PowerRule
 
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -121,7 +122,8 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         (
             lambda: Experiment(["mnist-cn"], ["8"], ["linear"]),
             ValueError,
-            "a task must be mnist-cnn, fashion-cnn, char-gpt or package.module:name, got 'mnist-cn'; pass one of these",
+            "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name, got 'mnist-cn'; "
+            "pass one of these",
         ),
         (lambda: Experiment(["nowhere:Task"], ["8"], ["linear"]), ValueError, r"or run it where nowhere\.py is"),
         (lambda: Experiment([OWN + "Tine"], ["8"], ["linear"]), ValueError, "no 'Tine' there; pass package.module"),
@@ -187,7 +189,7 @@ def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path: Path, monk
 
 
 def test_the_tasks_of_the_package_are_tasks() -> None:
-    for name in ("mnist-cnn", "fashion-cnn", "char-gpt"):
+    for name in TASKS:
         task: Any = load_task(name)
         (cell, *_) = Experiment([name], [str(task.ref_batchsize)], ["linear"], seeds=1).cells()
         assert cell.samples == task.samples

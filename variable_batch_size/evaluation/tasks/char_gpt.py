@@ -36,7 +36,7 @@ class CharGpt:
     lr: ClassVar[float] = 2**-9
     samples: ClassVar[int] = 2**13
     between: ClassVar[int] = 2**9
-    target: ClassVar[tuple[str, float]] = ("loss", 2.35)
+    target: ClassVar[tuple[str, float]] = ("loss", 2.2)
     max_grad_norm: ClassVar[float] = 1.0
     version: ClassVar[str] = f"Python {platform.python_version()}"
 

@@ -13,5 +13,6 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
         "mnist-cnn": f"{_ROOM}.mnist_cnn:MnistCnn",
         "fashion-cnn": f"{_ROOM}.fashion_cnn:FashionCnn",
         "char-gpt": f"{_ROOM}.char_gpt:CharGpt",
+        "cifar10-resnet": f"{_ROOM}.cifar10_resnet:Cifar10ResNet",
     }
 )

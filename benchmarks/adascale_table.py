@@ -1,0 +1,242 @@
+"""Does AdaScale hold at 8 to 64 times the batch size, where the linear rule with warm-up breaks?
+
+    python benchmarks/adascale_table.py --task fashion-cnn --data-dir FOLDER
+
+The shape of the table of Johnson et al. 2020 (arXiv 2007.05105) on a small CNN: batches of k = 8, 16, 32 and 64 times
+the reference during the whole training, a learning rate that was tuned at the reference only, T = 4096 updates there.
+
+- "AdaScale, equal progress", as in the paper: it reads its cosine by progress and ends when the progress is T. An
+  update counts as its gain, between 1 and k, so it makes more than T / k updates.
+- "linear with warm-up": k times the learning rate, and T / k updates. In the first 5 of 90 parts, as of the epochs of
+  Goyal et al. 2017 (arXiv 1706.02677), the factor grows from 1 to k. Its update counts as k of the reference, so that
+  equal progress is equal samples.
+- "linear with warm-up, longer": the same with as many samples as AdaScale used with this k and seed, which tells
+  whether AdaScale or its samples kept the accuracy.
+- "linear": without warm-up. "AdaScale, equal samples": T / k updates, so that it ends before its progress is T.
+
+Every training ends with one evaluation on the 10,000 test samples. The learning rate ends at 0 in all of them. AdaScale
+measures the noise between k microbatches of the reference's size. Accuracies and differences to the reference with the
+same seed have 95% intervals over the seeds, see `variable_batch_size.evaluation.statistics`. Where seeds diverged or
+ended at chance (below 12 %), the mean is that of the others, without an interval. `--lr-factor 0.25 --kinds "linear
+with warm-up"` tells whether the linear rule would hold with a lower learning rate at the reference. Records are kept in
+--folder: kill it, and the same command continues with the training that was under way; more seeds train only these.
+About 20 minutes on one core with 3 seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from records import Measured
+from results import record
+from variable_batch_size import ProgressScheduler, remaining_epochs
+from variable_batch_size.evaluation import Cell, Experiment, Record, engines, load_task
+from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.record import keys_in, path_of
+from variable_batch_size.evaluation.statistics import Interval, difference_interval, mean_interval
+from variable_batch_size.evaluation.task import FUNCTIONS, dataset_of
+from variable_batch_size.evaluation.training import environment, parts_of
+
+TIMES = (8, 16, 32, 64)
+UPDATES = 4096  # T
+WARMUP = 5 / 90
+LARGEST = 512  # rows of a microbatch of a rule that does not read the noise: it computes the same, faster
+CHANCE, NEAR_CHANCE = 0.1, 0.12
+REFERENCE = "reference"
+PROGRESS, SAMPLES = "AdaScale, equal progress", "AdaScale, equal samples"
+LINEAR, WARMED, LONGER = "linear", "linear with warm-up", "linear with warm-up, longer"
+TABLE = "AdaScale's table"
+ACCURACY, DIFFERENCE = f"test accuracy, {TABLE}", f"difference to the reference, {TABLE}"
+KINDS = (PROGRESS, SAMPLES, WARMED, LONGER, LINEAR)
+
+
+class Table:
+    """A task of images with a warm-up of the linear rule.
+
+    Args:
+        images: name of the task.
+        warmup: k, if the learning rate of k times the batch size is to grow from that of the reference.
+        by_progress: whether the training has a schedule of its own, by progress.
+        data_dir: folder of the files of the task.
+    """
+
+    def __init__(self, images: str, warmup: int = 1, by_progress: bool = False, data_dir: str | None = None) -> None:
+        task: Any = load_task(images, data_dir=data_dir)
+        for name in (*FUNCTIONS, "ref_batchsize", "lr"):
+            setattr(self, name, getattr(task, name))
+        self.schedule = None if by_progress else lambda samples, total: cosine(samples / total) * ramp(samples / total)
+
+        def cosine(passed: float) -> float:
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
+
+        def ramp(passed: float) -> float:
+            return 1 / warmup + (1 - 1 / warmup) * min(1.0, passed / WARMUP)
+
+
+def cells(kind: str, times: int, flags: argparse.Namespace, samples: dict[int, int]) -> list[Cell]:
+    """Return the trainings of a kind with k times the batch size.
+
+    Args:
+        kind: what is trained.
+        times: k.
+        flags: the arguments of the command.
+        samples: seed -> samples that AdaScale used.
+    """
+    task: Any = load_task(flags.task, data_dir=flags.data_dir)
+    ref, arguments = task.ref_batchsize, {"images": flags.task}
+    reads_noise, total = kind in (PROGRESS, SAMPLES), flags.updates * task.ref_batchsize
+    if kind in (WARMED, LONGER):
+        arguments |= {"warmup": times}
+    if kind == PROGRESS:
+        arguments |= {"by_progress": True}
+        total *= times * 2  # an update counts as 1 or more: it ends before
+    rule = "constant" if kind == REFERENCE else "adascale" if reads_noise else "linear"
+    found = []
+    for seed in range(flags.seeds):
+        own = samples[seed] if kind == LONGER else total
+        experiment = Experiment(
+            {"adascale_table:Table": arguments},
+            [str(ref * times)],
+            [rule],
+            seeds=[seed],
+            samples=own,
+            between=own,
+            lr_factors=[flags.lr_factor],
+            minibatch_size=ref if reads_noise else min(ref * times, LARGEST),
+            data_dir=flags.data_dir,
+        )
+        found += experiment.cells()
+    return found
+
+
+def train_by_progress(cell: Cell, folder: Path, updates: int) -> Record:
+    """Train until the progress is `updates`, and write the record; return the one that is there."""
+    if cell.key in keys_in(folder):
+        return Record.read(path_of(folder, cell.key))
+    began = time.perf_counter()
+    torch.manual_seed(cell.seed)
+    (task, model, sampler, optimizer, _), curve = parts_of(cell), Curve(None, cell.minibatch_size)
+    schedule = ProgressScheduler(CosineAnnealingLR(optimizer, updates), optimizer, by="progress", total=updates)
+    dataset: Any = dataset_of(task)
+    evaluate(task, model, optimizer, curve)
+
+    def microbatches() -> Iterator[Any]:
+        for _ in remaining_epochs(sampler, optimizer, schedule):
+            for indices in sampler:
+                yield dataset[torch.tensor(indices)]
+                if schedule.done:
+                    break
+
+    for batch in microbatches():
+        number, samples = optimizer.updates, optimizer.microbatch.samples
+        loss = task.loss(model, batch)
+        if not curve.microbatch(float(loss.detach()), samples):
+            break
+        loss.backward()
+        optimizer.step()
+        if optimizer.updates > number:
+            schedule.step()
+            curve.update(optimizer.updates, optimizer.current_lr())
+    evaluate(task, model, optimizer, curve)
+    status = "diverged" if curve.diverged else "finished"
+    seconds = round(time.perf_counter() - began, 3)
+    found = Record(cell.key, cell.as_json(), status, curve.columns(), seconds, environment())
+    found.write(folder)
+    return found
+
+
+@torch.no_grad()
+def evaluate(task: Any, model: torch.nn.Module, optimizer: Any, curve: Curve) -> None:
+    """Add a row to the curve."""
+    model.eval()
+    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, task.evaluate(model))
+    model.train()
+
+
+def train_all(flags: argparse.Namespace) -> dict[tuple[str, int], list[Record]]:
+    """Return kind and k -> the records by seed, after the trainings that are missing."""
+    found: dict[tuple[str, int], list[Record]] = {}
+    for kind, times in ((REFERENCE, 1), *((kind, times) for times in flags.times for kind in flags.kinds)):
+        by_progress = found.get((PROGRESS, times), [])
+        samples = {record.cell["seed"]: int(record.curve["samples"][-1]) for record in by_progress}
+        wanted = cells(kind, times, flags, samples)
+        if kind == PROGRESS:
+            found[kind, times] = [train_by_progress(cell, flags.folder, flags.updates) for cell in wanted]
+        else:
+            found[kind, times] = engines.run(wanted, flags.folder, progress=False)
+        print(kind, times, [round(accuracy(one), 4) for one in found[kind, times]], flush=True)
+    return found
+
+
+def accuracy(found: Record) -> float:
+    """Return the accuracy at the end, that of chance if it diverged."""
+    return CHANCE if found.status == "diverged" else float(found.curve["accuracy"][-1])
+
+
+def report(found: dict[tuple[str, int], list[Record]], flags: argparse.Namespace) -> None:
+    """Record accuracies, differences to the reference, and how long the trainings were."""
+    reference = np.array([accuracy(one) for one in found[REFERENCE, 1]])
+    put = (lambda *row, **more: print(row, more)) if flags.quick else record
+    on = f"{flags.task}, {flags.updates} updates at the reference"
+    if flags.lr_factor != 1:
+        on += f", {flags.lr_factor:g} x the learning rate"
+    for (kind, times), records in found.items():
+        own, n = {"on": on, "case": f"{times}x"}, len(records)
+        values = np.array([accuracy(one) for one in records])
+        trained = values[values >= NEAR_CHANCE]
+        if len(trained) == n:
+            measured = points(mean_interval(values, least=0.0, most=1.0))
+            put(ACCURACY, kind, measured, "%", note="95% interval", **own)
+            if kind != REFERENCE:
+                apart = points(difference_interval(values - reference))
+                put(DIFFERENCE, kind, apart, "points", note="95% interval", **own)
+        elif len(trained):
+            mean = Measured(100 * float(trained.mean()), n=len(trained))
+            put(ACCURACY, kind, mean, "%", note=f"at chance {n - len(trained)} of {n}", **own)
+        else:
+            put(ACCURACY, kind, Measured(n, n=n), "runs at chance", **own)
+        for column in ("updates", "samples"):
+            ends = [float(one.curve[column][-1]) for one in records if one.status == "finished"]
+            if ends:
+                put(f"{column}, {TABLE}", kind, Measured(float(np.mean(ends)), n=len(ends)), column, **own)
+
+
+def points(interval: Interval) -> Measured:
+    """Return an estimate in points, without an interval if there is none."""
+    value, low, high = (100 * bound for bound in interval[:3])
+    return Measured(value, None, None, n=interval.n) if math.isnan(low) else Measured(value, low, high, n=interval.n)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--task", choices=("mnist-cnn", "fashion-cnn"), default="mnist-cnn", help="what is trained")
+    add("--data-dir", help="folder of its files")
+    add("--folder", type=Path, default=Path("runs/adascale_table"), help="folder of the records")
+    add("--seeds", type=int, default=3, help="number of seeds")
+    add("--times", type=int, nargs="+", default=TIMES, help="batch sizes, as multiples of the reference")
+    add("--updates", type=int, default=UPDATES, help="T, the updates of the reference")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is trained; longer ones need AdaScale's")
+    add("--lr-factor", type=float, default=1.0, help="factor on the learning rate of the reference")
+    add("--quick", action="store_true", help="try it with 64 updates and a seed, without rows in records.csv")
+    flags = parser.parse_args()
+    if flags.quick:
+        flags.updates, flags.seeds, flags.folder = 64, 1, flags.folder / "quick"
+    if LONGER in flags.kinds and PROGRESS not in flags.kinds:
+        parser.error(f'--kinds "{LONGER}" needs "{PROGRESS}", whose samples it takes')
+    flags.folder.mkdir(parents=True, exist_ok=True)
+    return flags
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    report(train_all(arguments), arguments)

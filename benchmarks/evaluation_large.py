@@ -1,0 +1,156 @@
+"""Which rule loses least against tuning, while clouds give and take machines?
+
+    python benchmarks/evaluation_large.py --capacity-traces FOLDER --data-dir FOLDER --folder runs/large --jobs 2
+
+The comparison of André, Strati and Klimovic (DistributedML '22), whose batch size follows the devices of a cloud, made
+as they left it open: over seeds, with intervals, and against learning rates retuned at each trace. A small CNN on
+Fashion-MNIST with SGD and a small GPT on Python's standard library with AdamW train under
+
+- six hours of spot machines on AWS, whose number changes by a few (Bamboo's g4dn, between 2 and 16 of them);
+- twelve hours of spot machines on AWS that come and go all at once (SkyPilot's us-east-2b, between 0 and 16);
+- a constant batch size, 8 times that of the reference.
+
+Of a trace it is the window with the most changes of the number of machines, of all that begin on a full hour, and of
+several the first: its hours are in the name. Each machine computes half of the reference's batch in an update, and so
+many samples a second that the training takes nine tenths of the window. Every rule trains on the same samples in the
+same batches. The constant rule also trains at 1/4 to 4 times the learning rate: the best of these is what tuning would
+bring. The same learning rates at the reference's batch size tell whether the reference is tuned itself.
+
+Kill it at any time; the same command continues. `--report` writes the report of what is there. The trainings take about
+100 minutes on two cores. `--time` trains a single cell of each task, and records what it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from results import record
+from variable_batch_size import cluster
+from variable_batch_size.adaptive import Throughput
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.evaluation import Cell, Experiment, UnderCapacity, engines, load_task, read_records, report
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+TIMES = 8  # the constant batch size, in those of the reference
+SHARE = 0.9  # of the window that a training takes
+
+
+class Log(NamedTuple):
+    """A file of a capacity trace: its name in the report, and the hours of the window."""
+
+    name: str
+    file: str
+    hours: int
+
+
+class Part(NamedTuple):
+    """A task: its arguments, the learning rate of the reference, the samples of a training, and the rules."""
+
+    task: str
+    arguments: Mapping[str, Any]
+    lr: float
+    samples: int
+    rules: tuple[str, ...]
+
+
+LOGS = (
+    Log("Bamboo g4dn", "bamboo-events-g4dn.csv", 6),
+    Log("SkyPilot us-east-2b", "skypilot-availability-16-node-us-east-2b_v100_1.json", 12),
+)
+PARTS = (
+    Part("fashion-cnn", {}, 2**-5, 2**17, ("constant", "linear", "root", "power:0.75", "legw:64", "adascale")),
+    Part(
+        "char-gpt",
+        {"width": 64, "layers": 3},
+        2**-7,
+        2**14,
+        ("constant", "linear", "root", "power:0.75", "legw:16", "adamscale"),
+    ),
+)
+
+
+def window(trace: CapacityTrace, hours: int) -> tuple[int, CapacityTrace]:
+    """Return the hour at which the window with the most changes begins, and the window."""
+    begins = range(int(trace.end / 3600) - hours + 1)
+    windows = [(begin, trace.slice(3600 * begin, 3600 * (begin + hours))) for begin in begins]
+    return max(windows, key=lambda found: found[1].changes)
+
+
+def under(log: Log, folder: Path, devices: int, samples: int) -> tuple[str, UnderCapacity]:
+    """Return the name of a trace, and the trace, in which a training of so many samples takes most of a window."""
+    begin, capacity = window(cluster.read(folder / log.file), log.hours)
+    rate = samples / (SHARE * capacity.mean * capacity.end)
+    name = f"{log.name}, hours {begin} to {begin + log.hours}"
+    return name, UnderCapacity(capacity, f"per-device:{devices}", Throughput.simple(rate))
+
+
+def cells(part: Part, flags: argparse.Namespace) -> list[Cell]:
+    """Return the trainings of a task."""
+    ref = load_task(part.task, part.arguments, flags.data_dir).ref_batchsize  # type: ignore[attr-defined]
+    own = {"seeds": flags.seeds, "samples": part.samples, "lr": part.lr, "data_dir": flags.data_dir}
+    traces = dict(under(log, flags.capacity_traces, ref // 2, part.samples) for log in LOGS)
+    traces[f"constant, {TIMES} times the reference"] = ref * TIMES  # type: ignore[assignment]
+    tasks = {part.task: part.arguments}
+    compared = Experiment(tasks, traces, part.rules, retune=FACTORS, **own)
+    reference = Experiment(tasks, {"the reference": ref}, ["constant"], lr_factors=FACTORS, **own)
+    return compared.cells() + reference.cells()
+
+
+def write_report(flags: argparse.Namespace, planned: int) -> None:
+    """Write the report of the records that are there."""
+    targets = {
+        part.task: target
+        for part in PARTS
+        if (target := getattr(load_task(part.task, part.arguments, flags.data_dir), "target", None)) is not None
+    }
+    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
+    print(
+        report.write_report(read_records(flags.folder), flags.folder, targets=targets, command=command, planned=planned)
+    )
+
+
+def take_time(wanted: list[Cell]) -> None:
+    """Record what a training of each task takes, with the rule that reads the noise."""
+    for part in PARTS:
+        cell = next(cell for cell in wanted if cell.task == part.task and cell.rule == part.rules[-1])
+        with tempfile.TemporaryDirectory() as folder:
+            (found,) = engines.run([cell], folder, progress=False)
+        on = f"{part.task}, {part.samples:,} samples"
+        record("time of a training of an evaluation", cell.rule, found.wall_seconds, "s", on=on, where="CPU, 1 thread")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    folder = os.environ.get("CAPACITY_TRACES")
+    add("--capacity-traces", type=Path, default=folder, required=folder is None, help="by default $CAPACITY_TRACES")
+    add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
+    add("--folder", type=Path, default=Path("runs/large"), help="folder of the records and of the report")
+    add("--seeds", type=int, default=5, help="number of seeds")
+    add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
+    add("--report", action="store_true", help="only write the report of what is there")
+    add("--time", action="store_true", help="only record what a training takes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    flags = parse()
+    wanted = [cell for part in PARTS for cell in cells(part, flags)]
+    wanted.sort(key=lambda cell: cell.seed)  # so that what is not complete can be compared
+    if flags.time:
+        take_time(wanted)
+        return
+    if not flags.report:
+        engines.run(wanted, flags.folder, jobs=flags.jobs)
+    write_report(flags, len(wanted))
+
+
+if __name__ == "__main__":
+    main()
