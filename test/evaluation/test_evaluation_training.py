@@ -18,8 +18,9 @@ from helpers.evaluation_tasks import Tiny
 from helpers.pages import ROOT
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.evaluation import Experiment, ModelTime, Record, UnderCapacity, engines, read_records, run
+from variable_batch_size.evaluation import Experiment, ModelTime, Record, UnderCapacity, read_records, run
 from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.engines import local
 
 TINY = "helpers.evaluation_tasks:Tiny"
 TRACES = ["0:8 10:32", "noise-scale:1"]
@@ -80,8 +81,8 @@ def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = []
-    original = engines.train
-    monkeypatch.setattr(engines, "train", lambda cell, *others: trained.append(cell.key) or original(cell, *others))
+    original = local.train
+    monkeypatch.setattr(local, "train", lambda cell, *others: trained.append(cell.key) or original(cell, *others))
     first = run(experiment(seeds=1), tmp_path, progress=False)
     assert sorted(trained) == sorted(record.key for record in first)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
