@@ -29,7 +29,7 @@ EXPECTED = ("was killed", "is in use by")  # errors of an evaluation of which on
 
 def kill(flags: argparse.Namespace) -> int:
     """Kill so many processes, and let the evaluation end; return how many it took: fewer if it ended before."""
-    draw, killed = random.Random(flags.seed), 0
+    draw, killed, orphans = random.Random(flags.seed), 0, set[int]()
     # On Ray the evaluation continues: only the processes that train are killed.
     kinds = ["all"] if flags.jobs == 1 else ["all", "first", "worker"] if flags.engine == "joblib" else ["worker"]
     while True:
@@ -37,8 +37,13 @@ def kill(flags: argparse.Namespace) -> int:
         while (status := ended(child)) is None:
             time.sleep(draw.uniform(*flags.seconds) if killed < flags.kills else 0.1)
             if killed < flags.kills:
-                killed += send(child, draw.choice(kinds), WORKERS[flags.engine], draw)
+                kind = draw.choice(kinds)
+                orphans.update(descendants(child) if kind == "first" else ())  # they train what they have begun
+                killed += send(child, kind, WORKERS[flags.engine], draw)
         if status == 0:
+            for pid in orphans:
+                if WORKERS[flags.engine] in command(pid):
+                    os.kill(pid, signal.SIGKILL)
             return killed
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from variable_batch_size._extras import import_extra
 from variable_batch_size.evaluation.cell import Cell
 from variable_batch_size.evaluation.engines.work import Work, named
+from variable_batch_size.evaluation.record import path_of
 from variable_batch_size.evaluation.training import train
 
 
@@ -23,6 +24,8 @@ def on_this_machine(work: Work, jobs: int) -> Iterator[None]:
 
 
 def _train(cell: Cell, folder: Path, threads: int, save_every: timedelta | int) -> None:
+    if path_of(folder, cell.key).exists():  # by a process that has outlived a killed evaluation
+        return
     with named(cell):
         train(cell, folder, threads, save_every)
 
