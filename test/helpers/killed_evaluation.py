@@ -30,8 +30,9 @@ EXPECTED = ("was killed", "is in use by")  # errors of an evaluation of which on
 def kill(flags: argparse.Namespace) -> int:
     """Kill so many processes, and let the evaluation end; return how many it took: fewer if it ended before."""
     draw, killed, orphans = random.Random(flags.seed), 0, set[int]()
-    # On Ray the evaluation continues: only the processes that train are killed.
-    kinds = ["all"] if flags.jobs == 1 else ["all", "first", "worker"] if flags.engine == "joblib" else ["worker"]
+    kinds = ["all"] if flags.jobs == 1 else ["all", "first", "worker"]
+    if flags.engine == "ray":  # the evaluation continues
+        kinds = ["worker"]
     while True:
         child = start(flags)
         while (status := ended(child)) is None:
