@@ -57,8 +57,7 @@ def start(flags: argparse.Namespace) -> int:
     try:
         experiment = Experiment(**flags.experiment)
         save_every: Any = flags.save_every
-        jobs = None if flags.engine == "ray" else flags.jobs
-        run(experiment, flags.folder, jobs=jobs, engine=flags.engine, save_every=save_every, progress=False)
+        run(experiment, flags.folder, jobs=flags.jobs, engine=flags.engine, save_every=save_every, progress=False)
         status = 0
     except BaseException as error:
         status = 1 if any(text in str(error) for text in EXPECTED) else 2
