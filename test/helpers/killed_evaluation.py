@@ -29,8 +29,8 @@ EXPECTED = ("was killed", "is in use by")  # errors of an evaluation of which on
 
 def kill(flags: argparse.Namespace) -> int:
     """Kill so many processes, and let the evaluation end; return how many it took: fewer if it ended before."""
-    draw, killed, orphans = random.Random(flags.seed), 0, set[int]()
-    kinds = ["all"] if flags.jobs == 1 else ["all", "first", "worker"]
+    draw, killed = random.Random(flags.seed), 0
+    kinds = ["all"] if flags.jobs == 1 else ["all", "worker"]
     if flags.engine == "ray":  # the evaluation continues
         kinds = ["worker"]
     while True:
@@ -38,13 +38,8 @@ def kill(flags: argparse.Namespace) -> int:
         while (status := ended(child)) is None:
             time.sleep(draw.uniform(*flags.seconds) if killed < flags.kills else 0.1)
             if killed < flags.kills:
-                kind = draw.choice(kinds)
-                orphans.update(descendants(child) if kind == "first" else ())  # they train what they have begun
-                killed += send(child, kind, WORKERS[flags.engine], draw)
+                killed += send(child, draw.choice(kinds), WORKERS[flags.engine], draw)
         if status == 0:
-            for pid in orphans:
-                if WORKERS[flags.engine] in command(pid):
-                    os.kill(pid, signal.SIGKILL)
             return killed
 
 
@@ -77,13 +72,16 @@ def ended(child: int) -> int | None:
 
 
 def send(child: int, kind: str, worker: bytes, draw: random.Random) -> int:
-    """Kill all processes of an evaluation, only the first one, or one that trains; return how many kills this is."""
+    """Kill all processes of an evaluation, or one that trains; return how many kills this is.
+
+    Without its first process alone, joblib's others would train the next few cells.
+    """
     family = descendants(child)
     if kind == "worker":
         family = [pid for pid in family if worker in command(pid)]
         family = [draw.choice(family)] if family else []
     else:
-        family = [child, *(family if kind == "all" else [])]
+        family = [child, *family]
     for pid in family:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
