@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
         ([TINY, "--trace", 8], 2, "Missing option '--rule'"),
         ([TINY, *BOTH], 2, "Missing option '--trace'"),
         ([TINY, "--trace", 8, *BOTH, "--lr", -1], 1, "--lr must be a finite number >= 0, got -1"),
+        ([TINY, "--trace", 8, *BOTH, "--address", "auto"], 1, "--address must be None without Ray, got 'auto'; pass"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, message: str, tmp_path: Path) -> None:
@@ -54,3 +56,28 @@ def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, mess
     assert found[0] == status
     assert found[1].startswith(message), found[1]
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "--address must be that of a running Ray, got '127.0.0.1:1' (Connection refused); start it"),
+        ("ray://[::1]:1", "--address must be that of a running Ray, got 'ray://[::1]:1' ("),
+        ("cluster", "--address must be auto, HOST:PORT or ray://HOST:PORT, got 'cluster'; pass one of these"),
+    ],
+)
+def test_an_address_where_no_ray_runs_is_one_line(address: str, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    options = ["--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray"]
+    status, out, err = run_main("evaluate", TINY, *options, "--address", address)
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1].startswith(f"vbs: error: {message}"), err  # after the progress bar
+
+
+def test_a_missing_ray_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    _, _, err = run_main("evaluate", TINY, "--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray")
+    message = "this needs ray, which is not installed; run: pip install 'variable_batch_size[ray]'"
+    assert err.splitlines()[-1] == f"vbs: error: {message}"

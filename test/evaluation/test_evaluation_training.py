@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from helpers.commands import environment as variables
-from helpers.evaluation_tasks import Tiny
+from helpers.evaluation_tasks import Tiny, without_times
 from helpers.pages import ROOT
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.evaluation import Experiment, ModelTime, Record, UnderCapacity, engines, read_records, run
+from variable_batch_size.evaluation import Experiment, ModelTime, UnderCapacity, read_records, run
 from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.engines import local
 
 TINY = "helpers.evaluation_tasks:Tiny"
 TRACES = ["0:8 10:32", "noise-scale:1"]
@@ -31,42 +32,18 @@ def experiment(**other: Any) -> Experiment:
     return Experiment(**arguments | other)
 
 
-def without_times(records: list[Record]) -> list[dict[str, Any]]:
-    rows = [json.loads(json.dumps(vars(record))) for record in records]
-    apart = {"wall_seconds", "environment"}  # the other process may import the package from another place
-    return [{name: value for name, value in row.items() if name not in apart} for row in rows]
-
-
-# Forks a process for each attempt, and kills it after a random time: any moment of a training or of a write may be hit.
-KILLS = """
-import os, random, signal, sys, time
-import torch
-from variable_batch_size.evaluation import Experiment, run
-
-folder, attempts, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-cells = Experiment(["helpers.evaluation_tasks:Tiny"], ["0:8 10:32", "noise-scale:1"], ["linear", "adascale"], seeds=2)
-draw, killed = random.Random(seed), 0
-for attempt in range(attempts + 1):
-    child = os.fork()
-    if child == 0:
-        run(cells, folder, save_every=2, progress=False)
-        os._exit(0)
-    if attempt < attempts:
-        time.sleep(draw.uniform(0.01, 0.2))
-        os.kill(child, signal.SIGKILL)
-    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-print(killed)
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_trainings_killed_at_any_time_end_with_the_records_of_others(tmp_path: Path) -> None:
     expected = run(experiment(), tmp_path / "expected", progress=False)
-    command = [sys.executable, "-c", KILLS, tmp_path / "killed", "12", "0"]
+    arguments = {"tasks": [TINY], "traces": TRACES, "rules": ["linear", "adascale"], "seeds": 2}
+    command = [sys.executable, "-m", "helpers.killed_evaluation", tmp_path / "killed", json.dumps(arguments)]
     path = f"{ROOT}:{ROOT / 'test'}"
     done = subprocess.run(
-        command, env=variables(PYTHONPATH=path, OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
+        [*command, "--kills", "12"],
+        env=variables(PYTHONPATH=path, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 3
@@ -80,8 +57,8 @@ def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = []
-    original = engines.train
-    monkeypatch.setattr(engines, "train", lambda cell, *others: trained.append(cell.key) or original(cell, *others))
+    original = local.train
+    monkeypatch.setattr(local, "train", lambda cell, *others: trained.append(cell.key) or original(cell, *others))
     first = run(experiment(seeds=1), tmp_path, progress=False)
     assert sorted(trained) == sorted(record.key for record in first)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}

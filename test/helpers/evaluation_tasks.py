@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+
+from variable_batch_size.evaluation import Record
 
 SIZE = 96  # samples
 
@@ -79,6 +83,51 @@ class Killed(Tiny):
         return super().evaluate(model)
 
 
+class KilledLater(Tiny):
+    """The first process is killed at its 40th microbatch, after it has written its checkpoints; others continue.
+
+    `folder` has a file for each process, with the microbatches that it has computed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with (self.folder / str(os.getpid())).open("a") as file:
+            file.write(".")
+            if file.tell() == 40 and len(list(self.folder.iterdir())) == 1:
+                file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+
+class Ordered(Tiny):
+    """It writes the seed of its training to a file with each evaluation."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file, self.seed = Path(file), 0
+
+    def model(self, seed: int) -> nn.Module:
+        self.seed = seed
+        return super().model(seed)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        with self.file.open("a") as file:
+            file.write(str(self.seed))
+        return super().evaluate(model)
+
+
+class Unpicklable(Tiny):
+    """Its evaluation raises an error that cannot be sent to another process."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        error = ZeroDivisionError("an error of the task")
+        error.add = lambda: None  # type: ignore[attr-defined]
+        raise error
+
+
 class NoLoss:
     """It lacks two of the five functions."""
 
@@ -100,3 +149,10 @@ class Empty(Tiny):
 
 
 tiny = Tiny()
+
+
+def without_times(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Return what is the same in each process that trains a cell."""
+    rows = [json.loads(json.dumps(vars(record))) for record in records]
+    apart = {"wall_seconds", "environment"}  # the other process may import the package from another place
+    return [{name: value for name, value in row.items() if name not in apart} for row in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
     from variable_batch_size.evaluation.experiment import Experiment
 
+EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engines, which is imported when it is needed
 TRAINING = "Instead of what the task says"  # the panels of --help
 TIME = "Simulated time"
-MACHINE = "This machine"
+MACHINE = "Processes and machines"
 
 
 def evaluate(
@@ -117,9 +118,28 @@ def evaluate(
         typer.Option(help="scalars.csv with the gradient noise, for policies under a LOG.", rich_help_panel=TIME),
     ] = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", help="Trainings at the same time.", min=1, rich_help_panel=MACHINE)
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            help="Trainings at the same time.",
+            min=1,
+            show_default="1, or the CPUs of Ray",
+            rich_help_panel=MACHINE,
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(help="Threads of a training.", min=1, rich_help_panel=MACHINE)] = 1,
+    engine: Annotated[
+        EngineName, typer.Option(help="What distributes the trainings.", rich_help_panel=MACHINE)
+    ] = "joblib",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="A running Ray: HOST:PORT, ray://HOST:PORT or auto; by default, one is found or started here.",
+            rich_help_panel=MACHINE,
+            metavar="ADDRESS",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the number of trainings, and check them, without training.")
     ] = False,
@@ -157,7 +177,7 @@ def evaluate(
     if dry_run:
         _print_plan(experiment, folder)
         return
-    records = engines.run(experiment, folder, jobs=jobs, threads=threads)
+    records = engines.run(experiment, folder, jobs=jobs, threads=threads, engine=engine, address=address)
     diverged = sum(record.status == "diverged" for record in records)
     typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
     command = shlex.join(["vbs", *sys.argv[1:]])

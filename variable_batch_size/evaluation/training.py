@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.checkpoint import Checkpoint
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
-from variable_batch_size.evaluation.record import Record, path_of
+from variable_batch_size.evaluation.record import Record
+from variable_batch_size.evaluation.saving import Saving
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
 from variable_batch_size.optim.epochs import remaining_epochs
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
@@ -84,9 +84,6 @@ def _scheduler(cell: Cell, defaults: Defaults, optimizer: CustomOptimizer) -> Pr
 def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | int = SAVE_EVERY) -> Path:
     """Train a cell, or continue where a killed training has saved, and write its record.
 
-    The random numbers of torch, NumPy and `random` are seeded. With one thread a training is a function of the cell; it
-    may be a little different on another machine or with another version of torch.
-
     Args:
         cell: what is trained.
         folder: folder of the records; checkpoints are in its subfolder `checkpoints` until the record is written.
@@ -96,20 +93,34 @@ def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | in
     Returns:
         The path of the record.
     """
+    return publish(record_of(cell, checkpoints_of(folder, cell.key), threads, save_every), folder)
+
+
+def record_of(
+    cell: Cell, checkpoints: Path | None, threads: int = 1, save_every: timedelta | int = SAVE_EVERY
+) -> Record:
+    """Train a cell, or continue where a killed training has saved, and return its record.
+
+    The random numbers of torch, NumPy and `random` are seeded. With one thread a training is a function of the cell; it
+    may be a little different on another machine or with another version of torch.
+
+    Args:
+        cell: what is trained.
+        checkpoints: folder of its checkpoints, which remain; None: it saves none.
+        threads: number of threads of torch.
+        save_every: interval of the checkpoints: time, or a number of updates.
+    """
     with _threads(threads):
         torch.manual_seed(cell.seed)
         np.random.seed(cell.seed % 2**32)
         random.seed(cell.seed)
         parts = parts_of(cell)
         curve = Curve(cell.course.time, cell.minibatch_size)
-        saved = folder / "checkpoints" / cell.key
-        resumes = saved.is_dir()
         own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler, "curve": curve}
-        with Checkpoint(saved, keep=1, every=save_every, **own) as checkpoint:  # type: ignore[arg-type]
-            if resumes and next(saved.glob("update-*"), None) is not None:
-                checkpoint.restore()
-            _train(parts, cell, curve, checkpoint)
-        record = Record(
+        with Saving(checkpoints, save_every, own) as saving:
+            saving.restore()
+            _train(parts, cell, curve, saving)
+        return Record(
             key=cell.key,
             cell=cell.as_json(),
             status="diverged" if curve.diverged else "finished",
@@ -117,12 +128,21 @@ def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | in
             wall_seconds=round(curve.wall_seconds, 3),
             environment=environment() | {"threads": threads},
         )
-        record.write(folder)
-        shutil.rmtree(saved, ignore_errors=True)
-        return path_of(folder, cell.key)
 
 
-def _train(parts: Parts, cell: Cell, curve: Curve, checkpoint: Checkpoint) -> None:
+def checkpoints_of(folder: Path, key: str) -> Path:
+    """Return the folder of the checkpoints of a training."""
+    return folder / "checkpoints" / key
+
+
+def publish(record: Record, folder: Path) -> Path:
+    """Write a record, after which the checkpoints of its training are not needed."""
+    path = record.write(folder)
+    shutil.rmtree(checkpoints_of(folder, record.key), ignore_errors=True)
+    return path
+
+
+def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     """Train until the samples are used, or the training diverges."""
     task, model, sampler, optimizer, scheduler = parts
     watch = _stopwatch(curve)
@@ -146,7 +166,7 @@ def _train(parts: Parts, cell: Cell, curve: Curve, checkpoint: Checkpoint) -> No
             if optimizer.samples // cell.between > curve.samples // cell.between or curve.diverged:
                 _evaluate(parts, curve)
             watch()
-            checkpoint.step()
+            saving.step(optimizer.updates)
             if curve.diverged:
                 return None
     if curve.samples < optimizer.samples and not curve.diverged:

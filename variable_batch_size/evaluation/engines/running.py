@@ -1,0 +1,100 @@
+"""Train what has no record yet, by an engine: what is done stays done, whatever kills the evaluation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from tqdm import tqdm
+
+from variable_batch_size._validation import check_choice, check_int, type_error, value_error
+from variable_batch_size.evaluation.cell import Cell
+from variable_batch_size.evaluation.engines.local import on_this_machine
+from variable_batch_size.evaluation.engines.on_ray import on_ray
+from variable_batch_size.evaluation.engines.work import Work
+from variable_batch_size.evaluation.experiment import Experiment, check
+from variable_batch_size.evaluation.record import Record, keys_in, path_of
+from variable_batch_size.evaluation.saving import check_interval
+from variable_batch_size.evaluation.training import SAVE_EVERY, checkpoints_of
+
+EngineName: TypeAlias = Literal["joblib", "ray"]
+
+
+def run(
+    cells: Experiment | Sequence[Cell],
+    folder: str | os.PathLike[str],
+    *,
+    jobs: int | None = None,
+    threads: int = 1,
+    engine: EngineName = "joblib",
+    address: str | None = None,
+    save_every: timedelta | int = SAVE_EVERY,
+    progress: bool = True,
+) -> list[Record]:
+    """Train the cells that have no record in a folder, and return the records of all.
+
+    Before the first one begins, each combination of task, trace and rule is created once, so that errors come early. A
+    training that is killed continues from its last checkpoint when the evaluation is run again; one that raises ends
+    the evaluation. Run one evaluation in a folder at a time.
+
+    With Ray, each training is a task that needs `threads` CPUs, on any machine of the cluster where this package, the
+    task's module and its files are. This process writes the records. A training whose process is killed is repeated, up
+    to 10 times. It resumes from its last checkpoint if `folder` is at the same path of all machines, and begins anew on
+    a machine without it; on one that has another folder at this path, its checkpoints remain. If `ray.init()` has been
+    called, that cluster is used, and stays.
+
+    Args:
+        cells: an experiment, or cells.
+        folder: folder of the records, which is created if needed.
+        jobs: maximum number of trainings at the same time, each in a process of its own. By default as many as Ray has
+            CPUs for; with joblib 1, which is this process.
+        threads: number of threads of a training. With more than one, numbers differ a little from run to run.
+        engine: what distributes the trainings: "joblib" on this machine, or "ray".
+        address: of a running cluster of Ray, "HOST:PORT", "ray://HOST:PORT" or "auto"; by default what `ray.init()`
+            finds, or a new one on this machine.
+        save_every: interval of the checkpoints of a training: time, or a number of updates.
+        progress: whether to show a progress bar over the cells, with the time left.
+
+    Raises:
+        ModuleNotFoundError: if `jobs` > 1 and joblib is not installed, or Ray is not.
+        OSError: if a file cannot be read or written, or nothing listens at `address`.
+        TypeError, ValueError: if cells cannot train, or no machine of Ray has so many CPUs as `threads`.
+        RuntimeError: if a training fails, whose name is in the message, or its process is killed, with Ray too often.
+    """
+    check_choice(engine, "engine", get_args(EngineName))
+    if address is not None and engine != "ray":
+        raise value_error("address must be None without Ray", repr(address), 'pass engine="ray", too')
+    jobs = None if jobs is None else check_int(jobs, "jobs", 1)
+    threads = check_int(threads, "threads", 1)
+    check_interval(save_every, "save_every")
+    wanted = cells.cells() if isinstance(cells, Experiment) else list(cells)
+    for cell in wanted:
+        if not isinstance(cell, Cell):
+            raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    keys = list(dict.fromkeys(cell.key for cell in wanted))
+    todo = without_record(wanted, place)
+    check(todo.values())
+    for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
+        shutil.rmtree(checkpoints_of(place, key), ignore_errors=True)
+    work = Work(list(todo.values()), place, threads, save_every)
+    ray = engine == "ray" and todo  # nothing starts for nothing
+    trainings = on_ray(work, jobs, address) if ray else on_this_machine(work, jobs or 1)
+    bar = tqdm(total=len(keys), initial=len(keys) - len(todo), unit="cell", disable=not progress, smoothing=0)
+    with bar, closing(trainings):  # type: ignore[type-var]
+        for _ in trainings:
+            bar.update()
+    return [Record.read(path_of(place, key)) for key in keys]
+
+
+def without_record(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
+    """Return the cells that have no record in a folder, by their keys."""
+    done = keys_in(folder)
+    keys = ((cell.key, cell) for cell in cells)
+    return {key: cell for key, cell in keys if key not in done}
