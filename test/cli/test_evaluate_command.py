@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.console import error_of, run_main
-from variable_batch_size.evaluation import read_records
+from variable_batch_size.evaluation import Plan, read_records
 
 TINY = "helpers.evaluation_tasks:Tiny"
 BOTH = ["--rule", "constant", "--rule", "linear"]
@@ -27,6 +27,8 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
     records = read_records(tmp_path / "records")
     assert {record.cell["rule"] for record in records} == {"constant", "linear"}
     assert all(record.curve["seconds"] and record.curve["cost"] for record in records)
+    assert Plan.read(tmp_path / "records").keys == {record.key for record in records}
+    assert Plan.read(tmp_path / "records").command.startswith(f"vbs evaluate {TINY} --trace '0:8 10:32' --trace per")
     assert run_main(*arguments, "--dry-run")[1].endswith("4 trainings, 0 to make, of 0 samples in all\n")
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import os
 import shlex
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from variable_batch_size._validation import check_bounds
+from variable_batch_size.cli import report
 from variable_batch_size.cli.options import (
     CommunicationSeconds,
     SamplesPerSecond,
@@ -21,16 +22,16 @@ from variable_batch_size.cli.options import (
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
+    from variable_batch_size.evaluation.cell import Cell
     from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
-    from variable_batch_size.evaluation.experiment import Experiment
 
-REPORT = "variable_batch_size.evaluation.report"
 TRAINING = "Instead of what the task says"  # the panels of --help
 TIME = "Simulated time"
 MACHINE = "This machine"
 
 
 def evaluate(
+    context: typer.Context,
     tasks: Annotated[
         list[str],
         typer.Argument(
@@ -123,6 +124,8 @@ def evaluate(
         int, typer.Option("--jobs", "-j", help="Trainings at the same time.", min=1, rich_help_panel=MACHINE)
     ] = 1,
     threads: Annotated[int, typer.Option(help="Threads of a training.", min=1, rich_help_panel=MACHINE)] = 1,
+    parquet: report.Parquet = False,
+    recommend: report.Recommend = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the number of trainings, and check them, without training.")
     ] = False,
@@ -130,7 +133,7 @@ def evaluate(
     """Train tasks under traces, with rules and seeds, and write a report of what each rule has brought.
 
     Each training writes a record when it ends. Run the command again to continue after an interruption, or with more
-    seeds, traces or rules: only what has no record yet is trained.
+    seeds, traces or rules: only what has no record yet is trained. `vbs report` writes the report at any time.
 
     Examples:
 
@@ -156,13 +159,39 @@ def evaluate(
         time=None if model is None else ModelTime(model, number, price),
         data_dir=data_dir,
     )
+    cells = experiment.cells()
     if dry_run:
-        _print_plan(experiment, folder)
+        _print_plan(cells, folder)
         return
-    records = engines.run(experiment, folder, jobs=jobs, threads=threads)
-    diverged = sum(record.status == "diverged" for record in records)
-    typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
-    _report(records, folder, experiment.targets())
+    command = shlex.join(context.obj)
+    with _stopped(cells, folder, command):
+        records = engines.run(cells, folder, jobs=jobs, threads=threads, command=command)
+        diverged = sum(record.status == "diverged" for record in records)
+        typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
+        report.publish(folder, table=report.table_of(parquet), recommend=recommend, data_dir=data_dir)
+
+
+@contextmanager
+def _stopped(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
+    """Say after Ctrl-C, or an error of a training, what is done and how to continue."""
+    from variable_batch_size.evaluation.engines import without_record
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        keys = {cell.key for cell in cells}
+        done = len(keys) - len(without_record(cells, folder))
+        typer.echo(f"\nvbs: interrupted after {done:,} of {len(keys):,} trainings", err=True)
+        typer.echo(f"to continue: {command}", err=True)
+        if done:
+            typer.echo(f"for a report: {shlex.join(['vbs', 'report', str(folder)])}", err=True)
+        raise typer.Exit(130) from None
+    except RuntimeError as error:  # of a training, which the message names
+        if os.environ.get("VBS_TRACEBACK"):
+            raise
+        rest = "" if ";" in str(error) else "; mend it and run the command again, or set VBS_TRACEBACK=1 to see where"
+        typer.echo(f"vbs: error: {' '.join(str(error).split())}{rest}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _options(
@@ -189,21 +218,12 @@ def _under(
     return UnderCapacity("", "", model, overheads=costs, noise=curve, price=price)
 
 
-def _print_plan(experiment: Experiment, folder: Path) -> None:
+def _print_plan(cells: list[Cell], folder: Path) -> None:
     """Print how many trainings the command would make, after checking them."""
     from variable_batch_size.evaluation.engines import without_record
     from variable_batch_size.evaluation.experiment import check
 
-    cells = experiment.cells()
     left = without_record(cells, folder)
     check(left.values())
     samples = sum(cell.samples for cell in left.values())
     typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {samples:,} samples in all")
-
-
-def _report(records: list[Any], folder: Path, targets: dict[str, tuple[str, float]]) -> None:
-    """Write the report, if this version has one."""
-    if importlib.util.find_spec(REPORT) is not None:
-        command = shlex.join(["vbs", *sys.argv[1:]])
-        path = importlib.import_module(REPORT).write_report(records, folder, targets=targets, command=command)
-        typer.echo(f"report: {path}")

@@ -30,7 +30,8 @@ def main(args: list[str] | None = None) -> NoReturn:
             import_extra(library, "cli")
         from variable_batch_size.cli.app import app
 
-        status = app(args, standalone_mode=False, prog_name="vbs")
+        words = sys.argv[1:] if args is None else args
+        status = app(args, standalone_mode=False, prog_name="vbs", obj=["vbs", *words])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more when it exits

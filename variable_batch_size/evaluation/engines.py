@@ -15,6 +15,7 @@ from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import check_choice, check_int, type_error
 from variable_batch_size.evaluation.cell import Cell
 from variable_batch_size.evaluation.experiment import Experiment, check
+from variable_batch_size.evaluation.plan import extend_plan
 from variable_batch_size.evaluation.record import Record, keys_in, path_of
 from variable_batch_size.evaluation.training import SAVE_EVERY, train
 
@@ -31,6 +32,7 @@ def run(
     engine: EngineName = "joblib",
     save_every: timedelta | int = SAVE_EVERY,
     progress: bool = True,
+    command: str = "",
 ) -> list[Record]:
     """Train the cells that have no record in a folder, and return the records of all.
 
@@ -46,6 +48,7 @@ def run(
         engine: what distributes the trainings.
         save_every: interval of the checkpoints of a training: time, or a number of updates.
         progress: whether to show a progress bar over the cells, with the time left.
+        command: what was typed. It is written to `folder`/plan.json, with the keys of the cells, see `Plan`.
 
     Raises:
         ModuleNotFoundError: if `jobs` > 1 and joblib is not installed.
@@ -64,6 +67,7 @@ def run(
     keys = list(dict.fromkeys(cell.key for cell in wanted))
     todo = without_record(wanted, place)
     check(todo.values())
+    extend_plan(place, keys, command)
     for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
         shutil.rmtree(place / "checkpoints" / key, ignore_errors=True)
     tasks = [(cell, place, threads, save_every) for cell in todo.values()]

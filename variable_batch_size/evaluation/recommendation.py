@@ -90,9 +90,9 @@ def _which(
         return f"For {task} under {trace}, use {best}: {lead}."
     if rule == best:
         return f"For {task} under {trace}, use {best}: {lead}; no difference seen to {listed(alike)}."
-    others = listed([name for name in (best, *alike) if name != rule])
+    same = listed([rule, *(name for name in (best, *alike) if name != rule)])
     return (
-        f"For {task} under {trace}, no difference seen between {rule} and {others}: use {rule}, the simplest; "
+        f"For {task} under {trace}, no difference seen between {same}: use {rule}, the simplest; "
         f"{best} has the best mean ({lead})."
     )
 
@@ -110,7 +110,8 @@ def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
     if alike:
         bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in alike]
         missed = max((bound for bound in bounds if math.isfinite(bound)), default=math.nan)
-        parts.append(f"a difference of up to {number(missed)} to {listed(alike, 'or')} could not be told from chance")
+        lost = f"a difference of up to {number(missed)} to {listed(alike, 'or')} could not be told from chance"
+        parts.append(lost if missed else f"{listed([best, *alike])} brought the same")
     fewest, most = (end(pair.n for pair in pairs.values()) for end in (min, max))
     seeds = f"{fewest} to {most}" if fewest < most else f"{most}"
     sure = f"the best of them is {listed([best, *alike], 'or')} with 95% confidence"
