@@ -6,6 +6,7 @@ import csv
 import re
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -45,7 +46,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] in (["td"], ["th"]):
+        if {"td", "th"} & set(self.open):
             self.cells[-1] += data
 
 
@@ -170,6 +171,13 @@ def test_a_report_of_what_is_there_so_far(number: int, tmp_path: Path) -> None:
 def test_all_trainings_diverged(tmp_path: Path) -> None:
     page = write_report(records(traces=["64"], divergence=dict.fromkeys(EFFECTS, 1.0)), tmp_path).read_text()
     assert "No rule can be recommended" in page
+
+
+def test_neighbors_differ_in_color_and_in_dashes() -> None:
+    """Lines that coincide are both seen, and told apart without colors."""
+    for (color, dashes), (other_color, other_dashes) in pairwise(look([str(number) for number in range(40)]).values()):
+        assert color != other_color
+        assert dashes != other_dashes
 
 
 def test_rules_look_different() -> None:
