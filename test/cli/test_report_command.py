@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from helpers.commands import environment, wait_for
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
-from variable_batch_size.evaluation import Plan, read_records
+from variable_batch_size.evaluation import Plan, read_records, write_report
 from variable_batch_size.evaluation.record import keys_in
 
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -139,3 +140,42 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
     )
     assert error_of("report", done, "--metric", "los")[1].startswith('--metric must be "loss" or "accuracy", got')
     assert error_of("report", done, "--baseline", "lin")[1].startswith("--baseline must be constant or linear, got")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda text: text[: len(text) // 2], "JSONDecodeError: "),
+        (lambda text: text.replace('"task": ', '"tusk": '), "ValueError: no task in the cell"),
+        (lambda text: text.replace('"finished"', '"done"'), "ValueError: status 'done'"),
+        (lambda text: text.replace('"samples": [0, ', '"samples": ['), "ValueError: columns of different lengths"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "format 2"),
+    ],
+)
+def test_a_damaged_record_is_named(change: Callable[[str], str], found: str, tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / f"{min(keys_in(done))}.json"
+    path.write_text(change(path.read_text()))
+    for command in (["report", tmp_path], ["evaluate", *SMALL, "--folder", tmp_path]):
+        status, _, err = run_main(*command)
+        message = err.splitlines()[-1]
+        assert status == 1
+        assert message.startswith(f"vbs: error: {path} must be a record")
+        assert f", got {found}" in message
+        assert message.endswith("; delete it, and run the evaluation again")
+
+
+def test_a_record_has_the_name_of_its_file(tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    key = min(keys_in(done))
+    (tmp_path / f"{key}.json").rename(tmp_path / f"{'f' * 16}.json")
+    message = (
+        f"{tmp_path / ('f' * 16)}.json must be the record of its name, got that of {key}; rename or delete the file"
+    )
+    assert error_of("report", tmp_path) == (1, message)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that not even root may write to")
+def test_a_folder_where_nothing_may_be_written(done: Path) -> None:
+    with pytest.raises(OSError, match=r"/proc/report-.*\.png must be a file that can be written, got .*; change its"):
+        write_report(read_records(done), "/proc")

@@ -159,21 +159,22 @@ def evaluate(
         time=None if model is None else ModelTime(model, number, price),
         data_dir=data_dir,
     )
-    cells = experiment.cells()
-    if dry_run:
-        _print_plan(cells, folder)
-        return
-    command = shlex.join(context.obj)
-    with _stopped(cells, folder, command):
-        records = engines.run(cells, folder, jobs=jobs, threads=threads, command=command)
-        diverged = sum(record.status == "diverged" for record in records)
-        typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
-        report.publish(folder, table=report.table_of(parquet), recommend=recommend, data_dir=data_dir)
+    with _failed():
+        cells = experiment.cells()
+        if dry_run:
+            _print_plan(cells, folder)
+            return
+        command = shlex.join(context.obj)
+        with _interrupted(cells, folder, command):
+            records = engines.run(cells, folder, jobs=jobs, threads=threads, command=command)
+            diverged = sum(record.status == "diverged" for record in records)
+            typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
+            report.publish(folder, table=report.table_of(parquet), recommend=recommend, data_dir=data_dir)
 
 
 @contextmanager
-def _stopped(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
-    """Say after Ctrl-C, or an error of a training, what is done and how to continue."""
+def _interrupted(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
+    """Say after Ctrl-C what is done, and how to continue."""
     from variable_batch_size.evaluation.engines import without_record
 
     try:
@@ -186,11 +187,20 @@ def _stopped(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
         if done:
             typer.echo(f"for a report: {shlex.join(['vbs', 'report', str(folder)])}", err=True)
         raise typer.Exit(130) from None
-    except RuntimeError as error:  # of a training, which the message names
+
+
+@contextmanager
+def _failed() -> Iterator[None]:
+    """Print the error of a task or a training as one line: it is not one of this package."""
+    try:
+        yield
+    except typer.Exit:  # which is a RuntimeError, too
+        raise
+    except RuntimeError as error:
         if os.environ.get("VBS_TRACEBACK"):
             raise
-        rest = "" if ";" in str(error) else "; mend it and run the command again, or set VBS_TRACEBACK=1 to see where"
-        typer.echo(f"vbs: error: {' '.join(str(error).split())}{rest}", err=True)
+        remedy = "" if ";" in str(error) else "; mend it and run the command again, or set VBS_TRACEBACK=1 to see where"
+        typer.echo(f"vbs: error: {' '.join(str(error).split())}{remedy}", err=True)
         raise typer.Exit(1) from None
 
 

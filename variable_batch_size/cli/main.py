@@ -71,6 +71,7 @@ def _in_options(message: str) -> str:
     # "mean_up must be > 0", also after what `sweep` puts before it, but not that of a file: "a.csv:3: nodes must be"
     before, under, rest = message.rpartition(": ") if re.match(r"\S+ under ", message) else ("", "", message)
     message = before + under + re.sub(r"^[a-z_]+(?= must )", option, rest)
+    message = re.sub(r'\b[a-z_]+=(?=")', lambda match: option(match) + " " * (match[0] != option(match)), message)
     return re.sub(r"\b[a-z_]+=(?=[,;.]|$)", option, message)  # "limit it with bounds="
 
 

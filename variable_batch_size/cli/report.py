@@ -47,10 +47,9 @@ def report(
     - `vbs report evaluation`
     - `vbs report evaluation --metric accuracy --baseline linear --recommend`
     """
-    found = publish(folder, metric, baseline, table_of(parquet), recommend)
-    if not found:
-        there = "none" if folder.is_dir() else "no such folder"
-        raise value_error(f"{folder} must hold the record of a training", there, "pass --folder of vbs evaluate")
+    if not folder.is_dir() or not publish(folder, metric, baseline, table_of(parquet), recommend):
+        found = "none" if folder.is_dir() else "no such folder"
+        raise value_error(f"{folder} must hold the record of a training", found, "pass --folder of vbs evaluate")
 
 
 def table_of(parquet: bool) -> TableFormat:

@@ -63,7 +63,11 @@ def run(
         if not isinstance(cell, Cell):
             raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{os.fspath(folder)!r}: {error.strerror}"
+        raise type(error)(f"folder must be one that can be created, got {found}; choose another one") from None
     keys = list(dict.fromkeys(cell.key for cell in wanted))
     todo = without_record(wanted, place)
     check(todo.values())

@@ -218,5 +218,10 @@ def _publish(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:
+        requirement = f"{path} must be a file that can be written"
+        raise type(error)(
+            f"{requirement}, got {error.strerror}; change its folder, or what may be done there"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)
