@@ -1,5 +1,5 @@
-# ARGS is passed to the training script, to pytest or to the search. JOBS=2 runs the tests in two processes. PYTHON
-# creates the environments. PIP_FLAGS= shows pip's output.
+# ARGS is passed to the training script, to pytest, to the search or to the evaluation. JOBS=2 runs the tests in two
+# processes; an evaluation has two by default. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
@@ -16,12 +16,13 @@ INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
-.PHONY: help train test test-newest test-integrations docs fuzz bench bench-trainers dist check-tag clean
+.PHONY: help train evaluate test test-newest test-integrations docs fuzz bench bench-trainers dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
+	@echo "make evaluate     compare rules on MNIST under three traces, and write a report to runs/evaluate"
 	@echo "make test         run ruff, mypy and all tests"
 	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
 	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras and jax"
@@ -37,6 +38,18 @@ help:
 train: $(VENV)/.has-xla
 	@$(if $(findstring --data-dir,$(ARGS)),,$(VENV)/bin/python test/helpers/mnist.py)
 	$(VENV)/bin/python test/variable_train_mnist.py $(ARGS)
+
+# 117 trainings of 20 seconds: every rule that fits SGD, 3 seeds, and the learning rates of the regret. The traces: one
+# written by hand, a doubling batch with a fifth of the samples at each size, and a cluster of up to 8 devices that take
+# 32 seconds for 64 samples, as those of a larger model would.
+EVALUATE := --trace traces/test_trace.csv --trace "0:32 800:64 1200:128 1400:256 1500:512" \
+	--trace per-device:64@traces/synthetic_capacity.csv --samples-per-second 2 --communication-seconds 1 \
+	--restart 120 --save-every 600 --devices 8 --price 1 \
+	$(addprefix --rule ,constant linear root power:0.75 linear-momentum legw:50 adascale adamscale surge) \
+	$(addprefix --retune ,0.25 0.5 1 2 4) --samples 131072 --seeds 3
+
+evaluate: $(VENV)/.has-test
+	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter 0,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)
 
 test: $(VENV)/.has-test
 	$(VENV)/bin/python -m ruff check .

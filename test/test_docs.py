@@ -13,7 +13,7 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
 
 CONTROLLERS = DOCS / "_static" / "controllers.svg"
-MAKE = {"train", "test", "docs", "fuzz", "bench", "test-newest", "test-integrations", "dist"}
+MAKE = {"train", "evaluate", "test", "docs", "fuzz", "bench", "test-newest", "test-integrations", "dist"}
 LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
     "sbatch": "a cluster; test_clusters.py runs the script",
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
-    "vbs ": "test_capacity_page.py and test_real_traces.py run it",
+    "vbs ": "test_capacity_page.py, test_evaluation_page.py and test_real_traces.py run it",
     "sky jobs launch": "a cloud; test_clusters.py runs the file's command",
 }  # beginning of a command that no test runs as it is -> why
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.console import error_of, run_main
-from variable_batch_size.evaluation import read_records
+from variable_batch_size.evaluation import Plan, read_records
 
-TINY = "helpers.evaluation_tasks:Tiny"
+TASKS = "helpers.evaluation_tasks:"
+TINY = f"{TASKS}Tiny"
 BOTH = ["--rule", "constant", "--rule", "linear"]
 
 
@@ -28,6 +30,8 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
     records = read_records(tmp_path / "records")
     assert {record.cell["rule"] for record in records} == {"constant", "linear"}
     assert all(record.curve["seconds"] and record.curve["cost"] for record in records)
+    assert Plan.read(tmp_path / "records").keys == {record.key for record in records}
+    assert Plan.read(tmp_path / "records").command.startswith(f"vbs evaluate {TINY} --trace '0:8 10:32' --trace per")
     assert run_main(*arguments, "--dry-run")[1].endswith("4 trainings, 0 to make, of 0 samples in all\n")
 
 
@@ -49,6 +53,12 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
         ([TINY, *BOTH], 2, "Missing option '--trace'"),
         ([TINY, "--trace", 8, *BOTH, "--lr", -1], 1, "--lr must be a finite number >= 0, got -1"),
         ([TINY, "--trace", 8, *BOTH, "--address", "auto"], 1, "--address must be None without Ray, got 'auto'; pass"),
+        (["no_module:T", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or"),
+        ([f"{TASKS}NotThere", "--trace", 8, *BOTH], 1, f"the task {TASKS}NotThere must be in "),
+        ([f"{TASKS}NoLoss", "--trace", 8, *BOTH], 1, f"the task {TASKS}NoLoss must have model, dataset, loss"),
+        ([TINY, "--trace", "per-device:4@nodes.csv", *BOTH], 1, "trace per-device:4@nodes.csv of the task"),
+        ([TINY, "--trace", "nothing.csv", *BOTH], 1, "trace nothing.csv of the task"),
+        ([TINY, "--trace", 8, "--rule", "power"], 1, "the rule power needs its exponent, got none; pass power:NUMBER"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, message: str, tmp_path: Path) -> None:
@@ -81,3 +91,78 @@ def test_a_missing_ray_is_named_with_the_command_that_installs_it(
     _, _, err = run_main("evaluate", TINY, "--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray")
     message = "this needs ray, which is not installed; run: pip install 'variable_batch_size[ray]'"
     assert err.splitlines()[-1] == f"vbs: error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("task", "beginning"),
+    [
+        ("NotCreated", "the task {task} cannot be created: KeyError: 'an error of the task'"),
+        ("NoData", "task {task}, trace 8, rule constant: RuntimeError: an error of the task"),
+    ],
+)
+def test_an_error_of_the_code_of_a_task_names_it(task: str, beginning: str, tmp_path: Path) -> None:
+    status, message = error_of("evaluate", f"{TASKS}{task}", "--trace", 8, *BOTH, "--folder", tmp_path)
+    remedy = "; mend it and run the command again, or set VBS_TRACEBACK=1 to see where"
+    assert (status, message) == (1, beginning.format(task=f"{TASKS}{task}") + remedy)
+
+
+def test_a_training_that_fails_is_named(tmp_path: Path) -> None:
+    status, out, err = run_main("evaluate", f"{TASKS}Failing", "--trace", 8, *BOTH, "--folder", tmp_path)
+    last = err.splitlines()[-1]
+    assert (status, out) == (1, "")
+    assert re.match(
+        r"vbs: error: the training [0-9a-f]{16} \(helpers\..*, seed 0\) failed: ZeroDivisionError: an e", last
+    )
+    assert last.endswith("; mend it and run the command again, or set VBS_TRACEBACK=1 to see where")
+
+
+@pytest.mark.parametrize(
+    ("content", "beginning"),
+    [
+        ("import no_such_module", "the task faulty:Task imports no_such_module, which is not installed; install it"),
+        ("def (:", "the task faulty:Task cannot be imported: SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_task_that_cannot_be_imported(
+    content: str, beginning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty.py").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    status, message = error_of("evaluate", "faulty:Task", "--trace", 8, *BOTH)
+    assert status == 1
+    assert message.startswith(beginning)
+
+
+def test_a_trace_that_ends_too_early(tmp_path: Path) -> None:
+    trace = tmp_path / "short.csv"
+    trace.write_text("step,batchsize\n0,8\n1,8\n")
+    _, message = error_of("evaluate", TINY, "--trace", trace, *BOTH, "--folder", tmp_path / "records")
+    assert message.startswith(f"task {TINY}, trace {trace}, rule constant: the trace must last until the training ends")
+    assert message.endswith('or pass --on-end "stop", "hold" or "cycle"')
+    log = tmp_path / "nodes.csv"
+    log.write_text("seconds,nodes\n0,1\n20,3\n")
+    under = ["--trace", f"per-device:4@{log}", "--samples-per-second", 1, "--folder", tmp_path / "records"]
+    _, message = error_of("evaluate", TINY, *under, *BOTH)
+    assert "the capacity trace must last for the 240 samples of the training, got 20 until second 20; " in message
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "records"):
+        _, message = error_of("evaluate", TINY, "--trace", 8, *BOTH, "--folder", folder)
+        assert message.startswith(f"--folder must be one that can be created, got '{folder}': ")
+        assert message.endswith("; choose another one")
+
+
+def test_trainings_that_cannot_be_compared_lie_in_one_folder(tmp_path: Path) -> None:
+    """Each is a task of its own in the report: other samples, another learning rate of the reference."""
+    arguments = ["evaluate", TINY, "--trace", 8, *BOTH, "--seeds", 1, "--folder", tmp_path]
+    for others in ([], ["--samples", 100], ["--lr", 0.1]):
+        status, _, err = run_main(*arguments, *others)
+        assert status == 0, err
+    page = (tmp_path / "report.html").read_text()
+    found = re.findall(r"<h2>helpers.evaluation_tasks:Tiny \((.*)\)</h2>", page)
+    assert found == [
+        f"samples {kind}" for kind in ("100, reference lr 0.05", "240, reference lr 0.05", "240, reference lr 0.1")
+    ]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from helpers.evaluations import EFFECTS, records
@@ -42,7 +46,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] in (["td"], ["th"]):
+        if {"td", "th"} & set(self.open):
             self.cells[-1] += data
 
 
@@ -113,6 +117,36 @@ def test_tables_and_a_picture_for_papers_lie_beside_it(folder: Path) -> None:
     assert (folder / "report-simulated.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_parquet_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    found = records(traces=["64"], divergence={"linear": 0.5})
+    names = ("report", "report-table")
+    write_report(found, tmp_path, targets=TARGETS)
+    tables = [pd.read_csv(tmp_path / f"{name}.csv", dtype={"trace": str}) for name in names]
+    write_report(found, tmp_path, targets=TARGETS, table="parquet")
+    for name, table in zip(names, tables, strict=True):
+        again = pd.read_parquet(tmp_path / f"{name}.parquet")
+        # a CSV does not tell None from nan, nor whole numbers of a float column from integers
+        pd.testing.assert_frame_equal(again.fillna(np.nan), table, check_dtype=False, check_exact=True)
+    assert not list(tmp_path.glob("*.csv"))  # older than the page
+    write_report(found, tmp_path)
+    assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_parquet_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'variable_batch_size\[parquet\]'"):
+        write_report(records(traces=["64"]), tmp_path, table="parquet")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_baseline_is_a_rule_of_the_records() -> None:
+    with pytest.raises(ValueError, match=r"baseline must be constant or linear or .*, got 'lin'; choose a rule of"):
+        Analysis(records(traces=["64"]), baseline="lin")
+    others = [record for record in records(traces=["64"]) if record.cell["rule"] != "constant"]
+    assert Analysis(others).summary["difference"].isna().all()
+
+
 def test_the_same_records_make_the_same_page(page: str) -> None:
     found = records(traces=["64", "spot"], divergence={"linear": 0.5})
     assert render(Analysis(found[::-1], targets=TARGETS), COMMAND, 99) == page
@@ -137,6 +171,13 @@ def test_a_report_of_what_is_there_so_far(number: int, tmp_path: Path) -> None:
 def test_all_trainings_diverged(tmp_path: Path) -> None:
     page = write_report(records(traces=["64"], divergence=dict.fromkeys(EFFECTS, 1.0)), tmp_path).read_text()
     assert "No rule can be recommended" in page
+
+
+def test_neighbors_differ_in_color_and_in_dashes() -> None:
+    """Lines that coincide are both seen, and told apart without colors."""
+    for (color, dashes), (other_color, other_dashes) in pairwise(look([str(number) for number in range(40)]).values()):
+        assert color != other_color
+        assert dashes != other_dashes
 
 
 def test_rules_look_different() -> None:

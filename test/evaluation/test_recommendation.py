@@ -31,8 +31,23 @@ def test_where_intervals_contain_0_no_difference_is_seen() -> None:
     found = only({"constant": 0.0, "adascale": -1e-4, "root": 1e-4}, seeds=3, noise=0.02)
     assert found.rule == "constant"  # the simplest
     assert set(found.alternatives) == {"adascale", "root"}
-    assert "no difference seen between constant and " in found.sentences[0]
+    assert "use constant, the simplest: no difference seen to " in found.sentences[0]
     assert "could not be told from chance" in found.sentences[1]
+
+
+def test_of_many_that_are_alike_the_second_sentence_has_the_names() -> None:
+    found = only({"constant": 0.0} | {f"power:0.{digit}": 1e-4 for digit in range(1, 8)}, seeds=3, noise=0.02)
+    assert found.rule == "constant"
+    assert len(found.alternatives) == 7
+    assert "the simplest: no difference seen to 7 others; " in found.sentences[0]
+    assert all(name in found.sentences[1] for name in ("constant", *found.alternatives))
+    assert "another one of these could not be told from chance" in found.sentences[1]
+
+
+def test_rules_that_do_the_same_are_called_so() -> None:
+    found = only({"constant": 0.0, "root": 0.0}, seeds=3, noise=0.0, common=0.02)
+    assert (found.rule, found.alternatives) == ("constant", ("root",))
+    assert found.sentences[1].endswith("with 95% confidence: constant and root brought the same.")
 
 
 def test_of_several_that_are_alike_the_best_is_named() -> None:

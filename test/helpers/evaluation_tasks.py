@@ -69,6 +69,20 @@ class Failing(Tiny):
         raise ZeroDivisionError("an error of the task")
 
 
+class NotCreated(Tiny):
+    """It cannot be created."""
+
+    def __init__(self) -> None:
+        raise KeyError("an error of the task")
+
+
+class NoData(Tiny):
+    """Its dataset raises."""
+
+    def dataset(self) -> TensorDataset:
+        raise RuntimeError("an error of the task")
+
+
 class Killed(Tiny):
     """The first process that evaluates it is killed."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from variable_batch_size._validation import check_bounds
+from variable_batch_size.cli import report
 from variable_batch_size.cli.options import (
     CommunicationSeconds,
     SamplesPerSecond,
@@ -19,8 +22,8 @@ from variable_batch_size.cli.options import (
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
+    from variable_batch_size.evaluation.cell import Cell
     from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
-    from variable_batch_size.evaluation.experiment import Experiment
 
 EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engines, which is imported when it is needed
 TRAINING = "Instead of what the task says"  # the panels of --help
@@ -29,10 +32,11 @@ MACHINE = "Processes and machines"
 
 
 def evaluate(
+    context: typer.Context,
     tasks: Annotated[
         list[str],
         typer.Argument(
-            help="mnist-cnn, fashion-cnn, char-gpt, or a task of your own: package.module:name.",
+            help="mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet, or a task of your own: package.module:name.",
             show_default=False,
             metavar="TASK",
         ),
@@ -140,6 +144,8 @@ def evaluate(
             metavar="ADDRESS",
         ),
     ] = None,
+    parquet: report.Parquet = False,
+    recommend: report.Recommend = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the number of trainings, and check them, without training.")
     ] = False,
@@ -147,7 +153,7 @@ def evaluate(
     """Train tasks under traces, with rules and seeds, and write a report of what each rule has brought.
 
     Each training writes a record when it ends. Run the command again to continue after an interruption, or with more
-    seeds, traces or rules: only what has no record yet is trained.
+    seeds, traces or rules: only what has no record yet is trained. `vbs report` writes the report at any time.
 
     Examples:
 
@@ -155,7 +161,6 @@ def evaluate(
     - `vbs evaluate mnist-cnn --trace per-device:16@traces/spot_example.json --samples-per-second 2 --rule linear`
     """
     from variable_batch_size.evaluation import Experiment, ModelTime, engines
-    from variable_batch_size.evaluation.report import write_report
 
     model = throughput(samples_per_second, communication_seconds)
     experiment = Experiment(
@@ -174,14 +179,51 @@ def evaluate(
         time=None if model is None else ModelTime(model, number, price),
         data_dir=data_dir,
     )
-    if dry_run:
-        _print_plan(experiment, folder)
-        return
-    records = engines.run(experiment, folder, jobs=jobs, threads=threads, engine=engine, address=address)
-    diverged = sum(record.status == "diverged" for record in records)
-    typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
-    command = shlex.join(["vbs", *sys.argv[1:]])
-    typer.echo(f"report: {write_report(records, folder, targets=experiment.targets(), command=command)}")
+    with _failed():
+        cells = experiment.cells()
+        if dry_run:
+            _print_plan(cells, folder)
+            return
+        command = shlex.join(context.obj)
+        with _interrupted(cells, folder, command):
+            records = engines.run(
+                cells, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command
+            )
+            diverged = sum(record.status == "diverged" for record in records)
+            typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
+            report.publish(folder, table=report.table_of(parquet), recommend=recommend, data_dir=data_dir)
+
+
+@contextmanager
+def _interrupted(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
+    """Say after Ctrl-C what is done, and how to continue."""
+    from variable_batch_size.evaluation.engines import without_record
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        keys = {cell.key for cell in cells}
+        done = len(keys) - len(without_record(cells, folder))
+        typer.echo(f"\nvbs: interrupted after {done:,} of {len(keys):,} trainings", err=True)
+        typer.echo(f"to continue: {command}", err=True)
+        if done:
+            typer.echo(f"for a report: {shlex.join(['vbs', 'report', str(folder)])}", err=True)
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _failed() -> Iterator[None]:
+    """Print the error of a task or a training as one line: it is not one of this package."""
+    try:
+        yield
+    except typer.Exit:  # which is a RuntimeError, too
+        raise
+    except RuntimeError as error:
+        if os.environ.get("VBS_TRACEBACK"):
+            raise
+        remedy = "" if ";" in str(error) else "; mend it and run the command again, or set VBS_TRACEBACK=1 to see where"
+        typer.echo(f"vbs: error: {' '.join(str(error).split())}{remedy}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _options(
@@ -208,12 +250,11 @@ def _under(
     return UnderCapacity("", "", model, overheads=costs, noise=curve, price=price)
 
 
-def _print_plan(experiment: Experiment, folder: Path) -> None:
+def _print_plan(cells: list[Cell], folder: Path) -> None:
     """Print how many trainings the command would make, after checking them."""
     from variable_batch_size.evaluation.engines import without_record
     from variable_batch_size.evaluation.experiment import check
 
-    cells = experiment.cells()
     left = without_record(cells, folder)
     check(left.values())
     samples = sum(cell.samples for cell in left.values())

@@ -30,7 +30,8 @@ def main(args: list[str] | None = None) -> NoReturn:
             import_extra(library, "cli")
         from variable_batch_size.cli.app import app
 
-        status = app(args, standalone_mode=False, prog_name="vbs")
+        words = sys.argv[1:] if args is None else args
+        status = app(args, standalone_mode=False, prog_name="vbs", obj=["vbs", *words])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more when it exits
@@ -70,6 +71,7 @@ def _in_options(message: str) -> str:
     # "mean_up must be > 0", also after what `sweep` puts before it, but not that of a file: "a.csv:3: nodes must be"
     before, under, rest = message.rpartition(": ") if re.match(r"\S+ under ", message) else ("", "", message)
     message = before + under + re.sub(r"^[a-z_]+(?= must )", option, rest)
+    message = re.sub(r'\b[a-z_]+=(?=")', lambda match: option(match) + " " * (match[0] != option(match)), message)
     return re.sub(r"\b[a-z_]+=(?=[,;.]|$)", option, message)  # "limit it with bounds="
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.courses import UnderCapacity as UnderCapacity
     from variable_batch_size.evaluation.engines import run as run
     from variable_batch_size.evaluation.experiment import Experiment as Experiment
+    from variable_batch_size.evaluation.plan import Plan as Plan
     from variable_batch_size.evaluation.recommendation import recommend as recommend
     from variable_batch_size.evaluation.record import Record as Record
     from variable_batch_size.evaluation.record import read_records as read_records

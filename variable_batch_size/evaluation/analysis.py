@@ -59,7 +59,7 @@ class Analysis:
         targets: task -> (metric, value) that a training has to reach.
 
     Raises:
-        ValueError: if there is no record, or none has this metric.
+        ValueError: if there is no record, or none has this metric or, but for the default, this rule.
     """
 
     records: Sequence[Record]
@@ -73,6 +73,9 @@ class Analysis:
         if self.metric not in self.metrics:
             known = " or ".join(f'"{name}"' for name in self.metrics)
             raise value_error(f"metric must be {known}", repr(self.metric), "choose one that the task evaluates")
+        if self.baseline != BASELINE and self.baseline not in self.rules:
+            known = " or ".join(self.rules)
+            raise value_error(f"baseline must be {known}", repr(self.baseline), "choose a rule of the evaluation")
 
     @cached_property
     def metrics(self) -> list[str]:

@@ -147,7 +147,8 @@ def _under(text: str, options: TraceOptions) -> UnderCapacity:
     policy, _, log = text.partition("@")
     if options.under is None:
         requirement = f"the trace {text} needs the time of an update"
-        raise value_error(requirement, "none", "pass throughput=, or --samples-per-second")
+        remedy = "pass an UnderCapacity with its throughput, or --samples-per-second"
+        raise value_error(requirement, "none", remedy)
     return replace(options.under, capacity=log, policy=policy)
 
 

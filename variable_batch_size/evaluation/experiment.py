@@ -168,6 +168,7 @@ def check(cells: Iterable[Cell]) -> None:
     Raises:
         OSError: if the files of a task are missing.
         TypeError, ValueError: if task, trace, rule and optimizer do not fit one another; the message names them.
+        RuntimeError: if a task raises another error.
     """
     from variable_batch_size.evaluation.training import parts_of
 
@@ -179,9 +180,13 @@ def check(cells: Iterable[Cell]) -> None:
         seen.add(kind)
         try:
             parts_of(cell)
-        except (TypeError, ValueError) as error:
+        except (OSError, ModuleNotFoundError):
+            raise
+        except Exception as error:
             of = f"task {cell.task}, trace {cell.trace}, rule {cell.rule}"
-            raise type(error)(f"{of}: {error}") from error
+            if type(error) in (TypeError, ValueError):
+                raise type(error)(f"{of}: {error}") from error
+            raise RuntimeError(f"{of}: {type(error).__name__}: {error}") from error
 
 
 def _known(given: Any, default: Any, attribute: str, name: str) -> Any:

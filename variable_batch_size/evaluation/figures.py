@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ AXES = {
     "progress": "progress (updates at the reference)",
     "seconds": "simulated time (s)",
 }
-# Colors that are seen on white and on black; a rule has the same one in all pictures, and its own dashes.
+# Colors that are seen on white and on black; a rule has the same one in all pictures. Neighbors have other dashes, so
+# that both are seen where their lines coincide.
 COLORS = ("#7a7f87", "#2a7de1", "#e0661a", "#2c9c4a", "#d23f57", "#8a63d2", "#b08a00", "#00929b", "#c2519f", "#6b8e23")
 DASHES = ("", "6 2", "2 2", "6 2 2 2")
 INK, FAINT = "#010203", "#040506"  # replaced by the colors of the page
@@ -53,8 +55,9 @@ THEMED = {
 
 def look(rules: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the color and the dashes, as an SVG dash array, of each rule."""
+    turns = 2 * len(COLORS)  # after which color and dashes would repeat
     return {
-        rule: (COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)])
+        rule: (COLORS[number % len(COLORS)], DASHES[(number + number // turns) % len(DASHES)])
         for number, rule in enumerate(rules)
     }
 
@@ -86,7 +89,7 @@ def png(analysis: Analysis, task: str) -> bytes:
             draw_batch_sizes(batch, rows)
             draw_lr(lr, rows, looks)
             draw_curves(curve, rows, analysis.metric, "samples", looks)
-            batch.set(title=_short(trace, 34), xlabel="")
+            batch.set(title="\n".join(textwrap.wrap(short_trace(trace, 48), 26)), xlabel="")
             lr.set(xlabel="")
         for axes in panels[:, 1:].ravel():
             axes.set_ylabel("")
@@ -167,7 +170,7 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
         color = ("white" if strong else "black") if np.isfinite(fact["regret"]) else axes.xaxis.label.get_color()
         x, y = (rule, trace) if across else (trace, rule)
         axes.text(x + 0.5, y + 0.5, _regret_text(fact, digits), ha="center", va="center", fontsize=8, color=color)
-    named = [_short(trace, 20) for trace in traces]
+    named = [short_trace(trace, 28) for trace in traces]
     columns, lines = (rules, named) if across else (named, rules)
     tilted: dict[str, Any] = (
         {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, columns)) > 6 else {}
@@ -218,8 +221,15 @@ def _compact(value: float) -> str:
     return f"{value:g}"
 
 
-def _short(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}\u2026"
+def short_trace(text: str, length: int) -> str:
+    """Return the text of a trace without the folders of its file, and without its middle if it is still too long.
+
+    >>> short_trace("per-device:64@traces/spot.csv", 28), short_trace("0:32 800:64 1200:128", 16)
+    ('per-device:64@spot.csv', '0:32 80\u20261200:128')
+    """
+    text = re.sub(r"(^|@)[^@]*[/\\]", r"\1", text)
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:half]}\u2026{text[half + 1 - length :]}"
 
 
 def _figure(size: tuple[float, float], margins: Mapping[str, float] | None = None) -> Figure:

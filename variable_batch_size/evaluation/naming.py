@@ -10,24 +10,29 @@ from typing import Any
 from variable_batch_size.evaluation.record import Record
 
 COMPARED = {"task", "trace", "rule", "lr", "lr_factor", "seed"}
+REFERENCE = "reference lr"  # the learning rate that the factors multiply
 
 
 def task_names(records: Sequence[Record]) -> dict[str, str]:
     """Return key -> name of the task, with what else differs where trainings cannot be compared.
 
-    Trainings of the same task and trace with different numbers of samples cannot, and those of the same task, trace and
-    rule that differ in more than the learning rate and the seed.
+    Trainings of the same task and trace cannot if they differ in the samples or the learning rate of the reference, nor
+    can those of the same task, trace and rule that differ in more than the factor on the learning rate and the seed.
     """
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for record in records:
-        cell = record.cell
-        groups[cell["task"], cell["trace"]].append({"samples": cell.get("samples")})
+    cells = {record.key: _with_reference(record.cell) for record in records}
+    for cell in cells.values():
+        groups[cell["task"], cell["trace"]].append({name: cell.get(name) for name in ("samples", REFERENCE)})
         groups[cell["task"], cell["trace"], cell["rule"]].append(cell)
     differs: dict[str, dict[str, None]] = defaultdict(dict)
-    for (task, *_), cells in groups.items():
-        names = dict.fromkeys(name for cell in cells for name in cell if name not in COMPARED)
-        differs[task] |= dict.fromkeys(name for name in names if len({_text(cell.get(name)) for cell in cells}) > 1)
-    return {record.key: _name(record.cell, list(differs[record.cell["task"]])) for record in records}
+    for (task, *_), group in groups.items():
+        names = dict.fromkeys(name for cell in group for name in cell if name not in COMPARED)
+        differs[task] |= dict.fromkeys(name for name in names if len({_text(cell.get(name)) for cell in group}) > 1)
+    return {key: _name(cell, list(differs[cell["task"]])) for key, cell in cells.items()}
+
+
+def _with_reference(cell: Mapping[str, Any]) -> dict[str, Any]:
+    return {**cell, REFERENCE: float(f"{cell['lr'] / cell['lr_factor']:.9g}")}  # without what rounding adds
 
 
 def _name(cell: Mapping[str, Any], names: Sequence[str]) -> str:

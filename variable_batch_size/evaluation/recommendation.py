@@ -13,6 +13,8 @@ from variable_batch_size.evaluation.wording import interval, listed, number
 if TYPE_CHECKING:
     import pandas as pd
 
+FEW = 3  # rules that the first sentence names; the second one names all
+
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -88,11 +90,12 @@ def _which(
         return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
     if not alike:
         return f"For {task} under {trace}, use {best}: {lead}."
+    others = [name for name in (best, *alike) if name != rule]
+    same = listed(others) if len(others) <= FEW else f"{len(others)} others"
     if rule == best:
-        return f"For {task} under {trace}, use {best}: {lead}; no difference seen to {listed(alike)}."
-    others = listed([name for name in (best, *alike) if name != rule])
+        return f"For {task} under {trace}, use {best}: {lead}; no difference seen to {same}."
     return (
-        f"For {task} under {trace}, no difference seen between {rule} and {others}: use {rule}, the simplest; "
+        f"For {task} under {trace}, use {rule}, the simplest: no difference seen to {same}; "
         f"{best} has the best mean ({lead})."
     )
 
@@ -110,7 +113,9 @@ def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
     if alike:
         bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in alike]
         missed = max((bound for bound in bounds if math.isfinite(bound)), default=math.nan)
-        parts.append(f"a difference of up to {number(missed)} to {listed(alike, 'or')} could not be told from chance")
+        others = alike[0] if len(alike) == 1 else "another one of these"
+        lost = f"a difference of up to {number(missed)} between {best} and {others} could not be told from chance"
+        parts.append(lost if missed else f"{listed([best, *alike])} brought the same")
     fewest, most = (end(pair.n for pair in pairs.values()) for end in (min, max))
     seeds = f"{fewest} to {most}" if fewest < most else f"{most}"
     sure = f"the best of them is {listed([best, *alike], 'or')} with 95% confidence"

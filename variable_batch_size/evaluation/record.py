@@ -65,7 +65,7 @@ class Record:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             found = content.pop("format")
             if found == FORMAT:
-                return cls(**content)
+                return _checked(cls(**content))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise value_error(f"{path} must be a record", f"{type(error).__name__}: {error}", remedy) from error
         raise value_error(f"{path} must be a record of format {FORMAT}", f"format {found}", remedy)
@@ -91,4 +91,22 @@ def read_records(folder: str | os.PathLike[str]) -> list[Record]:
         OSError: if a file cannot be read.
         ValueError: if a file is not a record of this format.
     """
-    return [Record.read(path_of(folder, key)) for key in sorted(keys_in(folder))]
+    records = {key: Record.read(path_of(folder, key)) for key in sorted(keys_in(folder))}
+    for key, record in records.items():
+        if record.key != key:
+            remedy = "rename or delete the file"
+            raise value_error(f"{path_of(folder, key)} must be the record of its name", f"that of {record.key}", remedy)
+    return list(records.values())
+
+
+def _checked(record: Record) -> Record:
+    """Return a record that has what everything else reads; raise ValueError, TypeError or KeyError otherwise."""
+    missing = {"task", "task_arguments", "trace", "rule", "lr", "lr_factor", "seed", "samples"} - set(record.cell)
+    if missing:
+        raise ValueError(f"no {', '.join(sorted(missing))} in the cell")
+    if record.status not in ("finished", "diverged"):
+        raise ValueError(f"status {record.status!r}")
+    length = len(record.curve["samples"] or ())
+    if not length or any(len(column) != length for column in record.curve.values() if column is not None):
+        raise ValueError("columns of different lengths, or empty ones, in the curve")
+    return record

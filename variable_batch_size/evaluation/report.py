@@ -8,16 +8,21 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from variable_batch_size._extras import import_extra
+from variable_batch_size._validation import check_choice
 from variable_batch_size.evaluation import figures, wording
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis
 from variable_batch_size.evaluation.recommendation import Recommendation, recommend
 from variable_batch_size.evaluation.record import Record
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+TableFormat: TypeAlias = Literal["csv", "parquet"]
 TEMPLATE = Path(__file__).with_name("report.html")
 
 
@@ -30,11 +35,13 @@ def write_report(
     targets: Mapping[str, tuple[str, float]] | None = None,
     command: str = "",
     planned: int | None = None,
+    table: TableFormat = "csv",
 ) -> Path:
     """Write the report of an evaluation, complete or not, and return the path of the page.
 
     Beside `report.html` are `report.csv`, with a row for each evaluation of each training; `report-table.csv`, with the
-    numbers of the tables; and `report-TASK.png` for each task.
+    numbers of the tables; and `report-TASK.png` for each task. Those of an earlier report are replaced, whatever the
+    format of its tables.
 
     Args:
         records: what the trainings brought, at least one.
@@ -44,19 +51,23 @@ def write_report(
         targets: task -> (metric, value) to reach.
         command: what was typed.
         planned: number of trainings of the complete evaluation.
+        table: format of the tables, "csv" or "parquet".
 
     Raises:
-        ValueError: if there is no record, or none has the metric.
+        ValueError: if there is no record, or none has the metric or the baseline.
         OSError: if a file cannot be written.
-        ModuleNotFoundError: if jinja2, matplotlib or scipy is not installed.
+        ModuleNotFoundError: if jinja2, matplotlib or scipy is not installed, or pyarrow, which Parquet needs.
     """
+    check_choice(table, "table", get_args(TableFormat))
+    if table == "parquet":
+        import_extra("pyarrow", "parquet")
     analysis = Analysis(records, metric, baseline, targets)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for task in analysis.tasks:
         _publish(target / f"report-{_file_name(task)}.png", figures.png(analysis, task))
-    _publish(target / "report.csv", analysis.tidy.to_csv(index=False).encode())
-    _publish(target / "report-table.csv", analysis.summary.reset_index().to_csv(index=False).encode())
+    _publish_table(target / "report", analysis.tidy, table)
+    _publish_table(target / "report-table", analysis.summary.reset_index(), table)
     page = target / "report.html"
     _publish(page, render(analysis, command, planned).encode())
     return page
@@ -174,8 +185,8 @@ def _target(analysis: Analysis, task: str) -> str:
 def _facts(analysis: Analysis, command: str, planned: int | None) -> dict[str, str]:
     """Return what the evaluation was, and on what it ran."""
     total, diverged = len(analysis.records), sum(record.status == "diverged" for record in analysis.records)
-    of = f" of {planned}" if planned is not None and planned != total else ""
-    facts = {"trainings": f"{total}{of}, {diverged} of them diverged"}
+    of = f" of {planned:,}" if planned is not None and planned != total else ""
+    facts = {"trainings": f"{total:,}{of}, {diverged:,} of them diverged"}
     facts["computed in"] = wording.duration(sum(record.wall_seconds for record in analysis.records))
     if command:
         facts["command"] = command
@@ -193,11 +204,24 @@ def _file_name(task: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-")
 
 
+def _publish_table(path: Path, rows: pd.DataFrame, table: TableFormat) -> None:
+    """Write a table to a file with the suffix of its format, and remove that of another one, which is older."""
+    content = rows.to_csv(index=False).encode() if table == "csv" else rows.to_parquet(index=False)
+    _publish(path.with_suffix(f".{table}"), content)
+    for other in set(get_args(TableFormat)) - {table}:
+        path.with_suffix(f".{other}").unlink(missing_ok=True)
+
+
 def _publish(path: Path, content: bytes) -> None:
     """Write a file that is complete at any instant."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:
+        requirement = f"{path} must be a file that can be written"
+        raise type(error)(
+            f"{requirement}, got {error.strerror}; change its folder, or what may be done there"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)

@@ -141,7 +141,12 @@ def _loaded(name: str, text: str, data_dir: str | None) -> Task:
     own = {}
     if data_dir is not None and callable(found) and "data_dir" in inspect.signature(found).parameters:
         own = {"data_dir": data_dir}
-    task = found(**own | arguments) if callable(found) else found
+    try:
+        task = found(**own | arguments) if callable(found) else found
+    except (TypeError, ValueError, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"the task {name} cannot be created: {type(error).__name__}: {error}") from error
     if arguments and not callable(found):
         requirement = f"the task {name} must be a class or a function to take arguments"
         raise type_error(requirement, found, "leave the arguments out")
@@ -169,6 +174,7 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
         TypeError: if what the name stands for is not a `Task`.
         ValueError: if there is no such task.
         ModuleNotFoundError: if a module that the task imports is missing.
+        RuntimeError: if it raises another error.
     """
     if not isinstance(name, str):
         raise type_error("a task must be named by a string", name, 'pass "package.module:name"')
@@ -216,7 +222,12 @@ def _import(place: str, name: str) -> ModuleType:
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-            raise
+            if not str(error).startswith("No module named"):  # it says more than that
+                raise
+            message = f"the task {name} imports {error.name}, which is not installed; install it"
+            raise ModuleNotFoundError(message, name=error.name) from error
+    except Exception as error:
+        raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error
     remedy = f"pass one of these, or run it where {place}.py is" if known else "pass one of these"
     requirement = f"a task must be {', '.join(TASKS)} or package.module:name"
     raise value_error(requirement, f"{name!r:.60}", remedy)

@@ -18,6 +18,7 @@ from variable_batch_size.evaluation.engines.local import on_this_machine
 from variable_batch_size.evaluation.engines.on_ray import on_ray
 from variable_batch_size.evaluation.engines.work import Work
 from variable_batch_size.evaluation.experiment import Experiment, check
+from variable_batch_size.evaluation.plan import extend_plan
 from variable_batch_size.evaluation.record import Record, keys_in, path_of
 from variable_batch_size.evaluation.saving import check_interval
 from variable_batch_size.evaluation.training import SAVE_EVERY, checkpoints_of
@@ -35,6 +36,7 @@ def run(
     address: str | None = None,
     save_every: timedelta | int = SAVE_EVERY,
     progress: bool = True,
+    command: str = "",
 ) -> list[Record]:
     """Train the cells that have no record in a folder, and return the records of all.
 
@@ -59,6 +61,7 @@ def run(
             finds, or a new one on this machine.
         save_every: interval of the checkpoints of a training: time, or a number of updates.
         progress: whether to show a progress bar over the cells, with the time left.
+        command: what was typed. It is written to `folder`/plan.json, with the keys of the cells, see `Plan`.
 
     Raises:
         ModuleNotFoundError: if `jobs` > 1 and joblib is not installed, or Ray is not.
@@ -77,10 +80,15 @@ def run(
         if not isinstance(cell, Cell):
             raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{os.fspath(folder)!r}: {error.strerror}"
+        raise type(error)(f"folder must be one that can be created, got {found}; choose another one") from None
     keys = list(dict.fromkeys(cell.key for cell in wanted))
     todo = without_record(wanted, place)
     check(todo.values())
+    extend_plan(place, keys, command)
     for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
         shutil.rmtree(checkpoints_of(place, key), ignore_errors=True)
     work = Work(list(todo.values()), place, threads, save_every)

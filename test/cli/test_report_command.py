@@ -1,0 +1,181 @@
+"""`vbs report` tells of the trainings that are there; `vbs evaluate` says, when it is stopped, how to continue."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import environment, wait_for
+from helpers.console import error_of, run_main
+from helpers.pages import ROOT
+from variable_batch_size.evaluation import Plan, read_records, write_report
+from variable_batch_size.evaluation.record import keys_in
+
+TINY = "helpers.evaluation_tasks:Tiny"
+BOTH = ["--rule", "constant", "--rule", "linear"]
+SMALL = [TINY, "--trace", "8", "--trace", "0:8 10:32", *BOTH, "--seeds", "2"]  # eight trainings of a tenth of a second
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """Start `vbs` in a process and a process group of its own, as a terminal does."""
+    variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "variable_batch_size", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def stop(evaluation: subprocess.Popen[str], folder: Path, number: signal.Signals) -> tuple[str, str]:
+    """Send a signal after two trainings are done, and return what the process printed."""
+    with evaluation:
+        wait_for(lambda: len(keys_in(folder)) >= 2 or evaluation.poll() is not None, lambda: "no record was written")
+        assert evaluation.poll() is None
+        evaluation.send_signal(number)
+        return evaluation.communicate()
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a complete evaluation."""
+    folder = tmp_path_factory.mktemp("evaluation") / "records"
+    status, _, err = run_main("evaluate", *SMALL, "--folder", folder)
+    assert status == 0, err
+    return folder
+
+
+def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
+    arguments = ["evaluate", *SMALL, "--samples", "2400", "--folder", tmp_path]
+    stop(start(*arguments), tmp_path, signal.SIGKILL)
+    there = len(keys_in(tmp_path))
+    assert 2 <= there < 8
+    status, out, err = run_main("report", tmp_path)
+    assert (status, out) == (0, f"report: {tmp_path / 'report.html'} ({there} of 8 trainings)\n"), err
+    page = (tmp_path / "report.html").read_text()
+    assert f"Trainings: {there} of 8, 0 of them diverged" in page
+    assert f"<code>vbs evaluate {TINY} --trace 8" in page
+    status, out, err = run_main(*arguments)
+    assert status == 0, err
+    assert f"{there}/8" in err  # where the bar begins
+    assert out.endswith(f"report: {tmp_path / 'report.html'} (8 of 8 trainings)\n")
+    assert "Trainings: 8, 0 of them diverged" in (tmp_path / "report.html").read_text()
+    assert len(Plan.read(tmp_path).keys) == 8
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
+    if jobs > 1:
+        pytest.importorskip("joblib")
+    arguments = ["evaluate", *SMALL, "--samples", "2400", "--folder", tmp_path, "--jobs", jobs]
+    evaluation = start(*arguments)
+    out, err = stop(evaluation, tmp_path, signal.SIGINT)
+    assert (evaluation.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    last = err.splitlines()[-3:]
+    assert re.fullmatch(r"vbs: interrupted after [2-8] of 8 trainings", last[0]), err
+    assert last[1].startswith(f"to continue: vbs evaluate {TINY} --trace 8 --trace '0:8 10:32'")
+    assert last[2] == f"for a report: vbs report {tmp_path}"
+
+
+def test_an_extended_evaluation_is_all_of_it(tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    for record in list(tmp_path.glob("????????????????.json"))[:3]:
+        record.unlink()
+    before = Plan.read(done)
+    before.extended(["f" * 16, "e" * 16], "vbs evaluate more").write(tmp_path)
+    status, out, _ = run_main("report", tmp_path)
+    assert (status, out) == (0, f"report: {tmp_path / 'report.html'} (5 of 10 trainings)\n")
+    page = unescape((tmp_path / "report.html").read_text())
+    assert f"{before.command}\nvbs evaluate more</code>" in page
+
+
+def test_a_report_of_the_whole_folder(tmp_path: Path, done: Path) -> None:
+    """The page of a folder is that of all records in it, whichever command writes it."""
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    status, out, err = run_main("evaluate", TINY, "--trace", "8", *BOTH, "--seeds", "1", "--folder", tmp_path)
+    assert status == 0, err
+    assert out.splitlines() == [
+        f"{tmp_path}: 2 trainings, 0 of which diverged",
+        f"report: {tmp_path / 'report.html'} (8 of 8 trainings)",
+    ]
+
+
+def test_recommendations_are_wrapped(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    _, out, _ = run_main("report", done, "--recommend")
+    lines = out.splitlines()[1:]
+    heads = [line for line in lines if line and not line.startswith(" ")]
+    assert heads == [f"{TINY} under 0:8 10:32", f"{TINY} under 8"]
+    assert max(map(len, lines)) in range(50, 61)
+    text = " ".join(" ".join(lines).split())
+    for begin in ("Tiny under 8, use constant", "By paired differences over 2 seeds", "Not known: longer trainings"):
+        assert begin in text
+    assert run_main("evaluate", *SMALL, "--folder", done, "--recommend")[1].splitlines()[2:] == lines
+
+
+def test_a_task_that_cannot_be_loaded_has_no_target(tmp_path: Path, done: Path) -> None:
+    for record in read_records(done):
+        vars(record)["cell"]["task"] = "no_such_module:Task"
+        record.write(tmp_path)
+    _, err = start("report", tmp_path).communicate()
+    assert err.startswith("vbs: warning: the target of the task no_such_module:Task is not known: a task must be ")
+    assert err.count("\n") == 1
+    assert "The target is" not in (tmp_path / "report.html").read_text()
+    assert run_main("report", done)[0] == 0
+    assert "The target is loss 0.5" in (done / "report.html").read_text()
+
+
+def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
+    nothing = f"{tmp_path} must hold the record of a training, got none; pass --folder of vbs evaluate"
+    assert error_of("report", tmp_path) == (1, nothing)
+    assert error_of("report", tmp_path / "a") == (
+        1,
+        nothing.replace(str(tmp_path), f"{tmp_path / 'a'}").replace("none", "no such folder"),
+    )
+    assert error_of("report", done, "--metric", "los")[1].startswith('--metric must be "loss" or "accuracy", got')
+    assert error_of("report", done, "--baseline", "lin")[1].startswith("--baseline must be constant or linear, got")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda text: text[: len(text) // 2], "JSONDecodeError: "),
+        (lambda text: text.replace('"task": ', '"tusk": '), "ValueError: no task in the cell"),
+        (lambda text: text.replace('"finished"', '"done"'), "ValueError: status 'done'"),
+        (lambda text: text.replace('"samples": [0, ', '"samples": ['), "ValueError: columns of different lengths"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "format 2"),
+    ],
+)
+def test_a_damaged_record_is_named(change: Callable[[str], str], found: str, tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / f"{min(keys_in(done))}.json"
+    path.write_text(change(path.read_text()))
+    for command in (["report", tmp_path], ["evaluate", *SMALL, "--folder", tmp_path]):
+        status, _, err = run_main(*command)
+        message = err.splitlines()[-1]
+        assert status == 1
+        assert message.startswith(f"vbs: error: {path} must be a record")
+        assert f", got {found}" in message
+        assert message.endswith("; delete it, and run the evaluation again")
+
+
+def test_a_record_has_the_name_of_its_file(tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    key = min(keys_in(done))
+    (tmp_path / f"{key}.json").rename(tmp_path / f"{'f' * 16}.json")
+    message = (
+        f"{tmp_path / ('f' * 16)}.json must be the record of its name, got that of {key}; rename or delete the file"
+    )
+    assert error_of("report", tmp_path) == (1, message)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that not even root may write to")
+def test_a_folder_where_nothing_may_be_written(done: Path) -> None:
+    with pytest.raises(OSError, match=r"/proc/report-.*\.png must be a file that can be written, got .*; change its"):
+        write_report(read_records(done), "/proc")

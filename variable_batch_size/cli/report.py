@@ -1,0 +1,123 @@
+"""`vbs report`: the report of the trainings that are there, also while others run."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from variable_batch_size._validation import value_error
+
+if TYPE_CHECKING:
+    from variable_batch_size.evaluation.analysis import Analysis
+    from variable_batch_size.evaluation.record import Record
+    from variable_batch_size.evaluation.report import TableFormat
+
+INDENT = 2  # characters before the sentences of a recommendation
+
+Parquet = Annotated[bool, typer.Option("--parquet", help="Write the tables as Parquet files, instead of CSV.")]
+Recommend = Annotated[
+    bool, typer.Option("--recommend", help="Print which rule to use for each task and trace, and how sure that is.")
+]
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of the records, --folder of vbs evaluate.", show_default=False)
+    ],
+    metric: Annotated[str, typer.Option(help="What the rules are compared by, at the end of their samples.")] = "loss",
+    baseline: Annotated[
+        str, typer.Option(help="Rule with which the others are compared.", metavar="RULE")
+    ] = "constant",
+    parquet: Parquet = False,
+    recommend: Recommend = False,
+) -> None:
+    """Write the report of the trainings that are there, of any command of `vbs evaluate` in this folder.
+
+    It may be written while others run: it says how many of the trainings are there.
+
+    Examples:
+
+    - `vbs report evaluation`
+    - `vbs report evaluation --metric accuracy --baseline linear --recommend`
+    """
+    if not folder.is_dir() or not publish(folder, metric, baseline, table_of(parquet), recommend):
+        found = "none" if folder.is_dir() else "no such folder"
+        raise value_error(f"{folder} must hold the record of a training", found, "pass --folder of vbs evaluate")
+
+
+def table_of(parquet: bool) -> TableFormat:
+    """Return the format of the tables."""
+    return "parquet" if parquet else "csv"
+
+
+def publish(
+    folder: Path,
+    metric: str = "loss",
+    baseline: str = "constant",
+    table: TableFormat = "csv",
+    recommend: bool = False,
+    data_dir: str | None = None,
+) -> int:
+    """Write the report of the records of a folder, print what is in it, and return their number."""
+    from variable_batch_size.evaluation.analysis import Analysis
+    from variable_batch_size.evaluation.plan import Plan
+    from variable_batch_size.evaluation.record import read_records
+    from variable_batch_size.evaluation.report import write_report
+
+    records, plan = read_records(folder), Plan.read(folder)
+    if not records:
+        return 0
+    planned = len(plan.keys | {record.key for record in records})
+    targets = _targets(records, data_dir)
+    path = write_report(
+        records,
+        folder,
+        metric=metric,
+        baseline=baseline,
+        targets=targets,
+        command=plan.command,
+        planned=planned,
+        table=table,
+    )
+    typer.echo(f"report: {path} ({len(records):,} of {planned:,} trainings)")
+    if recommend:
+        _print_recommendations(Analysis(records, metric, baseline, targets))
+    return len(records)
+
+
+def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple[str, float]]:
+    """Return the target of each task that has one, and can be loaded here."""
+    from variable_batch_size.evaluation.task import Defaults, load_task
+
+    found = {}
+    cells = [record.cell for record in records]
+    for cell in {(one["task"], json.dumps(one["task_arguments"], sort_keys=True)): one for one in cells}.values():
+        name = cell["task"]
+        try:
+            target = Defaults.of(load_task(name, cell["task_arguments"], data_dir), name).target
+        except Exception as error:  # the code of a user
+            warnings.warn(f"the target of the task {name} is not known: {error}", stacklevel=2)
+            continue
+        if target is not None:
+            found[name] = target
+    return found
+
+
+def _print_recommendations(analysis: Analysis) -> None:
+    """Print the sentences for each task and trace, wrapped at the width of the terminal."""
+    from variable_batch_size.evaluation.recommendation import recommend
+
+    width, space = Console().width, " " * INDENT
+    for found in recommend(analysis):
+        typer.echo()
+        typer.secho(f"{found.task} under {found.trace}", bold=True)
+        for sentence in found.sentences:
+            lines = textwrap.wrap(sentence, width - INDENT, break_long_words=False, break_on_hyphens=False)
+            typer.echo(textwrap.indent("\n".join(lines), space))
