@@ -96,7 +96,7 @@ def train(cell: Cell, folder: Path, threads: int = 1, save_every: timedelta | in
     Returns:
         The path of the record.
     """
-    with _threads(threads):
+    with limited_threads(threads):
         torch.manual_seed(cell.seed)
         np.random.seed(cell.seed % 2**32)
         random.seed(cell.seed)
@@ -129,7 +129,7 @@ def _train(parts: Parts, cell: Cell, curve: Curve, checkpoint: Checkpoint) -> No
     model.train()
     if not curve.rows:
         _evaluate(parts, curve)
-    batches = _batches(task, sampler)
+    batches = batches_of(task, sampler)
     for _ in remaining_epochs(sampler, optimizer):
         for batch in batches():
             updates, samples = optimizer.updates, optimizer.microbatch.samples
@@ -176,7 +176,7 @@ def _stopwatch(curve: Curve) -> Callable[[], None]:
     return add
 
 
-def _batches(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
+def batches_of(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
     """Return a function that iterates over the batches of an epoch, as a DataLoader does.
 
     Of a `TensorDataset` the rows of a batch are taken at once, which gives the same batches.
@@ -189,7 +189,7 @@ def _batches(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def limited_threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -1,0 +1,200 @@
+"""Does a short branch predict which rule and learning rate a full training should have, and what does it cost?
+
+    PYTHONPATH=test python benchmarks/branching.py --data-dir FASHION_MNIST --folder runs
+
+For each task and batch size, each candidate (a rule, and a factor on the learning rate that was tuned at the reference
+batch size) trains in full, from the beginning, and the final validation losses rank the candidates. A training at the
+reference batch size is saved at 15 % of its samples. From there `evaluation.branch` trains each candidate at that batch
+size with a tenth of the samples of a full training, and ranks them by their training losses. Spearman's rank correlation
+compares the two rankings; a diverged training is the last one. The same branches also tell what half of their length,
+and the validation loss at their end, would have said. The same correlation between full trainings of two seeds is what
+a perfect prediction could reach. "Lost" is the final loss of the candidate that the branch has ranked first, minus that
+of the best one, as a share of the distance between the best and the median one.
+
+Full trainings are records of an evaluation, and branches are files beside them: what is in the folder is not computed
+again. `--seeds 2` gives the comparison between seeds, and full trainings that are means of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+
+import variable_batch_size as vbs
+from records import spread
+from results import record
+from variable_batch_size._files import written
+from variable_batch_size.evaluation import Candidate, Experiment, Record, branch, load_task, run
+from variable_batch_size.evaluation.branching.start import Start
+from variable_batch_size.evaluation.branching.trial import kept_random_numbers, train_trial, untrained_metrics
+
+BEGIN, LENGTH = 0.15, 0.1  # of a full training
+SGD = ("constant", "power:0.25", "root", "linear", "adascale", "root*0.5", "linear*0.5", "linear*2")
+ADAM = ("constant", "power:0.25", "root", "linear", "adamscale", "root*0.5", "root*2", "linear*0.5")
+
+
+class Kind(NamedTuple):
+    """A task with its arguments, and what is trained."""
+
+    task: str
+    arguments: dict[str, Any]
+    samples: int
+    batch_sizes: tuple[int, ...]
+    candidates: tuple[str, ...]
+
+
+TEACHER = "helpers.branching_tasks:Teacher"
+SIZES = (64, 128, 256, 512)
+KINDS = {
+    "teacher, SGD": Kind(TEACHER, {}, 2**16, SIZES, SGD),
+    "teacher, AdamW": Kind(TEACHER, {"optimizer": "adamw"}, 2**16, SIZES, ADAM),
+    "wide noisy teacher, SGD": Kind(TEACHER, {"width": 256, "wrong": 0.3}, 2**16, SIZES, SGD),
+    "mnist-cnn": Kind("mnist-cnn", {}, 2**16, SIZES, SGD),
+    "fashion-cnn": Kind("fashion-cnn", {}, 2**16, SIZES, SGD),
+    "char-gpt": Kind("char-gpt", {"width": 32, "layers": 2}, 2**13, (32, 64, 128, 256), ADAM),
+}
+
+
+def full_losses(kind: Kind, size: int, seeds: int, folder: Path, data_dir: str | None) -> np.ndarray:
+    """Return the final validation losses, (seeds, candidates); inf after a divergence."""
+    records: list[Record] = []
+    for candidate in map(Candidate.of, kind.candidates):
+        experiment = Experiment(
+            {kind.task: kind.arguments},
+            [str(size)],
+            [candidate.rule],
+            seeds=seeds,
+            lr_factors=[candidate.lr_factor],
+            samples=kind.samples,
+            minibatch_size=min(32, size // 2),
+            between=kind.samples,
+            data_dir=data_dir if kind.task == "fashion-cnn" else None,
+        )
+        records += run(experiment, folder, progress=False)
+    ends = [(one.curve["loss"] or [np.inf])[-1] if one.status == "finished" else np.inf for one in records]
+    return np.array(ends, float).reshape(len(kind.candidates), seeds).T
+
+
+def checkpoint(kind: Kind, task: Any, name: str, folder: Path) -> Path:
+    """Return the folder of a checkpoint of a training at the reference batch size."""
+    place = folder / "checkpoints-of-branches" / name
+    if next(place.glob("update-*"), None) is None:
+        shutil.rmtree(place, ignore_errors=True)
+        start = Start.read(None, task, samples=kind.samples, minibatch_size=16)
+        with kept_random_numbers(1):
+            parts = start.begin(Candidate("constant"), task.ref_batchsize, 0, samples=int(BEGIN * kind.samples))
+            train_trial(parts, name, 0, untrained_metrics(task, 0))
+            own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler}
+            with vbs.Checkpoint(place, **own) as saved:
+                saved.save()
+    return place
+
+
+def branched(kind: Kind, size: int, name: str, folder: Path, data_dir: str | None) -> dict[str, Any]:
+    """Return what branches have brought, as values of JSON."""
+    path = folder / f"branch {name} {size}.json"
+    if not path.exists():
+        task = load_task(kind.task, kind.arguments, data_dir if kind.task == "fashion-cnn" else None)
+        updates, begun = round(LENGTH * kind.samples / size), time.perf_counter()
+        found = branch(
+            checkpoint(kind, task, name, folder),
+            task,
+            batch_size=size,
+            candidates=kind.candidates,
+            updates=updates,
+            samples=kind.samples,
+            minibatch_size=min(32, size // 2),
+        )
+        print(f"{name}, batch size {size}, {time.perf_counter() - begun:.0f} s\n{found}", flush=True)
+        with written(path) as file:
+            json.dump(found.as_json(), file)
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def predictions(kind: Kind, found: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return what the branches say of each candidate, less is better, (candidates,), by criterion."""
+    trials = {trial["name"]: trial for trial in found["trials"]}
+    own = [trials[name] for name in kind.candidates]
+    bad = np.array([trial["status"] == "diverged" for trial in own])
+    length = max(len(trial["losses"]) for trial in own)
+
+    def mean(begin: int, end: int) -> np.ndarray:
+        values = [np.mean(trial["losses"][begin:end]) if not lost else np.inf for trial, lost in zip(own, bad, strict=True)]
+        return np.array(values)
+
+    finals = np.array([trial["metrics"].get("loss", np.inf) for trial in own])
+    half = length // 2
+    return {
+        "training loss": mean(length - half, length),
+        "training loss, half as long": mean(half - max(1, half // 2), half),
+        "validation loss at its end": finals,
+    }
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return Spearman's correlation; those that diverged share the last rank."""
+    return float(spearmanr(np.nan_to_num(one, posinf=1e9), np.nan_to_num(other, posinf=1e9)).statistic)
+
+
+def lost(predicted: np.ndarray, ends: np.ndarray) -> float:
+    """Return how much worse the predicted candidate is than the best one, 1: as bad as the median one."""
+    best, median = ends.min(), float(np.median(np.minimum(ends, 1e9)))
+    return float((ends[predicted.argmin()] - best) / (median - best))
+
+
+def main() -> None:
+    """Measure, and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", help="folder of Fashion-MNIST; without it as the task finds the files")
+    parser.add_argument("--folder", type=Path, default=Path("branching"), help="folder of what is computed")
+    parser.add_argument("--seeds", type=int, default=1, help="full trainings of each candidate")
+    parser.add_argument("--only", nargs="*", default=list(KINDS), help="tasks")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    shares, samples = [], []
+    for seeds in range(1, options.seeds + 1):  # all pairs with one seed, before the second
+        for name in options.only:
+            for size in KINDS[name].batch_sizes:
+                branched(KINDS[name], size, name, options.folder, options.data_dir)
+                full_losses(KINDS[name], size, seeds, options.folder, options.data_dir)
+    for name in options.only:
+        kind = KINDS[name]
+        for size in kind.batch_sizes:
+            result = branched(kind, size, name, options.folder, options.data_dir)
+            ends = full_losses(kind, size, options.seeds, options.folder, options.data_dir)
+            mean = ends.mean(0)
+            predicted = predictions(kind, result)
+            for criterion, values in predicted.items():
+                found.setdefault(criterion, {})[name, size] = correlation(values, mean)
+            found.setdefault("lost", {})[name, size] = lost(predicted["training loss"], mean)
+            if options.seeds > 1:
+                found.setdefault("another seed", {})[name, size] = correlation(ends[0], ends[1])
+            samples.append(result["cost"]["samples"] / kind.samples)
+            shares.append(result["cost"]["samples_each"] / kind.samples)
+            texts = (f"{key} {values[name, size]:.2f}" for key, values in found.items())
+            print(f"{name}, batch size {size}: {', '.join(texts)}", flush=True)
+    pairs = f"{len(samples)} pairs of task and batch size"
+    for criterion, values in found.items():
+        if criterion == "lost":
+            record("loss left by the candidate that a branch ranks first", "share of best to median", spread([*values.values()]), on=pairs)
+        else:
+            record("rank correlation with full trainings", criterion, spread([*values.values()]), on=pairs)
+    for name in options.only:
+        own = [value for (task, _), value in found["training loss"].items() if task == name]
+        record("rank correlation with full trainings", "training loss", spread(own), on=name)
+    record("samples of a branch / a full training", "each candidate", spread(shares), on=pairs)
+    record("samples of a branch / a full training", "all candidates", spread(samples), on=pairs)
+
+
+if __name__ == "__main__":
+    main()
