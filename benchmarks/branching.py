@@ -57,9 +57,9 @@ KINDS = {
     "teacher, SGD": Kind(TEACHER, {}, 2**16, SIZES, SGD),
     "teacher, AdamW": Kind(TEACHER, {"optimizer": "adamw"}, 2**16, SIZES, ADAM),
     "wide noisy teacher, SGD": Kind(TEACHER, {"width": 256, "wrong": 0.3}, 2**16, SIZES, SGD),
-    "mnist-cnn": Kind("mnist-cnn", {}, 2**16, SIZES, SGD),
-    "fashion-cnn": Kind("fashion-cnn", {}, 2**16, SIZES, SGD),
-    "char-gpt": Kind("char-gpt", {"width": 32, "layers": 2}, 2**13, (32, 64, 128, 256), ADAM),
+    "mnist-cnn": Kind("mnist-cnn", {}, 2**15, SIZES[:3], SGD),
+    "fashion-cnn": Kind("fashion-cnn", {}, 2**15, SIZES[:3], SGD),
+    "char-gpt": Kind("char-gpt", {"width": 32, "layers": 2}, 2**13, (32, 64, 128), ADAM),
 }
 
 
