@@ -5,7 +5,7 @@
 For each task and batch size, each candidate (a rule, and a factor on the learning rate that was tuned at the reference
 batch size) trains in full, from the beginning, and the final validation losses rank the candidates. A training at the
 reference batch size is saved at 15 % of its samples. From there `evaluation.branch` trains each candidate at that batch
-size with a tenth of the samples of a full training, and ranks them by their training losses. Spearman's rank correlation
+size with a tenth of the samples of a full training, and ranks them by their training losses. Spearman's correlation
 compares the two rankings; a diverged training is the last one. The same branches also tell what half of their length,
 and the validation loss at their end, would have said. The same correlation between full trainings of two seeds is what
 a perfect prediction could reach. "Lost" is the final loss of the candidate that the branch has ranked first, minus that
@@ -127,7 +127,9 @@ def predictions(kind: Kind, found: dict[str, Any]) -> dict[str, np.ndarray]:
     length = max(len(trial["losses"]) for trial in own)
 
     def mean(begin: int, end: int) -> np.ndarray:
-        values = [np.mean(trial["losses"][begin:end]) if not lost else np.inf for trial, lost in zip(own, bad, strict=True)]
+        values = [
+            np.mean(trial["losses"][begin:end]) if not lost else np.inf for trial, lost in zip(own, bad, strict=True)
+        ]
         return np.array(values)
 
     finals = np.array([trial["metrics"].get("loss", np.inf) for trial in own])
@@ -186,7 +188,12 @@ def main() -> None:
     pairs = f"{len(samples)} pairs of task and batch size"
     for criterion, values in found.items():
         if criterion == "lost":
-            record("loss left by the candidate that a branch ranks first", "share of best to median", spread([*values.values()]), on=pairs)
+            record(
+                "loss left by the candidate that a branch ranks first",
+                "share of best to median",
+                spread([*values.values()]),
+                on=pairs,
+            )
         else:
             record("rank correlation with full trainings", criterion, spread([*values.values()]), on=pairs)
     for name in options.only:

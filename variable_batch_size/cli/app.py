@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from variable_batch_size.cli import capacity, evaluate, plan, simulate, trace
+from variable_batch_size.cli import branch, capacity, evaluate, plan, simulate, trace
 
 app = typer.Typer(
     name="vbs",
@@ -34,3 +34,4 @@ app.add_typer(trace.app, name="trace")
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("evaluate")(evaluate.evaluate)
+app.command("branch")(branch.branch)

@@ -69,8 +69,8 @@ def series_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Inter
     """Return the mean of values in time, (n,), which are correlated with those before them, with an interval.
 
     The means y of 20 blocks of equal length, or of n blocks if there are fewer values, are taken as an autoregression
-    of order 1. With its coefficient r = (b c + 1) / (b - 4), where c is the correlation of consecutive means and the rest
-    removes its bias (Kendall 1954), 0 <= r <= 0.97, the variance of the mean of b blocks is v s^2 / b, where
+    of order 1. Its coefficient is r = (b c + 1) / (b - 4), 0 <= r <= 0.97, where c is the correlation of consecutive
+    means and the rest removes the bias of c (Kendall 1954). The variance of the mean of b blocks is v s^2 / b, where
 
         v = (1 + r) / (1 - r) - 2 r (1 - r^b) / (b (1 - r)^2),   s^2 = sum (y - mean)^2 / (b - v)
 

@@ -190,6 +190,7 @@ def batches_of(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]
 
 @contextmanager
 def limited_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

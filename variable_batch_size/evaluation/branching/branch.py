@@ -118,8 +118,8 @@ class Branching:
     def __str__(self) -> str:
         """Return the table and what it says."""
         head = (
-            f"From update {self.updates:,} ({self.samples:,} samples), batch size {self.batch_size:,}: the mean training "
-            f"loss of the last {self.compared} updates"
+            f"From update {self.updates:,} ({self.samples:,} samples), batch size {self.batch_size:,}: the mean "
+            f"training loss of the last {self.compared} updates"
         )
         return "\n".join([head, aligned(*self.table()), self.conclusion()])
 
@@ -185,7 +185,9 @@ class Branches:
                 for order in range(self.orders):
                     parts = self.start.begin(candidate, self.batch_size, order, updates=self.updates)
                     trials.append(train_trial(parts, str(candidate), order, untrained, bar))
-        places, pairs = ranking({str(one): self._compared(str(one), trials) for one in self.candidates}, self.confidence)
+        places, pairs = ranking(
+            {str(one): self._compared(str(one), trials) for one in self.candidates}, self.confidence
+        )
         at = self.start.updates, self.start.samples
         return Branching(*at, self.batch_size, self.compared, self.cost, places, pairs, tuple(trials))
 
@@ -215,14 +217,12 @@ def branch(
 
     All branches begin with the same weights, optimizer state, noise averages, random numbers and place in the order of
     samples, so that the losses of an update are compared in pairs: what the samples contribute to both cancels. Each
-    loss is that of the weights before the update, of samples that most trainings see for the first time in an epoch. The
-    differences of the last updates are averaged; their interval accounts for their correlation (`series_interval`) and
-    for the number of pairs (Bonferroni). It says what would be seen with other samples of the same course, not with
-    another course: for that, pass `orders`. The checkpoint is only read.
+    loss is that of the weights before the update. The differences of the last updates are averaged; their interval
+    accounts for their correlation in time (`series_interval`) and for the number of pairs (Bonferroni). The evaluation
+    at the end is shown and not compared: a single value tells nothing of its noise. With `orders`, the intervals also
+    cover what another order of samples does to a whole branch. The checkpoint is only read.
 
     A short branch sees what a learning rate does now. A large one may lose now, and win when the schedule ends.
-
-    >>> branch("runs/a", "mnist-cnn", batch_size=512, candidates=["root", "linear", "root*0.5"], updates=60)  # doctest: +SKIP
 
     Args:
         checkpoint: folder of a `Checkpoint`, or of one checkpoint in it, with the task's model and optimizer. None:

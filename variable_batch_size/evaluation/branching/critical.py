@@ -174,7 +174,10 @@ class BatchSizes:
     def _sizes(self, trials: Sequence[Trial]) -> tuple[Size, ...]:
         """Return the batch sizes with their differences to the smallest one."""
         width = self.batch_sizes[-1]
-        means = {size: [_block_means(t, self.samples, width, self.last) for t in _of(size, trials)] for size in self.batch_sizes}
+        means = {
+            size: [_block_means(t, self.samples, width, self.last) for t in _of(size, trials)]
+            for size in self.batch_sizes
+        }
         level = 1 - (1 - self.confidence) / (len(self.batch_sizes) - 1)
         smallest = means[self.batch_sizes[0]]
         sizes = [Size(self.batch_sizes[0], Interval(0.0, 0.0, 0.0, self.orders), "within")]
@@ -205,7 +208,7 @@ def critical_batch_size(
     total: int | None = None,
     **start: Any,
 ) -> CriticalBatchSize:
-    """Train the same samples in larger and larger batches from one checkpoint, and find where the loss begins to suffer.
+    """Train the same samples in larger and larger batches from one checkpoint, and find where the loss suffers.
 
     The critical batch size is the largest one for which it and all smaller ones have a training loss of at most that of
     the smallest batch size plus a tolerance. Losses are compared on the same samples: in pairs of means over blocks as
@@ -252,7 +255,8 @@ def _block_means(trial: Trial, samples: int, width: int, last: float) -> FloatAr
     sums = np.concatenate([[0.0], np.cumsum(np.array(trial.losses) * trial.samples)])
     blocks = max(1, int(last * samples / width))
     edges = samples - width * np.arange(blocks, -1, -1)
-    return np.diff(np.interp(edges, ends, sums)) / width
+    means: FloatArray = np.diff(np.interp(edges, ends, sums)) / width
+    return means
 
 
 def _last(known: Sequence[tuple[int, bool]]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import warnings
@@ -134,7 +135,13 @@ class Start:
             raise value_error(requirement, found, remedy)
 
     def begin(
-        self, candidate: Candidate, batch_size: int, order: int, *, updates: int | None = None, samples: int | None = None
+        self,
+        candidate: Candidate,
+        batch_size: int,
+        order: int,
+        *,
+        updates: int | None = None,
+        samples: int | None = None,
     ) -> BranchParts:
         """Create the objects of a branch in the state of the checkpoint, and set the random numbers.
 
@@ -181,6 +188,8 @@ class Start:
         scheduler = None if schedule is None else ProgressScheduler(schedule, optimizer, by="samples")
         if self.parts is not None:
             self._restore(model, optimizer, scheduler)
+        if self.parts is not None and schedule is not None:
+            self._check_schedule(schedule)
         _scale_lr(optimizer, schedule, candidate.lr_factor)
         if self.rng is not None and order == 0:
             states = RNGStates(self.rng)
@@ -210,7 +219,8 @@ class Start:
         return LambdaLR(optimizer, lambda step: function(step * size, total))
 
     def _restore(self, model: nn.Module, optimizer: CustomOptimizer, scheduler: ProgressScheduler | None) -> None:
-        assert self.parts is not None and self.path is not None
+        assert self.parts is not None
+        assert self.path is not None
         parts = deepcopy(self.parts)  # torch would otherwise update the tensors that later branches begin with
         StoredState(self.path, "", parts, []).check_model(model.state_dict())
         with warnings.catch_warnings():  # that the rule is another one is what branches are for
@@ -225,6 +235,15 @@ class Start:
             requirement = f"the scheduler of the checkpoint {self.path} must be a ProgressScheduler(by='samples')"
             remedy = "pass schedule=False to keep the learning rate of the checkpoint"
             raise value_error(requirement, f"another one ({error})", remedy) from error
+
+    def _check_schedule(self, schedule: LambdaLR) -> None:
+        """Raise ValueError unless the task's schedule has led to the learning rate of the checkpoint."""
+        group, base = schedule.optimizer.param_groups[0], schedule.base_lrs[0]
+        saved, own = float(group["lr"]), float(base * schedule.lr_lambdas[0](schedule.last_epoch))
+        if not math.isclose(saved, own, rel_tol=1e-6):
+            requirement = f"the schedule of the task {self.name} must be that of the checkpoint {self.path}"
+            found = f"lr {saved:g} in it, and {own:g} by a schedule of {self.total:,} samples"
+            raise value_error(requirement, found, "pass the samples of that training, or schedule=False")
 
 
 def _scale_lr(optimizer: CustomOptimizer, schedule: LambdaLR | None, factor: float) -> None:
