@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 import numpy as np
 from tqdm import tqdm
 
-from variable_batch_size._validation import FloatArray, check_int, type_error, value_error
+from variable_batch_size._validation import FloatArray, check_int, check_number, type_error, value_error
 from variable_batch_size.evaluation.branching.candidate import Candidate
 from variable_batch_size.evaluation.branching.ranking import Pair, Place, ranking
 from variable_batch_size.evaluation.branching.start import Start
@@ -21,6 +21,7 @@ from variable_batch_size.evaluation.task import Task
 from variable_batch_size.evaluation.wording import aligned, interval, listed, number
 
 LAST: Final = 0.5  # share of the updates that are compared
+DECAY: Final = 0.0  # share of the updates in which the learning rate falls
 
 
 @final
@@ -140,7 +141,8 @@ class Branches:
     orders: int = 1
     last: float = LAST
     confidence: float = CONFIDENCE
-    threads: int = field(default=1)
+    threads: int = 1
+    decay: float = DECAY
 
     def __post_init__(self) -> None:
         check_int(self.batch_size, "batch_size", 1)
@@ -153,6 +155,8 @@ class Branches:
             raise value_error("candidates must be different", ", ".join(map(str, self.candidates)), "pass each once")
         for name in ("last", "confidence"):
             check_share(getattr(self, name), name)
+        if check_number(self.decay, "decay", "pass a share of the updates") > 1:
+            raise value_error("decay must be a share of the updates", self.decay, "pass a number from 0 to 1")
 
     @property
     def cost(self) -> Cost:
@@ -163,6 +167,10 @@ class Branches:
     def compared(self) -> int:
         """The number of updates that are compared."""
         return max(1, round(self.last * self.updates))
+
+    def factor(self, update: int) -> float:
+        """Return the factor on the learning rate of an update of a branch, beside that of the schedule."""
+        return min(1.0, (self.updates - update) / (self.decay * self.updates)) if self.decay else 1.0
 
     def check(self) -> None:
         """Create the objects of each branch, so that errors come before the first one trains."""
@@ -184,7 +192,7 @@ class Branches:
             for candidate in self.candidates:
                 for order in range(self.orders):
                     parts = self.start.begin(candidate, self.batch_size, order, updates=self.updates)
-                    trials.append(train_trial(parts, str(candidate), order, untrained, bar))
+                    trials.append(train_trial(parts, str(candidate), order, untrained, bar, self.factor))
         places, pairs = ranking(
             {str(one): self._compared(str(one), trials) for one in self.candidates}, self.confidence
         )

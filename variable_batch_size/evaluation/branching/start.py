@@ -131,7 +131,7 @@ class Start:
         if self.samples + samples > self.total:
             requirement = f"a branch must end within the {self.total:,} samples of the schedule of the task {self.name}"
             found = f"{self.samples:,} + {samples:,}"
-            remedy = "pass fewer updates, the samples of a longer training, or schedule=False"
+            remedy = "pass fewer updates, the samples of a longer training (--total), or schedule=False (--hold-lr)"
             raise value_error(requirement, found, remedy)
 
     def begin(
@@ -211,7 +211,9 @@ class Start:
             if self.parts is None:
                 return None
             requirement = f"the checkpoint {self.path} has a scheduler, which the task {self.name} must continue"
-            raise value_error(requirement, "no schedule", "define schedule(samples, total), or pass schedule=False")
+            raise value_error(
+                requirement, "no schedule", "define schedule(samples, total), or pass schedule=False (--hold-lr)"
+            )
         if size is None or self.total is None:
             requirement = f"the schedule of the task {self.name} needs a ref_batchsize and the samples of a training"
             raise value_error(requirement, "none", "pass ref_batchsize= and samples=, or schedule=False")
@@ -233,7 +235,7 @@ class Start:
             scheduler.load_state_dict(parts["scheduler"])
         except (KeyError, ValueError) as error:
             requirement = f"the scheduler of the checkpoint {self.path} must be a ProgressScheduler(by='samples')"
-            remedy = "pass schedule=False to keep the learning rate of the checkpoint"
+            remedy = "pass schedule=False (--hold-lr) to keep the learning rate of the checkpoint"
             raise value_error(requirement, f"another one ({error})", remedy) from error
 
     def _check_schedule(self, schedule: LambdaLR) -> None:
@@ -243,7 +245,9 @@ class Start:
         if not math.isclose(saved, own, rel_tol=1e-6):
             requirement = f"the schedule of the task {self.name} must be that of the checkpoint {self.path}"
             found = f"lr {saved:g} in it, and {own:g} by a schedule of {self.total:,} samples"
-            raise value_error(requirement, found, "pass the samples of that training, or schedule=False")
+            raise value_error(
+                requirement, found, "pass the samples of that training (--total), or schedule=False (--hold-lr)"
+            )
 
 
 def _scale_lr(optimizer: CustomOptimizer, schedule: LambdaLR | None, factor: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -17,6 +17,7 @@ from variable_batch_size.evaluation.curve import MEANS, TOTALS, Curve
 from variable_batch_size.evaluation.task import Task
 from variable_batch_size.evaluation.training import batches_of, limited_threads
 from variable_batch_size.optim.epochs import remaining_epochs
+from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
 @final
@@ -58,20 +59,36 @@ def untrained_metrics(task: Task, seed: int) -> Mapping[str, float]:
 
 
 def train_trial(
-    parts: BranchParts, name: str, order: int, untrained: Mapping[str, float], bar: tqdm[Any] | None = None
+    parts: BranchParts,
+    name: str,
+    order: int,
+    untrained: Mapping[str, float],
+    bar: tqdm[Any] | None = None,
+    factor: Callable[[int], float] = lambda update: 1.0,
 ) -> Trial:
-    """Train a branch to its end."""
+    """Train a branch to its end.
+
+    Args:
+        parts: its objects.
+        name: of the candidate, or the batch size.
+        order: number of the order of samples.
+        untrained: metrics of the untrained model.
+        bar: counts samples.
+        factor: update of the branch -> factor on the learning rate, beside that of the schedule.
+    """
     task, model, sampler, optimizer, scheduler = parts
     curve = Curve(None, sampler.plan.minibatch_size)
     curve.evaluation(0, 0, 0.0, untrained)
     losses: list[float] = []
     sizes: list[int] = []
-    total, count = 0.0, 0
+    total, count, rates = 0.0, 0, list[Any]()
     model.train()
     batches = batches_of(task, sampler)
     for _ in remaining_epochs(sampler, optimizer):
         for batch in batches():
             updates, samples = optimizer.updates, optimizer.microbatch.samples
+            if not count:
+                rates = _scale(optimizer, factor(len(losses)))
             loss = task.loss(model, batch)
             value = float(loss.detach())
             if not curve.microbatch(value, samples):
@@ -81,6 +98,8 @@ def train_trial(
             total, count = total + value * samples, count + samples
             if optimizer.updates == updates:
                 continue
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
             if updated and scheduler is not None:
                 scheduler.step()
             losses.append(total / count)
@@ -97,6 +116,15 @@ def train_trial(
     last = curve.rows[-1]
     metrics = {key: value for key, value in last.items() if key not in (*TOTALS, *MEANS)}
     return Trial(name, order, "finished", tuple(losses), tuple(sizes), metrics)
+
+
+def _scale(optimizer: CustomOptimizer, factor: float) -> list[Any]:
+    """Multiply the learning rate of each parameter group for an update, and return what they were."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    return rates
 
 
 @torch.no_grad()
