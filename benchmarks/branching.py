@@ -22,7 +22,8 @@ of the distance between the best and the median one: 1 is what a candidate of th
 The intervals of the differences are checked on simulated autoregressions, whose mean is known.
 
 Full trainings are records of an evaluation, and branches are files beside them: what is in the folder is not computed
-again. `--seeds 2` trains a second seed in full, for the comparison between seeds.
+again. `--second-seed` names the tasks that are also trained in full with a second
+seed, for the comparison between seeds.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="folder of Fashion-MNIST; without it as the task finds the files")
     parser.add_argument("--folder", type=Path, default=Path("branching"), help="folder of what is computed")
-    parser.add_argument("--seeds", type=int, default=1, help="full trainings of each candidate")
+    parser.add_argument("--second-seed", nargs="*", default=[], help="tasks that are trained in full with two seeds")
     parser.add_argument("--only", nargs="*", default=list(KINDS), help="tasks")
     parser.add_argument("--repeats", type=int, default=10_000, help="simulated series of each kind")
     options = parser.parse_args()
@@ -216,10 +217,9 @@ def main() -> None:
     for name, size in pairs:
         for how in LENGTHS:
             branched(KINDS[name], size, name, how, place, data_dir)
-    for seeds in range(1, options.seeds + 1):  # all pairs with one seed, before the second
-        for name, size in pairs:
-            full_losses(KINDS[name], size, seeds, place, data_dir)
-    found = {pair: judged(*pair, options.seeds, place, data_dir) for pair in pairs}
+    found = {}
+    for name, size in pairs:
+        found[name, size] = judged(name, size, 1 + (name in options.second_seed), place, data_dir)
     for (name, size), values in found.items():
         print(f"{name}, {size}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
     groups = {"all": pairs, "tasks of no choice": [pair for pair in pairs if pair[0] not in CHOSEN_ON]}

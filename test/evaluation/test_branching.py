@@ -125,6 +125,47 @@ def test_no_difference_is_seen_where_there_is_none() -> None:
     assert near.places[1].same == (near.places[0].name,)
 
 
+def test_a_decay_lets_the_learning_rate_fall_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one then wins: the noise that it adds is gone at the end."""
+    rates: list[float] = []
+    monkeypatch.setattr(Quadratic, "optimizer", lambda self, model, lr: Recorded(model.parameters(), lr, rates))
+    own: dict[str, Any] = {"batch_size": 8, "candidates": ["root"], "updates": 10}
+    assert (
+        branch(None, Quadratic(), **own).trials[0].losses[0]
+        == branch(None, Quadratic(), decay=1, **own).trials[0].losses[0]
+    )
+    assert rates == pytest.approx([0.1] * 10 + [0.1 * left / 10 for left in range(10, 0, -1)])
+    rates.clear()
+    branch(None, Quadratic(), decay=0.4, **own)
+    assert rates == pytest.approx([0.1] * 6 + [0.1, 0.075, 0.05, 0.025])
+    with pytest.raises(ValueError, match=r"decay must be a share of the updates, got 1\.5"):
+        branch(None, Quadratic(), decay=1.5, **own)
+
+
+class Recorded(torch.optim.SGD):
+    """Keeps the learning rate of each step."""
+
+    def __init__(self, parameters: Any, lr: float, rates: list[float]) -> None:
+        super().__init__(parameters, lr=lr)
+        self.rates = rates
+
+    def step(self, closure: Any = None) -> Any:
+        self.rates.append(float(self.param_groups[0]["lr"]))
+        return super().step(closure)
+
+
+def test_evaluations_are_compared_over_orders_only() -> None:
+    own: dict[str, Any] = {"batch_size": 32, "candidates": ["constant", "root*1.5"], "updates": 60, "by": "evaluation"}
+    one, several = (branch(None, Quadratic(), orders=orders, **own) for orders in (1, 6))
+    assert one.conclusion().startswith("No difference is seen")
+    assert several.places[0].name == "constant"
+    ends = [[trial.metrics["loss"] for trial in several.trials if trial.name == name] for name in own["candidates"]]
+    assert several.places[0].loss == pytest.approx(sum(ends[0]) / 6)
+    assert several.pairs[0].difference.value == pytest.approx((sum(ends[0]) - sum(ends[1])) / 6)
+    assert several.pairs[0].difference.low < several.pairs[0].difference.high
+    assert "the loss of the evaluation at the end" in str(one)
+
+
 def test_the_checkpoint_is_only_read(tmp_path: Path) -> None:
     trained(tmp_path)
     before = content(tmp_path)

@@ -61,6 +61,12 @@ def branch(
     ] = 0.01,
     orders: Annotated[int, typer.Option(help="Orders of samples that each branch trains on.", min=1)] = 1,
     last: Annotated[float, typer.Option(help="Share of the updates that are compared, the last ones.")] = 0.5,
+    decay: Annotated[
+        float, typer.Option(help="Share of the updates, the last ones, in which the learning rate falls to 0.")
+    ] = 0.0,
+    by: Annotated[
+        str, typer.Option(help="What is compared: the losses of training, or of the evaluation.")
+    ] = "training",
     total: Annotated[
         int | None,
         typer.Option(help="Samples of a full training, for the schedule.", min=1, rich_help_panel=TRAINING),
@@ -110,9 +116,11 @@ def branch(
     start = Start.read(checkpoint, task, **begin)
     others = {"orders": orders, "last": last, "threads": threads}
     if critical:
+        if (decay, by) != (0.0, "training"):
+            raise ValueError("--decay and --by must be left out with --critical; omit them")
         branches = _critical(start, batch_sizes, candidates, updates, rule, samples, tolerance, others)
     else:
-        branches = _compared(start, batch_sizes, candidates, updates, samples, others)
+        branches = _compared(start, batch_sizes, candidates, updates, samples, others | {"decay": decay, "by": by})
     branches.check()
     typer.echo(f"cost: {branches.cost}")
     if dry_run:

@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final, get_args
 
 import numpy as np
 from tqdm import tqdm
 
-from variable_batch_size._validation import FloatArray, check_int, check_number, type_error, value_error
+from variable_batch_size._validation import FloatArray, check_choice, check_int, check_number, type_error, value_error
 from variable_batch_size.evaluation.branching.candidate import Candidate
 from variable_batch_size.evaluation.branching.ranking import Pair, Place, ranking
 from variable_batch_size.evaluation.branching.start import Start
@@ -20,6 +20,7 @@ from variable_batch_size.evaluation.statistics import CONFIDENCE
 from variable_batch_size.evaluation.task import Task
 from variable_batch_size.evaluation.wording import aligned, interval, listed, number
 
+By = Literal["training", "evaluation"]
 LAST: Final = 0.5  # share of the updates that are compared
 DECAY: Final = 0.0  # share of the updates in which the learning rate falls
 
@@ -65,7 +66,7 @@ class Branching:
         updates: updates before the branches.
         samples: samples before the branches.
         batch_size: samples of an update.
-        compared: updates, the last ones, that are compared.
+        compared: updates, the last ones, that are compared; 0: the losses of the evaluation at the end are.
         cost: what they cost.
         places: the candidates, the best one first.
         pairs: the difference of each pair of candidates that have not diverged, with intervals that hold together.
@@ -89,7 +90,13 @@ class Branching:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the names of the columns, and the rows, of a table of the candidates."""
         metrics = list(dict.fromkeys(name for trial in self.trials for name in trial.metrics))
-        columns = ["candidate", "rank", "training loss", "more than the first", *(f"final {m}" for m in metrics)]
+        columns = [
+            "candidate",
+            "rank",
+            "training loss" if self.compared else "evaluation",
+            "more than the first",
+            *(f"final {m}" for m in metrics),
+        ]
         return [*columns, "no difference seen to"], [self._row(place, metrics) for place in self.places]
 
     def _row(self, place: Place, metrics: Sequence[str]) -> list[str]:
@@ -118,10 +125,9 @@ class Branching:
 
     def __str__(self) -> str:
         """Return the table and what it says."""
-        head = (
-            f"From update {self.updates:,} ({self.samples:,} samples), batch size {self.batch_size:,}: the mean "
-            f"training loss of the last {self.compared} updates"
-        )
+        mean = f"the mean training loss of the last {self.compared} updates"
+        what = mean if self.compared else "the loss of the evaluation at the end"
+        head = f"From update {self.updates:,} ({self.samples:,} samples), batch size {self.batch_size:,}: {what}"
         return "\n".join([head, aligned(*self.table()), self.conclusion()])
 
     def as_json(self) -> dict[str, Any]:
@@ -143,6 +149,7 @@ class Branches:
     confidence: float = CONFIDENCE
     threads: int = 1
     decay: float = DECAY
+    by: By = "training"
 
     def __post_init__(self) -> None:
         check_int(self.batch_size, "batch_size", 1)
@@ -153,6 +160,7 @@ class Branches:
             raise value_error("candidates must have at least one item", "none", 'pass ["root", "linear"]')
         if len(set(self.candidates)) < len(self.candidates):
             raise value_error("candidates must be different", ", ".join(map(str, self.candidates)), "pass each once")
+        check_choice(self.by, "by", get_args(By))
         for name in ("last", "confidence"):
             check_share(getattr(self, name), name)
         if check_number(self.decay, "decay", "pass a share of the updates") > 1:
@@ -165,8 +173,8 @@ class Branches:
 
     @property
     def compared(self) -> int:
-        """The number of updates that are compared."""
-        return max(1, round(self.last * self.updates))
+        """The number of updates that are compared; 0: the evaluation at the end is."""
+        return 0 if self.by == "evaluation" else max(1, round(self.last * self.updates))
 
     def factor(self, update: int) -> float:
         """Return the factor on the learning rate of an update of a branch, beside that of the schedule."""
@@ -204,6 +212,8 @@ class Branches:
         own = [trial for trial in trials if trial.name == name]
         if any(trial.status == "diverged" for trial in own):
             return None
+        if self.by == "evaluation":
+            return [np.array([trial.metrics["loss"]]) for trial in own]
         return [np.array(trial.losses[-self.compared :]) for trial in own]
 
 
@@ -218,6 +228,8 @@ def branch(
     last: float = LAST,
     confidence: float = CONFIDENCE,
     threads: int = 1,
+    decay: float = DECAY,
+    by: By = "training",
     progress: bool = False,
     **start: Any,
 ) -> Branching:
@@ -226,11 +238,12 @@ def branch(
     All branches begin with the same weights, optimizer state, noise averages, random numbers and place in the order of
     samples, so that the losses of an update are compared in pairs: what the samples contribute to both cancels. Each
     loss is that of the weights before the update. The differences of the last updates are averaged; their interval
-    accounts for their correlation in time (`series_interval`) and for the number of pairs (Bonferroni). The evaluation
-    at the end is shown and not compared: a single value tells nothing of its noise. With `orders`, the intervals also
-    cover what another order of samples does to a whole branch. The checkpoint is only read.
+    accounts for their correlation in time (`series_interval`) and for the number of pairs (Bonferroni). With `orders`,
+    the intervals also cover what another order of samples does to a whole branch. The checkpoint is only read.
 
-    A short branch sees what a learning rate does now. A large one may lose now, and win when the schedule ends.
+    A short branch sees what a learning rate does now. A large one may lose now, and win when the schedule ends: such a
+    ranking need not be that of full trainings. With `decay=1` the learning rate falls to 0 within the branch, as at the
+    end of a training, which predicted more; docs/branching.md has the figures.
 
     Args:
         checkpoint: folder of a `Checkpoint`, or of one checkpoint in it, with the task's model and optimizer. None:
@@ -245,6 +258,9 @@ def branch(
         last: share of the updates that are compared, the last ones.
         confidence: probability that all intervals contain the differences.
         threads: number of threads of torch.
+        decay: share of the updates, the last ones, in which the learning rate falls to 0 in a line; 0: it does not.
+        by: what is compared: the losses of "training", or that of the "evaluation" at the end, of which only two
+            or more `orders` can tell a difference: a single value tells nothing of its noise.
         progress: whether to show a progress bar.
         start: `seed`, `samples` (of a full training, for the schedule), `lr`, `ref_batchsize`, `minibatch_size`,
             `data_dir`; and `schedule=False`, with which the learning rate stays as it is in the checkpoint. Without a
@@ -258,7 +274,9 @@ def branch(
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
         raise type_error("candidates must be a sequence", candidates, 'pass ["root", "linear"]')
     chosen = tuple(map(Candidate.of, candidates))
-    return Branches(found, batch_size, chosen, updates, orders, last, confidence, threads).run(progress=progress)
+    return Branches(found, batch_size, chosen, updates, orders, last, confidence, threads, decay, by).run(
+        progress=progress
+    )
 
 
 def check_share(value: object, name: str) -> None:

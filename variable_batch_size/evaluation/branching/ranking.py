@@ -45,8 +45,8 @@ class Place:
 def paired_interval(differences: Sequence[FloatArray], confidence: float = CONFIDENCE) -> Interval:
     """Return the mean of differences in time, (updates,) of each order of samples, with an interval.
 
-    It is the wider one of two: from the noise within the orders, `series_interval`, and, of two or more orders, from
-    their means, `difference_interval`.
+    It is the wider one of two, or the only one: from the noise within the orders, `series_interval`, and, of two or
+    more orders, from their means, `difference_interval`.
     """
     each = [series_interval(one, confidence) for one in differences]
     means = np.array([one.value for one in each])
@@ -54,7 +54,7 @@ def paired_interval(differences: Sequence[FloatArray], confidence: float = CONFI
     value, half = float(means.mean()), float(np.sqrt((halves**2).sum())) / len(each)
     between = difference_interval(means, confidence)
     if not math.isnan(between.high):
-        half = max(half, between.high - between.value)  # nan stays
+        half = max(between.high - between.value, half)  # the first one if the second one is nan
     return Interval(value, value - half, value + half, len(means))
 
 
