@@ -234,7 +234,7 @@ def main() -> None:
         for updates in (20, 50, 100, 400):
             held = series_coverage(lambda values: series_interval(values)[1:3], coefficient, updates, options.repeats)
             on, case = f"autoregression of {coefficient:g}", f"{updates} updates"
-            record("coverage of 95% intervals", "mean of a series", round(100 * held, 1), "%", on=on, case=case)
+            record("coverage of 95% intervals of a series", "mean", round(100 * held, 1), "%", on=on, case=case)
 
 
 if __name__ == "__main__":
