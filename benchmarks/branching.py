@@ -51,7 +51,7 @@ from variable_batch_size.evaluation.statistics import series_interval
 
 BEGIN = 0.15  # of a full training
 LENGTHS = {"": 0.1, " decayed": 0.2}  # of a full training, by kind of branch
-CHOSEN_ON = ("teacher, SGD", "teacher, AdamW")  # tasks on which the second kind of branch was chosen
+CHOSEN_ON = ("teacher-sgd", "teacher-adamw")  # tasks on which the second kind of branch was chosen
 SGD = ("constant", "power:0.25", "root", "linear", "adascale", "root*0.5", "linear*0.5", "linear*2")
 ADAM = ("constant", "power:0.25", "root", "linear", "adamscale", "root*0.5", "root*2", "linear*0.5")
 
@@ -69,9 +69,9 @@ class Kind(NamedTuple):
 TEACHER = "helpers.branching_tasks:Teacher"
 SIZES = (64, 128, 256, 512)
 KINDS = {
-    "teacher, SGD": Kind(TEACHER, {}, 2**16, SIZES, SGD),
-    "teacher, AdamW": Kind(TEACHER, {"optimizer": "adamw"}, 2**16, SIZES, ADAM),
-    "wide noisy teacher, SGD": Kind(TEACHER, {"width": 256, "wrong": 0.3}, 2**16, SIZES, SGD),
+    "teacher-sgd": Kind(TEACHER, {}, 2**16, SIZES, SGD),
+    "teacher-adamw": Kind(TEACHER, {"optimizer": "adamw"}, 2**16, SIZES, ADAM),
+    "noisy-teacher-sgd": Kind(TEACHER, {"width": 256, "wrong": 0.3}, 2**16, SIZES, SGD),
     "mnist-cnn": Kind("mnist-cnn", {}, 2**15, SIZES[:3], SGD),
     "fashion-cnn": Kind("fashion-cnn", {}, 2**15, SIZES[:3], SGD),
     "char-gpt": Kind("char-gpt", {"width": 32, "layers": 2}, 2**13, (32, 64, 128), ADAM),
@@ -226,7 +226,7 @@ def main() -> None:
     for group, own in (groups | {name: [pair for pair in pairs if pair[0] == name] for name in options.only}).items():
         for what in dict.fromkeys(key for pair in own for key in found[pair]):
             values = [found[pair][what] for pair in own if what in found[pair]]
-            if group in groups or what in (PLAIN, DECAYED):
+            if group == "all" or what in (PLAIN, DECAYED) or (group in groups and not what.startswith(COST)):
                 question, name = what.split(": ")
                 on = f"{len(values)} pairs of {group}" if group in groups else group
                 record(question, name, spread(values), on=on)
