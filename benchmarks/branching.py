@@ -201,6 +201,15 @@ def judged(name: str, size: int, seeds: int, folder: Path, data_dir: str | None)
     return values
 
 
+def confirmed(name: str, size: int, folder: Path, data_dir: str | None) -> tuple[int, int]:
+    """Return how many pairs of candidates the first kind of branch tells apart, and how many as full trainings do."""
+    ends = dict(zip(KINDS[name].candidates, full_losses(KINDS[name], size, 1, folder, data_dir)[0], strict=True))
+    pairs = branched(KINDS[name], size, name, "", folder, data_dir)["pairs"]
+    known = [(pair, pair["difference"]) for pair in pairs if pair["difference"]["low"] is not None]
+    apart = [(pair, one["value"]) for pair, one in known if one["low"] > 0 or one["high"] < 0]
+    return len(apart), sum((ends[pair["first"]] - ends[pair["second"]]) * value > 0 for pair, value in apart)
+
+
 def main() -> None:
     """Measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,6 +239,10 @@ def main() -> None:
                 question, name = what.split(": ")
                 on = f"{len(values)} pairs of {group}" if group in groups else group
                 record(question, name, spread(values), on=on)
+    for name in options.only:
+        apart, right = np.sum([confirmed(*pair, place, data_dir) for pair in pairs if pair[0] == name], axis=0)
+        note = f"{right} of {apart}"
+        record("differences seen that full trainings have", "a tenth, training loss", right / apart, on=name, note=note)
     for coefficient in (0.0, 0.5, 0.8, 0.9, 0.95):
         for updates in (20, 50, 100, 400):
             held = series_coverage(lambda values: series_interval(values)[1:3], coefficient, updates, options.repeats)
