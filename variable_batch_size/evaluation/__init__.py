@@ -6,6 +6,11 @@ from variable_batch_size._lazy import lazy_index
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.analysis import Analysis as Analysis
+    from variable_batch_size.evaluation.branching.branch import Branching as Branching
+    from variable_batch_size.evaluation.branching.branch import branch as branch
+    from variable_batch_size.evaluation.branching.candidate import Candidate as Candidate
+    from variable_batch_size.evaluation.branching.critical import CriticalBatchSize as CriticalBatchSize
+    from variable_batch_size.evaluation.branching.critical import critical_batch_size as critical_batch_size
     from variable_batch_size.evaluation.cell import Cell as Cell
     from variable_batch_size.evaluation.courses import TraceOptions as TraceOptions
     from variable_batch_size.evaluation.courses import UnderCapacity as UnderCapacity

@@ -15,6 +15,7 @@ from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
 
 CONFIDENCE = 0.95
+BLOCKS = 20  # of a series
 
 
 class Interval(NamedTuple):
@@ -61,6 +62,37 @@ def difference_interval(differences: FloatArray, confidence: float = CONFIDENCE)
     if n < 2:
         return Interval(mean, math.nan, math.nan, n)
     half = _quantile(n, confidence) * float(differences.std(ddof=1)) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def series_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interval:
+    """Return the mean of values in time, (n,), which are correlated with those before them, with an interval.
+
+    The means y of 20 blocks of equal length, or of n blocks if there are fewer values, are taken as an autoregression
+    of order 1. Its coefficient is r = (b c + 1) / (b - 4), 0 <= r <= 0.97, where c is the correlation of consecutive
+    means and the rest removes the bias of c (Kendall 1954). The variance of the mean of b blocks is v s^2 / b, where
+
+        v = (1 + r) / (1 - r) - 2 r (1 - r^b) / (b (1 - r)^2),   s^2 = sum (y - mean)^2 / (b - v)
+
+    and the quantile is that of t with b (1 - r) / (1 + r) - 1 degrees of freedom, at least 2. Of fewer than 8 values
+    there is no interval. From 50 values on, it contains the mean of an autoregression whose coefficient is at most 0.95
+    in 93 to 97 % of all cases; of 20 values in 83 to 97 %, see benchmarks/branching.py. A trend makes it wider.
+    """
+    n = len(values)
+    mean = float(values.mean()) if n else math.nan
+    if n < 8:
+        return Interval(mean, math.nan, math.nan, n)
+    means = np.array([block.mean() for block in np.array_split(values, min(n, BLOCKS))])  # (b,)
+    b, away = len(means), means - means.mean()
+    square = float(away @ away)
+    if square <= (1e-12 * mean) ** 2:
+        return Interval(mean, mean, mean, n)
+    r = min(0.97, max(0.0, (b * float(away[1:] @ away[:-1]) / square + 1) / (b - 4)))
+    longer = (1 + r) / (1 - r)
+    v = longer - 2 * r * (1 - r**b) / (b * (1 - r) ** 2)
+    variance = square / (b - 1) / max(0.05, 1 - (v - 1) / (b - 1))
+    quantile = import_extra("scipy.special", "evaluation").stdtrit(max(2.0, b / longer - 1), (1 + confidence) / 2)
+    half = float(quantile) * math.sqrt(variance * v / b)
     return Interval(mean, mean - half, mean + half, n)
 
 

@@ -110,7 +110,7 @@ def record_of(
         threads: number of threads of torch.
         save_every: interval of the checkpoints: time, or a number of updates.
     """
-    with _threads(threads):
+    with limited_threads(threads):
         torch.manual_seed(cell.seed)
         np.random.seed(cell.seed % 2**32)
         random.seed(cell.seed)
@@ -149,7 +149,7 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     model.train()
     if not curve.rows:
         _evaluate(parts, curve)
-    batches = _batches(task, sampler)
+    batches = batches_of(task, sampler)
     for _ in remaining_epochs(sampler, optimizer):
         for batch in batches():
             updates, samples = optimizer.updates, optimizer.microbatch.samples
@@ -196,7 +196,7 @@ def _stopwatch(curve: Curve) -> Callable[[], None]:
     return add
 
 
-def _batches(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
+def batches_of(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
     """Return a function that iterates over the batches of an epoch, as a DataLoader does.
 
     Of a `TensorDataset` the rows of a batch are taken at once, which gives the same batches.
@@ -209,7 +209,8 @@ def _batches(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def limited_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads within a block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def number(value: float, spread: float = 0.0, sign: str = "") -> str:
@@ -54,3 +54,17 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * length:
             return f"{number(seconds / length)} {unit}"
     return f"{number(seconds)} s" if math.isfinite(seconds) else "-"
+
+
+def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as lines: the first column is aligned to the left, the others to the right.
+
+    >>> print(aligned(["rule", "loss"], [["root", "0.5"], ["linear", "12"]]))
+    rule     loss
+    root      0.5
+    linear     12
+    """
+    table = [list(columns), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("   ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,170 @@
+"""`vbs branch`: from one checkpoint, which rule trains best, or up to which batch size?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from variable_batch_size._files import written
+from variable_batch_size.cli.options import positive, prepared
+from variable_batch_size.cli.output import print_table
+
+if TYPE_CHECKING:
+    from variable_batch_size.evaluation.branching.branch import Branches
+    from variable_batch_size.evaluation.branching.critical import BatchSizes
+
+CRITICAL = "The critical batch size"  # the panels of --help
+TRAINING = "Instead of what the task and the checkpoint say"
+
+
+def branch(
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="mnist-cnn, fashion-cnn, char-gpt, or a task of your own: package.module:name.",
+            show_default=False,
+            metavar="TASK",
+        ),
+    ],
+    batch_sizes: Annotated[
+        list[int],
+        typer.Option(
+            "--batch-size",
+            help="Samples of an update; with --critical several, the smallest first.",
+            show_default=False,
+        ),
+    ],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a vbs.Checkpoint, which is only read; without it branches begin with the untrained model.",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option("--candidate", help="A rule, and a factor on the learning rate: root, root*0.5, power:0.75*2."),
+    ] = None,
+    updates: Annotated[int | None, typer.Option(help="Updates of each branch.", min=2)] = None,
+    critical: Annotated[
+        bool, typer.Option("--critical", help="Find the critical batch size.", rich_help_panel=CRITICAL)
+    ] = False,
+    rule: Annotated[str, typer.Option(help="root for Adam, linear for SGD.", rich_help_panel=CRITICAL)] = "root",
+    samples: Annotated[
+        int | None, typer.Option(help="Samples of each branch.", min=1, rich_help_panel=CRITICAL)
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="By how much the loss may be larger.", min=0, rich_help_panel=CRITICAL)
+    ] = 0.01,
+    orders: Annotated[int, typer.Option(help="Orders of samples that each branch trains on.", min=1)] = 1,
+    last: Annotated[float, typer.Option(help="Share of the updates that are compared, the last ones.")] = 0.5,
+    decay: Annotated[
+        float, typer.Option(help="Share of the updates, the last ones, in which the learning rate falls to 0.")
+    ] = 0.0,
+    by: Annotated[
+        str, typer.Option(help="What is compared: the losses of training, or of the evaluation.")
+    ] = "training",
+    total: Annotated[
+        int | None,
+        typer.Option(help="Samples of a full training, for the schedule.", min=1, rich_help_panel=TRAINING),
+    ] = None,
+    hold_lr: Annotated[
+        bool, typer.Option("--hold-lr", help="Keep the learning rate, without schedule.", rich_help_panel=TRAINING)
+    ] = False,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate at --ref-batchsize, without a checkpoint.", rich_help_panel=TRAINING, callback=positive
+        ),
+    ] = None,
+    ref_batchsize: Annotated[
+        int | None,
+        typer.Option(help="Batch size at which the learning rate was tuned.", min=1, rich_help_panel=TRAINING),
+    ] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Rows that are computed at once.", min=1, rich_help_panel=TRAINING)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed, without a checkpoint.", min=0, rich_help_panel=TRAINING)] = 0,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(help="Folder of the files of the task.", metavar="FOLDER", rich_help_panel=TRAINING),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
+    file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything to this file.", metavar="FILE", callback=prepared)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost, without training.")] = False,
+) -> None:
+    """Train candidates from one checkpoint on the very same samples, and rank them by their training losses.
+
+    It first prints what that costs. With --critical it trains the same samples in larger and larger batches, and finds
+    the largest one of which all smaller ones lose no more than a tolerance.
+
+    Examples:
+
+    - `vbs branch mnist-cnn --checkpoint runs/a --batch-size 512 --candidate root --candidate "linear*0.5" --updates 60`
+    - `vbs branch char-gpt --critical --batch-size 16 --batch-size 32 --batch-size 64 --samples 2048`
+    """
+    from variable_batch_size.evaluation.branching.start import Start
+
+    begin: dict[str, Any] = {"seed": seed, "samples": total, "lr": lr, "ref_batchsize": ref_batchsize}
+    begin |= {"minibatch_size": microbatch, "schedule": not hold_lr, "data_dir": data_dir}
+    branches: Branches | BatchSizes
+    start = Start.read(checkpoint, task, **begin)
+    others = {"orders": orders, "last": last, "threads": threads}
+    if critical:
+        if (decay, by) != (0.0, "training"):
+            raise ValueError("--decay and --by must be left out with --critical; omit them")
+        branches = _critical(start, batch_sizes, candidates, updates, rule, samples, tolerance, others)
+    else:
+        branches = _compared(start, batch_sizes, candidates, updates, samples, others | {"decay": decay, "by": by})
+    branches.check()
+    typer.echo(f"cost: {branches.cost}")
+    if dry_run:
+        return
+    found = branches.run(progress=True)
+    print_table(*found.table())
+    typer.echo(found.conclusion())
+    if file is not None:
+        with written(file) as stream:
+            json.dump(found.as_json(), stream, allow_nan=False)
+
+
+def _compared(
+    start: Any, sizes: list[int], texts: list[str] | None, updates: int | None, samples: int | None, others: Any
+) -> Branches:
+    from variable_batch_size.evaluation.branching.branch import Branches
+    from variable_batch_size.evaluation.branching.candidate import Candidate
+
+    if len(sizes) > 1:
+        raise ValueError(f"--batch-size must be given once, got {len(sizes)} of them; pass one, or --critical")
+    if samples is not None:
+        raise ValueError(f"--samples needs --critical, got {samples} without it; pass --updates")
+    if not texts or updates is None:
+        missing = "--updates" if texts else "--candidate"
+        raise ValueError(f"branches need --candidate and --updates, got no {missing}; pass it, or --critical")
+    return Branches(start, sizes[0], tuple(map(Candidate.of, texts)), updates, **others)
+
+
+def _critical(
+    start: Any,
+    sizes: list[int],
+    texts: list[str] | None,
+    updates: int | None,
+    rule: str,
+    samples: int | None,
+    tolerance: float,
+    others: Any,
+) -> BatchSizes:
+    from variable_batch_size.evaluation.branching.candidate import Candidate
+    from variable_batch_size.evaluation.branching.critical import BatchSizes
+
+    if texts or updates is not None:
+        given = "--candidate" if texts else "--updates"
+        raise ValueError(f"--critical compares batch sizes of one rule, got {given}; pass --rule and --samples")
+    if samples is None:
+        raise ValueError("--critical needs --samples, got none; pass the samples of each branch")
+    return BatchSizes(start, tuple(sizes), Candidate.of(rule), samples, tolerance, **others)

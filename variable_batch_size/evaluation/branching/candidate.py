@@ -1,0 +1,54 @@
+"""What a branch trains with: a rule, and a factor on the learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from variable_batch_size._validation import check_positive, type_error, value_error
+from variable_batch_size.evaluation.cell import rule_of
+
+
+@final
+@dataclass(frozen=True)
+class Candidate:
+    """A rule, and a factor on the learning rate that the checkpoint has.
+
+    >>> str(Candidate("power:0.75", 0.5)), Candidate.of("root*2")
+    ('power:0.75*0.5', Candidate(rule='root', lr_factor=2.0))
+
+    Args:
+        rule: name of the rule, with its number if it takes one, see `rule_of`.
+        lr_factor: factor on the learning rate.
+
+    Raises:
+        TypeError: if the factor is not a number.
+        ValueError: if there is no such rule, or the factor is not positive.
+    """
+
+    rule: str
+    lr_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        rule_of(self.rule)
+        check_positive(self.lr_factor, "lr_factor", "pass a factor on the learning rate")
+
+    @classmethod
+    def of(cls, text: Candidate | str) -> Candidate:
+        """Return the candidate that a text stands for: a rule, or a rule and a factor, such as "root*0.5"."""
+        if isinstance(text, Candidate):
+            return text
+        if not isinstance(text, str):
+            raise type_error("a candidate must be a Candidate, or its text", text, 'pass "root" or "root*0.5"')
+        rule, star, factor = text.partition("*")
+        try:
+            return cls(rule, float(factor) if star else 1.0)
+        except ValueError:
+            if rule_of(rule) and star:
+                requirement = f"the factor of the candidate {rule} must be a positive number"
+                raise value_error(requirement, f"{factor!r:.60}", f'pass "{rule}*0.5"') from None
+            raise
+
+    def __str__(self) -> str:
+        """Return its text."""
+        return self.rule if self.lr_factor == 1 else f"{self.rule}*{self.lr_factor:g}"

@@ -1,0 +1,133 @@
+"""One branch: trained for some updates, with the loss of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
+from variable_batch_size.evaluation.branching.start import BranchParts
+from variable_batch_size.evaluation.curve import MEANS, TOTALS, Curve
+from variable_batch_size.evaluation.task import Task
+from variable_batch_size.evaluation.training import batches_of, limited_threads
+from variable_batch_size.optim.epochs import remaining_epochs
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+
+@final
+@dataclass(frozen=True)
+class Trial:
+    """What a branch has brought.
+
+    Attributes:
+        name: of the candidate, or the batch size.
+        order: number of the order of samples, 0 for that of the training.
+        status: "finished", or "diverged": a loss was not finite, or above 10 times that of the untrained model.
+        losses: of each update, the mean over its samples before it changed the weights; after a divergence none.
+        samples: of each update.
+        metrics: of the task's evaluation at the end; empty after a divergence.
+    """
+
+    name: str
+    order: int
+    status: Literal["finished", "diverged"]
+    losses: tuple[float, ...]
+    samples: tuple[int, ...]
+    metrics: Mapping[str, float]
+
+
+@contextmanager
+def kept_random_numbers(threads: int) -> Iterator[None]:
+    """Train with so many threads; restore threads and host RNG states afterwards."""
+    states = get_rng_states()
+    try:
+        with limited_threads(threads):
+            yield
+    finally:
+        set_rng_states(states)
+
+
+def untrained_metrics(task: Task, seed: int) -> Mapping[str, float]:
+    """Return what the task's evaluation says of the untrained model."""
+    return _evaluated(task, task.model(seed))
+
+
+def train_trial(
+    parts: BranchParts,
+    name: str,
+    order: int,
+    untrained: Mapping[str, float],
+    bar: tqdm[Any] | None = None,
+    factor: Callable[[int], float] = lambda update: 1.0,
+) -> Trial:
+    """Train a branch to its end.
+
+    Args:
+        parts: its objects.
+        name: of the candidate, or the batch size.
+        order: number of the order of samples.
+        untrained: metrics of the untrained model.
+        bar: counts samples.
+        factor: update of the branch -> factor on the learning rate, beside that of the schedule.
+    """
+    task, model, sampler, optimizer, scheduler = parts
+    curve = Curve(None, sampler.plan.minibatch_size)
+    curve.evaluation(0, 0, 0.0, untrained)
+    losses: list[float] = []
+    sizes: list[int] = []
+    total, count, rates = 0.0, 0, list[Any]()
+    model.train()
+    batches = batches_of(task, sampler)
+    for _ in remaining_epochs(sampler, optimizer):
+        for batch in batches():
+            updates, samples = optimizer.updates, optimizer.microbatch.samples
+            if not count:
+                rates = _scale(optimizer, factor(len(losses)))
+            loss = task.loss(model, batch)
+            value = float(loss.detach())
+            if not curve.microbatch(value, samples):
+                return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
+            loss.backward()  # type: ignore[no-untyped-call]
+            updated = optimizer.step()
+            total, count = total + value * samples, count + samples
+            if optimizer.updates == updates:
+                continue
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            if updated and scheduler is not None:
+                scheduler.step()
+            losses.append(total / count)
+            sizes.append(count)
+            curve.update(optimizer.updates, optimizer.current_lr())
+            if bar is not None:
+                bar.update(count)
+            if curve.diverged:
+                return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
+            total, count = 0.0, 0
+    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, _evaluated(task, model))
+    if curve.diverged:
+        return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
+    last = curve.rows[-1]
+    metrics = {key: value for key, value in last.items() if key not in (*TOTALS, *MEANS)}
+    return Trial(name, order, "finished", tuple(losses), tuple(sizes), metrics)
+
+
+def _scale(optimizer: CustomOptimizer, factor: float) -> list[Any]:
+    """Multiply the learning rate of each parameter group for an update, and return what they were."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    return rates
+
+
+@torch.no_grad()
+def _evaluated(task: Task, model: nn.Module) -> Mapping[str, float]:
+    model.eval()
+    return task.evaluate(model)
