@@ -34,9 +34,9 @@ class Task(Tiny):
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A cluster of this machine with 2 CPUs; its address."""
     token = tmp_path_factory.mktemp("ray") / "token"
-    token.write_text(secrets.token_hex(32))  # Ray would write one into the home folder
+    token.write_text(secrets.token_hex(32))  # Ray would write one into the home folder; it is used where there is one
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.delenv("RAY_AUTH_MODE", raising=False)
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'test'}")  # of the tasks
