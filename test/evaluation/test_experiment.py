@@ -147,7 +147,7 @@ def under(seconds: float, policy: str) -> UnderCapacity:
             ValueError,
             'trace short, rule linear: .*on_end="stop", "hold" or "cycle"',
         ),
-        (lambda: Experiment([TINY], ["per-device:4@a.json"], ["linear"]), ValueError, "with its throughput, or --samples"),
+        (lambda: Experiment([TINY], ["per-device:4@a.json"], ["linear"]), ValueError, "throughput, or --samples"),
         (
             lambda: Experiment([TINY], {"a": under(12, "constant:8")}, ["root"]),
             ValueError,
