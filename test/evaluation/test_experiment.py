@@ -149,7 +149,7 @@ def under(seconds: float, policy: str) -> UnderCapacity:
             ValueError,
             'trace short, rule linear: .*on_end="stop", "hold" or "cycle"',
         ),
-        (lambda: Experiment([TINY], ["per-device:4@a.json"], ["linear"]), ValueError, "pass throughput=, or --samples"),
+        (lambda: Experiment([TINY], ["per-device:4@a.json"], ["linear"]), ValueError, "throughput, or --samples"),
         (
             lambda: Experiment([TINY], {"a": under(12, "constant:8")}, ["root"]),
             ValueError,
