@@ -33,7 +33,10 @@ WITHOUT_TORCH = {
     "_extras",
     "_files",
 } | {
-    *(f"data.{module}" for module in ("plan", "planning", "known_steps", "microbatching", "deal", "clock", "shuffle")),
+    *(
+        f"data.{module}"
+        for module in ("plan", "epoch", "planning", "known_steps", "microbatching", "deal", "clock", "shuffle")
+    ),
 }
 NAMES_NO_TORCH = {
     "tracker",

@@ -19,12 +19,13 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from helpers.trainer_cases import CASES, STOPS, Case, chosen, expected
+from helpers.trainer_cases import CASES, Case, chosen, expected
 from helpers.yardstick import (
     EPOCHS,
     MICROBATCH,
     REF,
     SAMPLES,
+    STOPS,
     TRACE,
     UPDATES,
     Samples,

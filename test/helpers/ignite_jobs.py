@@ -21,13 +21,14 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import variable_batch_size as vbs
-from helpers.trainer_cases import CASES, STOPS, Case, chosen, expected
+from helpers.trainer_cases import CASES, Case, chosen, expected
 from helpers.yardstick import (
     EPOCHS,
     MICROBATCH,
     REF,
     SAMPLES,
     SIZES,
+    STOPS,
     TRACE,
     UPDATES,
     Samples,

@@ -26,6 +26,7 @@ from helpers.yardstick import (
     MICROBATCH,
     REF,
     SAMPLES,
+    STOPS,
     TRACE,
     UPDATES,
     Samples,
@@ -226,7 +227,7 @@ def ranks_train(folder: Path) -> None:
         make = OPTIMIZERS["SGD"][0]
         whole = variable(make(), dropout=0.3)
         logs = fit(whole).history
-        for stop in (5, 11, 14, 21, 24):
+        for stop in STOPS:
             parts = folder / f"dropout-{stop}"
             first = variable(make(), dropout=0.3)
             try:

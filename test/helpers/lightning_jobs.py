@@ -39,8 +39,6 @@ from helpers.yardstick import (
 )
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
 
-STOPS = (5, 11, 14, 21, 24)  # updates after which runs are resumed: 11 and 21 end an epoch
-
 
 def inner_of(name: str, model: nn.Module) -> Optimizer:
     """An optimizer of torch by its name."""

@@ -12,8 +12,6 @@ from torch.optim import SGD, AdamW
 
 from helpers.yardstick import MAX_GRAD_NORM, SIZES, UPDATES, by_hand, network, weights
 
-STOPS = (5, 11, 14, 21, 24)  # updates; 11 and 21 end an epoch
-
 
 @dataclass(frozen=True)
 class Case:

@@ -14,13 +14,12 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 import variable_batch_size as vbs
-from helpers.yardstick import EPOCHS, MAX_GRAD_NORM, MICROBATCH, REF, SAMPLES, TRACE, network, samples, weights
+from helpers.yardstick import EPOCHS, MAX_GRAD_NORM, MICROBATCH, REF, SAMPLES, STOPS, TRACE, network, samples, weights
 from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
 
 LR = 0.02
 EPS = 0.01  # of AdamW: a large one does not amplify rounding errors of gradients that are 0
 TOKENS, VOCABULARY = 12, 40
-STOPS = (5, 11, 14, 21, 24)
 
 
 class Classifier(nn.Module):

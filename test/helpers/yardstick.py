@@ -27,6 +27,7 @@ TRACE = "0:24 3:10 9:37 12:9 18:50"
 SIZES = [*[24] * 3, *[10] * 6, *[37] * 3, *[9] * 6, *[50] * 20]
 ENDS = (11, 21, 26)  # the updates after which the epochs end
 UPDATES = ENDS[-1]
+STOPS = (5, 11, 14, 21, 24)  # updates after which runs are resumed: 11 and 21 end an epoch
 FEATURES, CLASSES = 6, 5
 MAX_GRAD_NORM = 0.5
 

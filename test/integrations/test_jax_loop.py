@@ -13,7 +13,7 @@ import torch
 
 import variable_batch_size as vbs
 from helpers.pages import ROOT
-from helpers.yardstick import MICROBATCH, SAMPLES, TRACE, UPDATES, by_hand, network, samples
+from helpers.yardstick import MICROBATCH, SAMPLES, STOPS, TRACE, UPDATES, by_hand, network, samples
 
 EXAMPLE = str(ROOT / "examples" / "trainers" / "jax_loop.py")
 NAMES = ("w1", "b1", "w2", "b2")
@@ -51,7 +51,7 @@ def test_it_makes_the_updates_of_whole_batches_with_one_compilation_of_each_func
     assert {name: example[name]._cache_size() for name in ("accumulate", "update")} == {"accumulate": 1, "update": 1}
 
 
-@pytest.mark.parametrize("stop", [5, 11, 14, 21, 24])
+@pytest.mark.parametrize("stop", STOPS)
 def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
     train = runpy.run_path(EXAMPLE)["train"]
     whole = train(*begin()[:2], sampler(), *begin()[2:], UPDATES)[0]

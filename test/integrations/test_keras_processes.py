@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import keras_jobs as jobs
-from helpers.yardstick import MAX_GRAD_NORM, in_processes
+from helpers.yardstick import MAX_GRAD_NORM, STOPS, in_processes
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_the_logs_of_all_ranks_are_those_of_one(found: Path) -> None:
         assert first[name] == pytest.approx(values, rel=1e-6), name
 
 
-@pytest.mark.parametrize("stop", [5, 11, 14, 21, 24])
+@pytest.mark.parametrize("stop", STOPS)
 def test_a_resume_changes_nothing(stop: int, found: Path) -> None:
     assert [rank["found"] for rank in read(found, f"resumed-{stop}")] == [(0.0, 0.0, 0.0)] * 2
 

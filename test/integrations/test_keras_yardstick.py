@@ -11,7 +11,7 @@ import torch
 
 from helpers import keras_jobs as jobs
 from helpers.keras_backend import keras
-from helpers.yardstick import ENDS, EPOCHS, MAX_GRAD_NORM, REF, SAMPLES, SIZES, UPDATES, by_hand, network
+from helpers.yardstick import ENDS, EPOCHS, MAX_GRAD_NORM, REF, SAMPLES, SIZES, STOPS, UPDATES, by_hand, network
 from helpers.yardstick import weights as flat
 from variable_batch_size.integrations.keras import VariableBatchCheckpoint
 
@@ -79,7 +79,7 @@ def test_the_rate_of_a_callback_and_of_a_function_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "backup"])
-@pytest.mark.parametrize("stop", [5, 11, 14, 21, 24])
+@pytest.mark.parametrize("stop", STOPS)
 def test_a_resume_after_any_update_changes_nothing(way: str, stop: int, tmp_path: Path) -> None:
     def saved() -> Any:
         if way == "checkpoint":

@@ -20,7 +20,6 @@ import variable_batch_size as vbs
 from helpers.lightning_jobs import (
     ALLOWED,
     EXPECTED_UPDATES,
-    STOPS,
     Classifier,
     Recorder,
     Validated,
@@ -45,6 +44,7 @@ from helpers.yardstick import (
     MAX_GRAD_NORM,
     REF,
     SAMPLES,
+    STOPS,
     UPDATES,
     Samples,
     by_hand,

@@ -17,7 +17,6 @@ import variable_batch_size as vbs
 from helpers.transformers_jobs import (
     EPS,
     LR,
-    STOPS,
     Classifier,
     Rows,
     SavesAt,
@@ -32,6 +31,7 @@ from helpers.yardstick import (
     REF,
     SAMPLES,
     SIZES,
+    STOPS,
     TRACE,
     UPDATES,
     by_hand,

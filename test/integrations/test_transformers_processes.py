@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from helpers.transformers_jobs import (
     EPS,
     LR,
-    STOPS,
     Classifier,
     Partly,
     SavesAt,
@@ -25,7 +24,17 @@ from helpers.transformers_jobs import (
     trainer_of,
     updates_of_all_kinds,
 )
-from helpers.yardstick import MAX_GRAD_NORM, SAMPLES, UPDATES, by_hand, difference, in_processes, network, weights
+from helpers.yardstick import (
+    MAX_GRAD_NORM,
+    SAMPLES,
+    STOPS,
+    UPDATES,
+    by_hand,
+    difference,
+    in_processes,
+    network,
+    weights,
+)
 
 EXACT = 1e-12
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
     from variable_batch_size.evaluation.experiment import Experiment
 
-REPORT = "variable_batch_size.evaluation.report"
 TRAINING = "Instead of what the task says"  # the panels of --help
 TIME = "Simulated time"
 MACHINE = "This machine"
@@ -138,6 +135,7 @@ def evaluate(
     - `vbs evaluate mnist-cnn --trace per-device:16@traces/spot_example.json --samples-per-second 2 --rule linear`
     """
     from variable_batch_size.evaluation import Experiment, ModelTime, engines
+    from variable_batch_size.evaluation.report import write_report
 
     model = throughput(samples_per_second, communication_seconds)
     experiment = Experiment(
@@ -162,7 +160,8 @@ def evaluate(
     records = engines.run(experiment, folder, jobs=jobs, threads=threads)
     diverged = sum(record.status == "diverged" for record in records)
     typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
-    _report(records, folder, experiment.targets())
+    command = shlex.join(["vbs", *sys.argv[1:]])
+    typer.echo(f"report: {write_report(records, folder, targets=experiment.targets(), command=command)}")
 
 
 def _options(
@@ -199,11 +198,3 @@ def _print_plan(experiment: Experiment, folder: Path) -> None:
     check(left.values())
     samples = sum(cell.samples for cell in left.values())
     typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {samples:,} samples in all")
-
-
-def _report(records: list[Any], folder: Path, targets: dict[str, tuple[str, float]]) -> None:
-    """Write the report, if this version has one."""
-    if importlib.util.find_spec(REPORT) is not None:
-        command = shlex.join(["vbs", *sys.argv[1:]])
-        path = importlib.import_module(REPORT).write_report(records, folder, targets=targets, command=command)
-        typer.echo(f"report: {path}")

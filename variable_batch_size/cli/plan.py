@@ -97,9 +97,7 @@ def _training(run: DryRun) -> dict[str, Any]:
         "batch_sizes": {"min": int(run.sizes.min()), "max": int(run.sizes.max()), "different": len(run.sizes)},
         "ends_within_epoch": run.last.number if run.ends_early else None,
         "samples_of_last_epoch": run.last.samples,
-        "updates_per_epoch": [
-            {"updates": epoch.end_step - epoch.first_step, "epochs": alike} for epoch, alike in run.epochs
-        ],
+        "updates_per_epoch": [{"updates": epoch.updates, "epochs": alike} for epoch, alike in run.epochs],
     }
 
 

@@ -14,38 +14,13 @@ import numpy as np
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.data.deal import Deal
+from variable_batch_size.data.epoch import Epoch
 from variable_batch_size.data.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.trace.past import Past
 from variable_batch_size.world import World
 
 STEPS_PER_DEAL = 4096  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """Steps `first_step .. end_step - 1` of the trace, which use `samples` samples of the dataset.
-
-    Attributes:
-        number: number of the epoch, from 0.
-        first_step: its first step in the trace.
-        end_step: the step after its last one.
-        samples: samples of all its steps.
-        trace_offset: samples of the trace before `first_step`.
-        samples_before: samples of all earlier epochs.
-        complete: whether it ends with the dataset, and not where the training ends.
-        known_from: the first step whose samples are known: after an update that an earlier end had shortened.
-    """
-
-    number: int
-    first_step: int
-    end_step: int
-    samples: int
-    trace_offset: int
-    samples_before: int
-    complete: bool = True
-    known_from: int = 0
 
 
 @final
@@ -194,7 +169,7 @@ class Plan:
                 last = Epoch(number, last.end_step, last.end_step, 0, offset, before, complete=False)
             else:
                 alike = self._alike(last, number - last.number)
-                first_step = last.first_step + alike * (last.end_step - last.first_step)
+                first_step = last.first_step + alike * last.updates
                 before = last.samples_before + alike * last.samples
                 last = self._next_epoch(last.number + alike, first_step, before, through=through)
         self._latest[:] = [last]
@@ -282,7 +257,7 @@ class Plan:
         """Return how many epochs from `epoch` on, at most `most`, have the same numbers of steps and samples."""
         if epoch is self.begin:  # which another trace, or another end, may have made
             return 1
-        steps, alike = epoch.end_step - epoch.first_step, [most]
+        steps, alike = epoch.updates, [most]
         changes = self.trace.constant_until(epoch.first_step)
         if changes is not None:
             known = -(-self.dataset_size // self.trace.batch_size(epoch.first_step))  # steps that define an epoch

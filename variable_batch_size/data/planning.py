@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, final
 
 from variable_batch_size._validation import MAX_INT, check_int, value_error
 from variable_batch_size.data.clock import Clock
+from variable_batch_size.data.epoch import Epoch
 from variable_batch_size.data.known_steps import KnownSteps
-from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.plan import Plan
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.trace.growing import ADOPTED_AFTER, GrowingTrace, Growth, Question, so_far
 

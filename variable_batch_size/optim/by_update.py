@@ -31,8 +31,7 @@ class Updates(Generic[T]):
         All updates of that epoch count, also those that were made before a restore.
         """
         plan = self._optimizer.sampler.plan
-        epoch = plan.epoch(self._optimizer.epoch if self._epoch is None else self._epoch)
-        return epoch.end_step - epoch.first_step
+        return plan.epoch(self._optimizer.epoch if self._epoch is None else self._epoch).updates
 
     def __iter__(self) -> Iterator[list[T]]:
         """Set the epoch of the next update, and yield the updates that are left of it.

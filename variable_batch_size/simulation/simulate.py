@@ -169,17 +169,17 @@ def _sizes(
     dataset_size: int | None,
 ) -> BatchSizes:
     """Return the batch sizes of a controller, or of a batch trace."""
-    if callable(controller) and not isinstance(controller, type):
-        return OfController(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
     if isinstance(controller, type):
         raise type_error(
             "controller must be a controller or a batch trace", controller, "pass an instance of the class"
         )
-    remedy = "pass it to that" if isinstance(controller, AdaptiveTrace) else "pass it with a controller"
+    if callable(controller):
+        return OfController(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
+    adaptive = isinstance(controller, AdaptiveTrace)
+    kind, place = ("an AdaptiveTrace", "to that") if adaptive else ("a trace", "with a controller")
     for value, name in ((start, "start"), (bounds, "bounds"), (every, "every"), (delay or None, "delay")):
         if value is not None:
-            kind = "an AdaptiveTrace" if isinstance(controller, AdaptiveTrace) else "a trace"
-            raise value_error(f"{name} must be left out with {kind}", value, remedy)
+            raise value_error(f"{name} must be left out with {kind}", value, f"pass it {place}")
     if isinstance(controller, AdaptiveTrace):
         return OfController(controller if dataset_size is None else controller.within(dataset_size))
     trace = BatchTrace.of(controller)

@@ -191,7 +191,7 @@ class UpdateEpochs:
         self._epoch = optimizer.epoch
         state.iteration, state.epoch = optimizer.updates, optimizer.epoch + 1
         epoch = optimizer.sampler.plan.epoch(optimizer.epoch)
-        state.epoch_length = epoch.end_step - epoch.first_step
+        state.epoch_length = epoch.updates
         # How many of them were made before a restore. The engine would take iteration % epoch_length, as if all epochs
         # were equally long, and has no public way to tell it.
         engine._init_iter = optimizer.updates - epoch.first_step
@@ -202,7 +202,7 @@ class UpdateEpochs:
     def _count(self, engine: Engine) -> None:
         """Correct the length of the epoch, which is an estimate while a controller chooses batch sizes."""
         epoch = self._optimizer.sampler.clock.epoch
-        engine.state.epoch_length = epoch.end_step - epoch.first_step
+        engine.state.epoch_length = epoch.updates
 
     def _end_epoch(self, engine: Engine) -> None:
         state = engine.state
@@ -284,7 +284,7 @@ class VariableBatchEngine(Engine):
         """Return the state of the engine, with the position in the training under "vbs"."""
         state = super().state_dict()
         epoch = self.optimizer.sampler.clock.epoch
-        state["epoch_length"] = max(1, epoch.end_step - epoch.first_step)  # of a whole epoch, which Ignite demands
+        state["epoch_length"] = max(1, epoch.updates)  # of a whole epoch, which Ignite demands
         state["vbs"] = self.optimizer.state_dict()["vbs"]
         return state
 

@@ -72,8 +72,7 @@ class LightningUpdates:
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch under way, also of those before a restore."""
-        epoch = self.plan.epoch(self._sampler.epoch)
-        return epoch.end_step - epoch.first_step
+        return self.plan.epoch(self._sampler.epoch).updates
 
     def set_epoch(self, epoch: int) -> None:
         """Tell Lightning the length of the epoch that begins or continues.

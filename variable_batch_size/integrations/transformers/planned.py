@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.plan import Plan, Step
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -57,7 +57,7 @@ def length_of_updates(plan: Plan, updates: int) -> Length:
     """
     longest = 0
     for epoch, alike in plan.epoch_runs(None):
-        steps = epoch.end_step - epoch.first_step
+        steps = epoch.updates
         longest = max(longest, steps)
         if epoch.first_step + alike * steps >= updates:
             last = plan.epoch(epoch.number + (updates - 1 - epoch.first_step) // steps)
@@ -67,7 +67,7 @@ def length_of_updates(plan: Plan, updates: int) -> Length:
 
 def _longest(plan: Plan, epochs: int) -> int:
     runs = plan.epoch_runs(epochs) if plan.first_epoch < epochs else iter(())
-    return max((epoch.end_step - epoch.first_step for epoch, _ in runs), default=sys.maxsize)
+    return max((epoch.updates for epoch, _ in runs), default=sys.maxsize)
 
 
 def epochs_passed(clock: Clock) -> float:
@@ -79,16 +79,18 @@ def epochs_passed(clock: Clock) -> float:
 
 def microbatches_of_update(optimizer: CustomOptimizer) -> list[Microbatch]:
     """Return this rank's microbatches of the next update, before the first of them reached `step()`."""
-    sampler = optimizer.sampler
-    step = sampler.plan.step(sampler.plan.epoch(optimizer.epoch), optimizer.updates, sampler.min_microbatches)
-    return [step.microbatch(number, sampler.world) for number in range(step.rounds(sampler.world))]
+    step, world = _next_step(optimizer), optimizer.sampler.world
+    return [step.microbatch(number, world) for number in range(step.rounds(world))]
 
 
 def most_microbatches(optimizer: CustomOptimizer) -> int:
     """Return how many microbatches the rank with the most of them has in the next update."""
+    return -(-_next_step(optimizer).num_microbatches // optimizer.sampler.world.size)
+
+
+def _next_step(optimizer: CustomOptimizer) -> Step:
     sampler = optimizer.sampler
-    step = sampler.plan.step(sampler.plan.epoch(optimizer.epoch), optimizer.updates, sampler.min_microbatches)
-    return -(-step.num_microbatches // sampler.world.size)
+    return sampler.plan.step(sampler.plan.epoch(optimizer.epoch), optimizer.updates, sampler.min_microbatches)
 
 
 def is_growing(sampler: CustomSampler) -> bool:

@@ -77,8 +77,7 @@ class UpdateLoader:
 
     def __len__(self) -> int:
         sampler = self._trainer.present_sampler
-        epoch = sampler.plan.epoch(sampler.epoch)
-        return epoch.end_step - epoch.first_step
+        return sampler.plan.epoch(sampler.epoch).updates
 
     def __iter__(self) -> Iterator[Update]:
         optimizer = self._trainer.variable_optimizer
