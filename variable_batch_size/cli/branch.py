@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from variable_batch_size._files import written
-from variable_batch_size.cli.options import positive, prepared
+from variable_batch_size.cli.options import TASK, TRAINING, DataDir, LearningRate, Microbatch, RefBatchsize, prepared
 from variable_batch_size.cli.output import print_table
 
 if TYPE_CHECKING:
@@ -17,17 +17,12 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.branching.critical import BatchSizes
 
 CRITICAL = "The critical batch size"  # the panels of --help
-TRAINING = "Instead of what the task and the checkpoint say"
 
 
 def branch(
     task: Annotated[
         str,
-        typer.Argument(
-            help="mnist-cnn, fashion-cnn, char-gpt, or a task of your own: package.module:name.",
-            show_default=False,
-            metavar="TASK",
-        ),
+        TASK,
     ],
     batch_sizes: Annotated[
         list[int],
@@ -74,24 +69,11 @@ def branch(
     hold_lr: Annotated[
         bool, typer.Option("--hold-lr", help="Keep the learning rate, without schedule.", rich_help_panel=TRAINING)
     ] = False,
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate at --ref-batchsize, without a checkpoint.", rich_help_panel=TRAINING, callback=positive
-        ),
-    ] = None,
-    ref_batchsize: Annotated[
-        int | None,
-        typer.Option(help="Batch size at which the learning rate was tuned.", min=1, rich_help_panel=TRAINING),
-    ] = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Rows that are computed at once.", min=1, rich_help_panel=TRAINING)
-    ] = None,
+    lr: LearningRate = None,
+    ref_batchsize: RefBatchsize = None,
+    microbatch: Microbatch = None,
     seed: Annotated[int, typer.Option(help="Seed, without a checkpoint.", min=0, rich_help_panel=TRAINING)] = 0,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder of the files of the task.", metavar="FOLDER", rich_help_panel=TRAINING),
-    ] = None,
+    data_dir: DataDir = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     file: Annotated[
         Path | None, typer.Option("--json", help="Write everything to this file.", metavar="FILE", callback=prepared)

@@ -14,7 +14,13 @@ import typer
 from variable_batch_size._validation import check_bounds
 from variable_batch_size.cli import report
 from variable_batch_size.cli.options import (
+    TASK,
+    TRAINING,
     CommunicationSeconds,
+    DataDir,
+    LearningRate,
+    Microbatch,
+    RefBatchsize,
     SamplesPerSecond,
     positive,
     throughput,
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
 
 EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engines, which is imported when it is needed
-TRAINING = "Instead of what the task says"  # the panels of --help
 TIME = "Simulated time"
 MACHINE = "Processes and machines"
 
@@ -35,11 +40,7 @@ def evaluate(
     context: typer.Context,
     tasks: Annotated[
         list[str],
-        typer.Argument(
-            help="mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet, or a task of your own: package.module:name.",
-            show_default=False,
-            metavar="TASK",
-        ),
+        TASK,
     ],
     traces: Annotated[
         list[str],
@@ -70,24 +71,13 @@ def evaluate(
     budget: Annotated[
         int | None, typer.Option("--samples", help="Samples of a training.", min=1, rich_help_panel=TRAINING)
     ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Learning rate at --ref-batchsize.", rich_help_panel=TRAINING, callback=positive),
-    ] = None,
-    ref_batchsize: Annotated[
-        int | None,
-        typer.Option(help="Batch size at which the learning rate was tuned.", min=1, rich_help_panel=TRAINING),
-    ] = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Rows that are computed at once.", min=1, rich_help_panel=TRAINING)
-    ] = None,
+    lr: LearningRate = None,
+    ref_batchsize: RefBatchsize = None,
+    microbatch: Microbatch = None,
     between: Annotated[
         int | None, typer.Option(help="Samples between two evaluations.", min=1, rich_help_panel=TRAINING)
     ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder of the files of the tasks.", metavar="FOLDER", rich_help_panel=TRAINING),
-    ] = None,
+    data_dir: DataDir = None,
     on_end: Annotated[
         OnEnd | None, typer.Option(help="What follows the last step of a trace that ends; by default, an error.")
     ] = None,

@@ -16,6 +16,7 @@ from variable_batch_size.trace.schedule import Unit
 
 DECADE = 10 * 365 * 86400  # seconds
 STDOUT = Path("/dev/stdout")
+TRAINING = "Instead of what the task says"  # a panel of --help
 
 
 def prepared(path: Path | None) -> Path | None:
@@ -52,6 +53,24 @@ TraceSource = Annotated[
         show_default=False,
         metavar="TRACE",
     ),
+]
+TASK = typer.Argument(
+    help="mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet, or a task of your own: package.module:name.",
+    show_default=False,
+    metavar="TASK",
+)
+LearningRate = Annotated[
+    float | None, typer.Option(help="Learning rate at --ref-batchsize.", rich_help_panel=TRAINING, callback=positive)
+]
+RefBatchsize = Annotated[
+    int | None,
+    typer.Option(help="Batch size at which the learning rate was tuned.", min=1, rich_help_panel=TRAINING),
+]
+Microbatch = Annotated[
+    int | None, typer.Option(help="Rows that are computed at once.", min=1, rich_help_panel=TRAINING)
+]
+DataDir = Annotated[
+    str | None, typer.Option(help="Folder of the files of the tasks.", metavar="FOLDER", rich_help_panel=TRAINING)
 ]
 UnitOption = Annotated[Unit, typer.Option(help="What a threshold of the schedule counts.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, with --unit tokens.", min=1)]
