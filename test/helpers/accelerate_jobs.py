@@ -223,6 +223,8 @@ def _check_shapes(accelerator: Accelerator, x: torch.Tensor, rows: list[int]) ->
     for call in calls:
         with pytest.raises(RuntimeError, match=message):
             call({"x": x})
+    with pytest.raises(TypeError, match="Unsupported types"):
+        accelerator.gather(float(len(x)))
 
 
 def _schedules() -> None:

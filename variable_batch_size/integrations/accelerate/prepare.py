@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -246,12 +248,16 @@ class VariableBatchMethods(Accelerator):
         return method
 
     def _check_shapes(self, name: str, tensor: Any) -> None:
-        """Raise RuntimeError if tensors of the training have unequal shapes, which aborts gloo and corrupts NCCL."""
+        """Raise RuntimeError if tensors of the training have unequal shapes, which aborts a process of gloo."""
         training = self.variable_batch
         if self.num_processes == 1 or training is None or self.gradient_state.active_dataloader is not training.loader:
             return
-        shapes = gather_object([recursively_apply(lambda one: tuple(one.shape), tensor)])
-        if any(shape != shapes[0] for shape in shapes):
+        own = recursively_apply(_shape_of, tensor, error_on_other_type=True)
+        code = zlib.crc32(repr(own).encode())
+        ends = torch.tensor([code, -code], device=self.device)  # the largest one and, negative, the smallest one
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        if ends.sum().item():
+            shapes = gather_object([own])
             raise RuntimeError(
                 f"accelerator.{name} must get tensors of the same shape on all processes, but the last microbatches of "
                 f"an update have unequal numbers of rows: the shapes are {', '.join(map(str, shapes))}; call "
@@ -271,6 +277,10 @@ class VariableBatchMethods(Accelerator):
                     f"{remedy} to prepare(), and read optimizer.grad_norm"
                 )
         return parameters
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def _change_methods(accelerator: Accelerator, training: Training) -> None:
