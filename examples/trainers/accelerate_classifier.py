@@ -39,8 +39,9 @@ def main() -> None:
     scheduler = StepLR(optimizer, 30, gamma=0.5)
 
     # The changed line; it was: ... = accelerator.prepare(model, optimizer, loader, test_loader, scheduler)
+    objects = model, optimizer, loader, test_loader, scheduler
     model, optimizer, loader, test_loader, scheduler = prepare(
-        accelerator, model, optimizer, loader, test_loader, scheduler, trace=flags.trace, rule="root", ref_batchsize=64
+        accelerator, *objects, trace=flags.trace, rule="root", ref_batchsize=64, steps_per_update=1
     )
 
     if flags.resume:

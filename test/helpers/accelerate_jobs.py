@@ -16,6 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
@@ -45,6 +46,7 @@ class Loop:
     sampler_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=lambda: {"cpu": True})
     dataset: Any = field(default_factory=Samples)
+    steps_per_update: int | None = 1
     losses: list[float] = field(default_factory=list)
     syncs: int = 0
 
@@ -63,6 +65,7 @@ class Loop:
             ref_batchsize=REF,
             sampler_options=self.sampler_options,
             optimizer_options={} if case.clip is None else {"max_grad_norm": case.clip},
+            steps_per_update=self.steps_per_update,
         )
         self.scheduler = schedulers[0] if schedulers else None
 
@@ -140,6 +143,8 @@ def two_processes(folder: Path) -> None:
     _adaptive()
     _metrics()
     _within_an_update()
+    _gathered_rows()
+    _schedules()
     _data_parallel()
 
 
@@ -193,6 +198,53 @@ def _within_an_update() -> None:
     loop.accelerator.wait_for_everyone()
     rows = loop.accelerator.pad_across_processes(torch.ones(1 + first))
     assert loop.accelerator.gather(rows).tolist() == [1, 1, 1, 0]
+
+
+def _gathered_rows() -> None:
+    """The last microbatches of an update have unequal numbers of rows, which would abort gloo."""
+    loop = trained(Case("sgd"))
+    accelerator, shapes = loop.accelerator, set()
+    for _ in range(2):
+        for x, target in loop.loader:
+            accelerator.backward(loss := cross_entropy(loop.model(x), target))
+            if loop.optimizer.step():
+                assert accelerator.gather(loss.detach()).shape == (2,)
+                padded = accelerator.gather_for_metrics(accelerator.pad_across_processes({"x": x}, pad_index=0))
+                rows = accelerator.gather(torch.tensor(len(x))).tolist()
+                assert len(padded["x"]) == 2 * max(rows)
+                shapes.add(tuple(rows))
+                _check_shapes(accelerator, x, rows)
+    assert any(first != second for first, second in shapes)
+
+
+def _check_shapes(accelerator: Accelerator, x: torch.Tensor, rows: list[int]) -> None:
+    message = rf"of the same shape on all processes.*\({rows[0]}, 6\).*\({rows[1]}, 6\).*pad_across_processes"
+    calls = [accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce] if rows[0] != rows[1] else []
+    for call in calls:
+        with pytest.raises(RuntimeError, match=message):
+            call({"x": x})
+    with pytest.raises(TypeError, match="Unsupported types"):
+        accelerator.gather(float(len(x)))
+
+
+def _schedules() -> None:
+    """A schedule whose numbers were multiplied by the processes, as scripts of Accelerate do, ends where it should."""
+    processes = torch.distributed.get_world_size()
+    for given, steps in (None, 1), (1, 1), (processes, processes):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop = Loop(Case("sgd", schedule=False), steps_per_update=given)
+            assert not caught  # no schedule yet
+            total = UPDATES * steps
+            decay = LambdaLR(loop.optimizer.inner, lambda step, total=total: 1 - step / total)
+            loop.scheduler = loop.accelerator.prepare(decay)
+            loop.accelerator.prepare(StepLR(loop.optimizer.inner, 10**6))
+        told = [str(warning.message) for warning in caught if warning.category is UserWarning]
+        assert len(told) == (given is None and loop.accelerator.is_main_process), told
+        for text in told:
+            assert "steps once per update, where Accelerate itself makes 2 steps on 2 processes; leave * acc" in text
+        loop.run()
+        assert loop.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-12)
 
 
 def _data_parallel() -> None:

@@ -15,7 +15,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -98,55 +98,6 @@ def test_the_loop_may_be_left_within_an_update() -> None:
     check(loop.run())
 
 
-def test_sizes_and_ends_of_the_loader() -> None:
-    loop = Loop(Case(schedule=False))
-    ends, lengths = [], []
-    for epoch in range(2):
-        loop.loader.set_epoch(epoch)  # as scripts for a DistributedSampler do
-        lengths.append(len(loop.loader))
-        count = 0
-        for x, target in loop.loader:
-            count += 1
-            with loop.accelerator.no_sync(loop.model):
-                loop.accelerator.backward(cross_entropy(loop.model(x), target))
-            loop.optimizer.step()
-            ends.append(loop.accelerator.gradient_state.end_of_dataloader)
-        assert count == lengths[-1]
-        assert ends[-1]
-    assert sum(ends) == 2
-
-
-def test_the_length_of_the_loader_is_what_it_yields(tmp_path: Path) -> None:
-    """Also after an iteration that was left, or that was not read beyond its last microbatch, and after a resume."""
-    loop = Loop(Case())
-
-    def train(microbatches: int | None = None) -> None:
-        batches = iter(loop.loader)
-        ahead = len(loop.loader)
-        for _ in range(ahead if microbatches is None else microbatches):
-            x, target = next(batches)
-            loop.accelerator.backward(cross_entropy(loop.model(x), target))
-            loop.optimizer.step()
-            assert len(loop.loader) == ahead
-
-    train(13)
-    loop.accelerator.save_state(str(tmp_path / "state"))
-    left = len(loop.loader)
-    train()
-    assert loop.optimizer.updates == 11
-    assert left == 31 - 13
-    train()
-    assert loop.optimizer.updates == 21
-    train()
-    assert loop.optimizer.updates == UPDATES
-    loop = Loop(Case())
-    loop.accelerator.load_state(str(tmp_path / "state"))
-    assert len(loop.loader) == left
-    loop = Loop(Case(schedule=False), sampler_options={"max_updates": 11})
-    train()
-    assert (loop.optimizer.done, len(loop.loader)) == (True, 0)
-
-
 # What accelerators do. -------------------------------------------------------------------------------------------
 
 
@@ -202,6 +153,25 @@ def test_datasets_and_stateful_loaders(kind: Any) -> None:
             accelerator.backward(cross_entropy(model(batch["x"]), batch["target"].long()))
             optimizer.step()
     assert difference(model, expected(Case("sgd", schedule=False))[0]) < 1e-12
+
+
+def test_a_loop_that_was_interrupted_is_saved(tmp_path: Path) -> None:
+    """`except KeyboardInterrupt` within an update: what is accumulated is discarded, as the message says."""
+    loop = Loop(Case())
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(lambda updates: (_ for _ in ()).throw(KeyboardInterrupt) if updates == 13 else None)
+    x, target = next(microbatches := iter(loop.loader))
+    loop.accelerator.backward(cross_entropy(loop.model(x), target))
+    loop.optimizer.log(loss=0.0)
+    loop.optimizer.step()
+    microbatches.close()
+    with pytest.raises(RuntimeError, match=r"where a loop was left, .* after optimizer.discard_step\(\)"):
+        loop.accelerator.save_state(str(tmp_path / "state"))
+    loop.optimizer.discard_step()
+    loop.accelerator.save_state(str(tmp_path / "state"))
+    loop = Loop(Case())
+    loop.accelerator.load_state(str(tmp_path / "state"))
+    check(loop.run())
 
 
 def test_workers() -> None:
@@ -283,18 +253,6 @@ def test_evaluation_within_an_epoch() -> None:
                 assert len(torch.cat(seen)) == SAMPLES
                 assert accelerator.sync_gradients
     assert difference(model, expected(Case("sgd"))[0]) < 1e-12
-
-
-def test_schedulers_step_once_per_update_or_when_told() -> None:
-    loop = Loop(Case(schedule=False), settings={"cpu": True, "step_scheduler_with_optimizer": False})
-    later = loop.accelerator.prepare(StepLR(loop.optimizer.inner, 1, 0.5))
-    plateau = loop.accelerator.prepare(ReduceLROnPlateau(loop.optimizer.inner, patience=0))
-    loop.run(until=1)
-    later.step()
-    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
-    for loss in 1.0, 2.0:
-        plateau.step(loss)
-    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.0005)
 
 
 def test_what_accelerate_knows_of_the_objects() -> None:

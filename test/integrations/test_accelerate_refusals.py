@@ -175,8 +175,87 @@ def test_a_loop_over_finished_epochs_raises(tmp_path: Path) -> None:
 
 def test_an_evaluation_with_the_loader_of_the_training_raises() -> None:
     loop = Loop(Case())
-    with pytest.raises(RuntimeError, match=r"must reach optimizer.step\(\).*evaluate with another loader"):
+    with pytest.raises(RuntimeError, match=r"must reach optimizer.step\(\) before the next one is read.*evaluate with"):
         list(loop.loader)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loop_within_a_loop_raises(inside: bool) -> None:
+    """It shows a batch after an update, or within one."""
+    loop = Loop(Case("sgd"))
+
+    def train() -> None:
+        for x, target in loop.loader:
+            loop.accelerator.backward(cross_entropy(loop.model(x), target))
+            loop.optimizer.step()
+            if loop.optimizer.updates == 3 and loop.optimizer.inside_step is inside:
+                next(iter(loop.loader))
+
+    message = r"a loop over the training's loader must end before another one begins.*as next\(iter\(loader\)\) does"
+    with pytest.raises(RuntimeError, match=message):
+        train()
+    assert loop.optimizer.updates == 3
+
+
+def test_a_loop_that_was_left_may_be_released_later() -> None:
+    """Its end changes nothing for the loop that is under way."""
+    loop = Loop(Case())
+    left = iter(loop.loader)
+    next(left)
+    for x, target in loop.loader:
+        left.close()
+        assert loop.loader.under_way
+        assert loop.accelerator.gradient_state.active_dataloader is loop.loader
+        assert loop.accelerator.sync_gradients is loop.optimizer.microbatch.ends_step
+        loop.accelerator.backward(cross_entropy(loop.model(x), target))
+        loop.optimizer.step()
+    assert loop.optimizer.updates == 11
+
+
+@pytest.mark.parametrize("name", ["batch_size", "total_batch_size"])
+def test_the_loader_has_no_batch_size(name: str) -> None:
+    loop = Loop(Case())
+    with pytest.raises(AttributeError, match=rf"has no {name}, because batch sizes change; take optimizer.microbatch"):
+        getattr(loop.loader, name)
+    x, _ = next(microbatches := iter(loop.loader))
+    assert len(x) == loop.optimizer.microbatch.rows
+    microbatches.close()
+    assert loop.loader.drop_last is False
+
+
+def test_the_loader_of_an_evaluation_comes_after_that_of_the_training() -> None:
+    model, inner, loader = ordinary()
+    objects = prepare(
+        accelerator := Accelerator(cpu=True), model, inner, DataLoader(Samples(), 50), loader, trace=TRACE
+    )
+    model, optimizer, _, loader = objects
+    x, target = next(iter(loader))
+    accelerator.backward(cross_entropy(model(x), target))
+    with pytest.raises(RuntimeError, match=r"the first DataLoader that prepare\(\) got.*loaders of evaluations after"):
+        optimizer.step()
+
+
+def test_steps_per_update_that_are_refused(tmp_path: Path) -> None:
+    for steps, error in (0, ValueError), (1.5, TypeError):
+        with pytest.raises(error, match=r"steps_per_update must be an integer >= 1.*pass 1 or accelerator.num_proc"):
+            Loop(Case(), steps_per_update=steps)  # type: ignore[arg-type]
+    settings = {"cpu": True, "step_scheduler_with_optimizer": False}
+    with pytest.raises(ValueError, match=r"must be 1 with step_scheduler_with_optimizer=False.*got 2; leave it out"):
+        Loop(Case(), settings=settings, steps_per_update=2)
+    jobs.reset()
+    for saved, other in (1, 2), (2, 1):
+        folder = str(tmp_path / str(saved))
+        Loop(Case(), steps_per_update=saved).accelerator.save_state(folder)
+        loop = Loop(Case(), steps_per_update=other)
+        message = rf"as it was saved, with {saved} steps per update, got {other}; pass steps_per_update={saved} to"
+        with pytest.raises(ValueError, match=message):
+            loop.accelerator.load_state(folder)
+
+
+def test_an_epoch_that_a_growing_plan_has_forgotten() -> None:
+    loop = Loop(Case(adaptive=True)).run(until=25)
+    with pytest.raises(ValueError, match=r"the plan of a run that was resumed, or whose trace grows, knows its epochs"):
+        loop.optimizer.sampler.plan.epoch(0)
 
 
 @pytest.mark.parametrize("forgotten", [1, 10])
@@ -190,5 +269,5 @@ def test_a_forgotten_step_raises(forgotten: int) -> None:
             if loop.optimizer.updates < forgotten or not loop.accelerator.sync_gradients:
                 loop.optimizer.step()
 
-    with pytest.raises(RuntimeError, match=rf"must reach optimizer.step\(\), but one of update {forgotten} did not"):
+    with pytest.raises(RuntimeError, match=rf"before the next one is read, but one of update {forgotten} did not"):
         train()

@@ -6,8 +6,9 @@ import io
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import ignite
 import pytest
 import torch
 from datasets import Dataset
@@ -24,10 +25,10 @@ from ignite.handlers import (
 from ignite.metrics import EpochMetric
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import variable_batch_size as vbs
 from helpers import ignite_jobs as jobs
 from helpers.ignite_jobs import Script, check
 from helpers.trainer_cases import CASES, Case, expected
@@ -44,16 +45,12 @@ from helpers.yardstick import (
     network,
     samples,
 )
-from variable_batch_size.backend.local import LocalBackend
 from variable_batch_size.integrations.ignite import (
     ProgressBar,
-    UpdateEpochs,
     VariableBatchEngine,
     create_supervised_trainer,
-    per_update,
     variable_batch,
 )
-from variable_batch_size.integrations.ignite.outputs import combine
 
 # Against a training by hand. -------------------------------------------------------------------------------------
 
@@ -82,57 +79,6 @@ def test_metrics_weigh_by_samples() -> None:
     jobs.check_metrics()
 
 
-def engine_of_ones_own(optimizer: vbs.CustomOptimizer, model: torch.nn.Module) -> Any:
-    def train_step(engine: Engine, batch: Any) -> dict[str, Any]:
-        x, target = batch
-        loss = cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-        return {"loss": loss.detach(), "y_pred": model(x).detach(), "y": target, "note": "last"}
-
-    return train_step
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_step_of_ones_own(plain: bool) -> None:
-    """In our Engine, and in Ignite's with `per_update`, the handler and `vbs.updates`."""
-    case, model = Case(schedule=False), network()
-    loader = DataLoader(Samples(), MICROBATCH, shuffle=True)
-    optimizer = variable_batch(case.make_inner(model), loader, trace=TRACE, rule="root", ref_batchsize=REF)
-    step = engine_of_ones_own(optimizer, model)
-    outputs: list[Any] = []
-    if plain:
-        sampled = DataLoader(Samples(), batch_sampler=optimizer.sampler)
-        trainer, data = Engine(per_update(step, optimizer)), vbs.updates(sampled, optimizer)
-        UpdateEpochs(optimizer).attach(trainer)
-    else:
-        trainer, data = VariableBatchEngine(step, optimizer), loader
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
-    state = trainer.run(data, max_epochs=EPOCHS)
-    wanted, losses = expected(case)
-    assert difference(model, wanted) < 1e-12
-    assert (state.iteration, state.epoch) == (UPDATES, EPOCHS)
-    assert [float(output["loss"]) for output in outputs] == pytest.approx(losses, rel=1e-12)
-    assert [len(output["y"]) for output in outputs[:4]] == [24, 24, 24, 10]
-    assert outputs[0]["y_pred"].shape == (24, 5)
-    assert outputs[0]["note"] == "last"
-
-
-class Result(NamedTuple):
-    loss: float
-    rows: torch.Tensor
-
-
-def test_the_output_of_an_update() -> None:
-    """Means are no integers, also those of integers."""
-    outputs = [{"hits": torch.tensor(n), "all": (Result(float(n), torch.ones(n, 2)), "last")} for n in (1, 2)]
-    combined = combine(outputs, [1, 2], 3, LocalBackend())
-    assert float(combined["hits"]) == pytest.approx(5 / 3)
-    result, last = combined["all"]
-    assert isinstance(result, Result)
-    assert (result.loss, result.rows.shape, last) == (pytest.approx(5 / 3), (3, 2), "last")
-
-
 # Counting. -------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +102,7 @@ def test_a_second_run_continues() -> None:
     check(script)
 
 
+@pytest.mark.skipif(TorchVersion(ignite.__version__) < "0.5.5", reason="older ones have no max_iters")
 def test_max_iters_are_updates() -> None:
     script = Script(Case())
     script.trainer.run(script.loader, max_iters=14)

@@ -150,6 +150,28 @@ def test_steps_that_are_wrong() -> None:
             VariableBatchEngine(_wrong(name, model, inner, optimizer), optimizer).run(loader, max_epochs=2)
 
 
+@pytest.mark.parametrize("when", ["first", "middle", "last"])
+def test_another_optimizer_within_an_update_is_refused(when: str) -> None:
+    """It would step for each microbatch, with the gradients of that microbatch and this rank."""
+    loader, model, other = DataLoader(Samples(), MICROBATCH), network(), network()
+    optimizer = variable_batch(SGD(model.parameters(), lr=0.1), loader, trace=TRACE)
+    plain = SGD(other.parameters(), lr=0.1)
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        x, target = batch
+        ends = optimizer.microbatch.ends_step
+        (cross_entropy(model(x), target) + cross_entropy(other(x), target)).backward()
+        optimizer.step()
+        if {"first": True, "middle": optimizer.updates == 4, "last": ends}[when]:
+            plain.step()
+
+    engine = VariableBatchEngine(train_step, optimizer)
+    message = r"every optimizer must step once .*step\(\) of the plain SGD was .*vbs.CustomOptimizer\(other, opt"
+    with pytest.raises(RuntimeError, match=message):
+        engine.run(loader, max_epochs=2)
+    plain.step()  # outside of an update, also after that exception
+
+
 def _wrong(name: str, model: torch.nn.Module, inner: SGD, optimizer: vbs.CustomOptimizer) -> Any:
     def train_step(engine: Engine, batch: Any) -> None:
         x, target = batch

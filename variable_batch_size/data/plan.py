@@ -154,7 +154,8 @@ class Plan:
             raise ValueError(f"an epoch must be an integer >= 0, got {number}; count epochs from 0")
         if number < self.first_epoch:
             raise ValueError(
-                f"a resumed run knows its epochs from {self.first_epoch} on, got epoch {number}; load an earlier state"
+                f"the plan of a run that was resumed, or whose trace grows, knows its epochs from {self.first_epoch} "
+                f"on, got epoch {number}; ask for a later one, or load an earlier state"
             )
         return self._walk(number, through=None if self.ends else number)
 

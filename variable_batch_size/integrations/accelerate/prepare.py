@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.from_loader import sampler_for
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.rules import Rule
 
 require_version("accelerate", "1.10", "accelerate")
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DDPCommunicationHookType, DistributedType  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DDPCommunicationHookType,
+    DistributedType,
+    gather_object,
+    recursively_apply,
+)
 
 from variable_batch_size.integrations.accelerate.objects import (  # noqa: E402
     VariableBatchLoader,
@@ -44,6 +54,7 @@ def prepare(
     ref_batchsize: int | None = None,
     sampler_options: Mapping[str, Any] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
+    steps_per_update: int | None = None,
 ) -> Any:
     """Prepare the objects of a training whose global batch size follows a trace.
 
@@ -61,6 +72,9 @@ def prepare(
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
         sampler_options: further arguments of the `CustomSampler`, such as `seed` and `max_updates`.
         optimizer_options: further arguments of the `CustomOptimizer`, such as `max_grad_norm`.
+        steps_per_update: how many steps a prepared scheduler makes per update. Accelerate itself makes as many as there
+            are processes: pass `accelerator.num_processes` for a schedule whose numbers of steps were multiplied by it.
+            Default: 1, and on several processes a UserWarning when a scheduler is prepared.
 
     Returns:
         The prepared objects, in the same order. The optimizer also has the attributes and methods of a
@@ -77,6 +91,7 @@ def prepare(
     models, (inner,), (loader, *_) = _sorted(objects)
     if accelerator._optimizers:  # those that it has prepared; there is no public way to know
         raise _one_optimizer("accelerator.prepare() got another one before prepare()")
+    steps = _checked(steps_per_update, accelerator)
     world = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index}
     sampler = sampler_for(loader, settings, **world)
     prepared = {id(model): accelerator.prepare_model(model, evaluation_mode=True) for model in models}  # without DDP
@@ -88,7 +103,7 @@ def prepare(
     training = VariableBatchOptimizer(optimizer, accelerator.scaler)
     prepared[id(inner)] = accelerator.prepare_optimizer(training)
     prepared[id(loader)] = VariableBatchLoader(with_sampler(loader, sampler), optimizer, accelerator)
-    _change_methods(accelerator, training, prepared[id(loader)])
+    _change_methods(accelerator, Training(training, prepared[id(loader)], steps))
     for other in objects:
         if isinstance(other, DataLoader) and other is not loader:
             prepared[id(other)] = accelerator.prepare_data_loader(other)
@@ -98,10 +113,40 @@ def prepare(
     return result if len(result) > 1 else result[0]
 
 
+@final
+@dataclass
+class Training:
+    """What an accelerator knows of the training.
+
+    Attributes:
+        optimizer: the prepared optimizer.
+        loader: the prepared loader.
+        steps_per_update: how many steps a scheduler makes per update; None if the user did not say.
+    """
+
+    optimizer: VariableBatchOptimizer
+    loader: VariableBatchLoader
+    steps_per_update: int | None
+
+    def steps(self, accelerator: Accelerator) -> int:
+        """Return how many steps a scheduler makes per update; the first time a UserWarning may tell."""
+        if self.steps_per_update is None:
+            self.steps_per_update, processes = 1, accelerator.num_processes
+            if processes > 1 and accelerator.is_main_process and accelerator.step_scheduler_with_optimizer:
+                warnings.warn(
+                    f"a prepared scheduler steps once per update, where Accelerate itself makes {processes} steps on "
+                    f"{processes} processes; leave * accelerator.num_processes out of its numbers of steps and pass "
+                    f"steps_per_update=1 to prepare(), or pass steps_per_update=accelerator.num_processes",
+                    UserWarning,
+                    stacklevel=stacklevel_of_user(),
+                )
+        return self.steps_per_update
+
+
 class VariableBatchMethods(Accelerator):
     """What an accelerator does otherwise once `prepare` was called with it."""
 
-    variable_batch: tuple[VariableBatchOptimizer, VariableBatchLoader] | None
+    variable_batch: Training | None
 
     def accumulate(self, *models: nn.Module) -> Any:
         """Return a context that does nothing: the loader has set `sync_gradients`, and no model synchronizes itself."""
@@ -124,16 +169,20 @@ class VariableBatchMethods(Accelerator):
         super().clip_grad_value_(self._apart(parameters, "clip_grad_value_()", remedy), clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather over all processes, as ever; within an update it raises RuntimeError."""
-        return self._together("gather()", super().gather)(tensor)
+        """Gather over all processes, as ever; within an update, or with unequal shapes, it raises RuntimeError."""
+        gather = self._together("gather()", super().gather)
+        self._check_shapes("gather()", tensor)
+        return gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over all processes, as ever; within an update it raises RuntimeError."""
         return self._together("gather_for_metrics()", super().gather_for_metrics)(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce over all processes, as ever; within an update it raises RuntimeError."""
-        return self._together("reduce()", super().reduce)(tensor, reduction, scale)
+        """Reduce over all processes, as ever; within an update, or with unequal shapes, it raises RuntimeError."""
+        reduce = self._together("reduce()", super().reduce)
+        self._check_shapes("reduce()", tensor)
+        return reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
         """Pad to the size of the largest one, as ever; within an update it raises RuntimeError."""
@@ -145,18 +194,17 @@ class VariableBatchMethods(Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise RuntimeError for a second optimizer, whose `step()` would depend on the updates of the first."""
-        if self.variable_batch is not None and optimizer is not self.variable_batch[0]:
+        if self.variable_batch is not None and optimizer is not self.variable_batch.optimizer:
             raise _one_optimizer("accelerator.prepare() got another one after prepare()")
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler of the training, which then steps once per update."""
+        """Prepare a scheduler of the training, which then steps by update."""
         if self.variable_batch is not None and not isinstance(scheduler, VariableBatchScheduler):
-            optimizer, _ = self.variable_batch
+            optimizer = self.variable_batch.optimizer
             if getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer, optimizer.optimizer.inner):
-                scheduler = VariableBatchScheduler(
-                    scheduler, optimizer, step_with_optimizer=self.step_scheduler_with_optimizer
-                )
+                steps = self.variable_batch.steps(self)
+                scheduler = VariableBatchScheduler(scheduler, optimizer, steps, self.step_scheduler_with_optimizer)
         return super().prepare_scheduler(scheduler)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -173,11 +221,12 @@ class VariableBatchMethods(Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the states, the position in the training with that of the optimizer, as ever; between updates."""
-        if self.variable_batch is not None and self.variable_batch[0].optimizer.inside_step:
+        if self.variable_batch is not None and self.variable_batch.optimizer.inside_step:
             raise RuntimeError(
                 "save_state() must be called between updates, but some microbatches of update "
-                f"{self.variable_batch[0].updates} are accumulated; call it after optimizer.step(), "
-                "if accelerator.sync_gradients"
+                f"{self.variable_batch.optimizer.updates} are accumulated; call it after optimizer.step(), if "
+                "accelerator.sync_gradients, or where a loop was left, as by KeyboardInterrupt, after "
+                "optimizer.discard_step()"
             )
         return super().save_state(*args, **kwargs)
 
@@ -189,19 +238,37 @@ class VariableBatchMethods(Accelerator):
     def _together(self, name: str, method: Callable[..., T]) -> Callable[..., T]:
         """Return a collective; raise RuntimeError within an update, where ranks may call it unequally often."""
         training = self.variable_batch
-        if self.num_processes > 1 and training is not None and training[1].under_way and not self.sync_gradients:
+        if self.num_processes > 1 and training is not None and training.loader.under_way and not self.sync_gradients:
             raise RuntimeError(
                 f"accelerator.{name} must be called on all ranks alike, but within an update they have unequal numbers "
-                f"of microbatches; call it if accelerator.sync_gradients, or average with optimizer.log(loss=loss) "
-                f'before optimizer.step(), and optimizer.logged["loss"] after the update'
+                f"of microbatches; call it if accelerator.sync_gradients, with tensors of the same shape on all "
+                f"processes (pad_across_processes() makes rows so), or average with optimizer.log(loss=loss) before "
+                f'optimizer.step(), and optimizer.logged["loss"] after the update'
             )
         return method
+
+    def _check_shapes(self, name: str, tensor: Any) -> None:
+        """Raise RuntimeError if tensors of the training have unequal shapes, which aborts a process of gloo."""
+        training = self.variable_batch
+        if self.num_processes == 1 or training is None or self.gradient_state.active_dataloader is not training.loader:
+            return
+        own = recursively_apply(_shape_of, tensor, error_on_other_type=True)
+        code = zlib.crc32(repr(own).encode())
+        ends = torch.tensor([code, -code], device=self.device)  # the largest one and, negative, the smallest one
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+        if ends.sum().item():
+            shapes = gather_object([own])
+            raise RuntimeError(
+                f"accelerator.{name} must get tensors of the same shape on all processes, but the last microbatches of "
+                f"an update have unequal numbers of rows: the shapes are {', '.join(map(str, shapes))}; call "
+                f"accelerator.pad_across_processes(tensor) first, or take means"
+            )
 
     def _apart(self, parameters: Any, name: str, remedy: str) -> list[torch.Tensor]:
         """Return the parameters as a list; raise RuntimeError if some are of the training."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.variable_batch is not None:
-            groups = self.variable_batch[0].param_groups
+            groups = self.variable_batch.optimizer.param_groups
             own = {id(parameter) for group in groups for parameter in group["params"]}
             if not own.isdisjoint(map(id, parameters)):
                 raise RuntimeError(
@@ -212,12 +279,16 @@ class VariableBatchMethods(Accelerator):
         return parameters
 
 
-def _change_methods(accelerator: Accelerator, optimizer: VariableBatchOptimizer, loader: VariableBatchLoader) -> None:
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _change_methods(accelerator: Accelerator, training: Training) -> None:
     """Let the accelerator, of whatever class, have the methods of `VariableBatchMethods`."""
     kind = type(accelerator)
     if not isinstance(accelerator, VariableBatchMethods):
         accelerator.__class__ = type(kind.__name__, (VariableBatchMethods, kind), {"__module__": kind.__module__})
-    accelerator.variable_batch = optimizer, loader
+    accelerator.variable_batch = training
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:
@@ -245,6 +316,16 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         requirement = "comm_hook must be left out, because the optimizer sums the gradients"
         raise value_error(requirement, hook, "create the DistributedDataParallelKwargs without it")
     _check_steps(accelerator)
+
+
+def _checked(steps_per_update: int | None, accelerator: Accelerator) -> int | None:
+    if steps_per_update is None:
+        return None
+    steps = check_int(steps_per_update, "steps_per_update", 1, remedy="pass 1 or accelerator.num_processes")
+    if steps > 1 and not accelerator.step_scheduler_with_optimizer:
+        requirement = "steps_per_update must be 1 with step_scheduler_with_optimizer=False, where the loop steps"
+        raise value_error(requirement, steps, "leave it out")
+    return steps
 
 
 def _one_optimizer(found: str) -> RuntimeError:

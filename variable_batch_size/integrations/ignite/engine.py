@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
@@ -22,6 +24,7 @@ from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.by_update import Updates
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.wrapper import is_stepping
 from variable_batch_size.rules import Rule
 
 require_version("pytorch-ignite", "0.5.2", "ignite")
@@ -135,19 +138,40 @@ def per_update(step: Step, optimizer: CustomOptimizer) -> Step:
     together, those of this rank; of anything else the last one is returned.
 
     Args:
-        step: the process function for a microbatch. It calls `optimizer.step()`.
+        step: the process function for a microbatch. It calls `optimizer.step()`; the step of an optimizer of torch that
+            is not wrapped raises RuntimeError.
         optimizer: the optimizer.
     """
 
     def process(engine: Engine, update: Sequence[Any]) -> Any:
         outputs, samples = [], []
-        for batch in update:
-            microbatch = optimizer.microbatch
-            samples.append(microbatch.samples)  # 0 if this rank repeats one, only because others have more
-            outputs.append(step(engine, batch))
+        with _no_other_steps(optimizer):
+            for batch in update:
+                microbatch = optimizer.microbatch
+                samples.append(microbatch.samples)  # 0 if this rank repeats one, only because others have more
+                outputs.append(step(engine, batch))
         return combine(outputs, samples, microbatch.batch_size, optimizer.backend)
 
     return process
+
+
+@contextmanager
+def _no_other_steps(optimizer: CustomOptimizer) -> Iterator[None]:
+    """Raise RuntimeError if a plain optimizer is stepped within a block, which would do it for each microbatch."""
+
+    def check(other: Optimizer, *_: object) -> None:
+        if other is not optimizer.inner and not is_stepping():  # the wrapper's own message is for the inner one
+            raise RuntimeError(
+                f"within an update every optimizer must step once for the whole of it, but step() of the plain "
+                f"{type(other).__name__} was called for a microbatch; wrap it as vbs.CustomOptimizer(other, "
+                f"optimizer.sampler), or step it in a handler of Events.ITERATION_COMPLETED"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class UpdateEpochs:

@@ -1,0 +1,202 @@
+"""What happens within an update of Ignite's engine: steps of one's own, gradients, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers.tensorboard_logger import GradsScalarHandler, TensorboardLogger
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+import variable_batch_size as vbs
+from helpers.trainer_cases import Case, expected
+from helpers.yardstick import (
+    EPOCHS,
+    MICROBATCH,
+    REF,
+    TRACE,
+    UPDATES,
+    Samples,
+    by_hand,
+    difference,
+    network,
+    weights,
+)
+from variable_batch_size.backend.local import LocalBackend
+from variable_batch_size.integrations.ignite import (
+    UpdateEpochs,
+    VariableBatchEngine,
+    create_supervised_trainer,
+    per_update,
+    variable_batch,
+)
+from variable_batch_size.integrations.ignite.outputs import combine
+
+
+def engine_of_ones_own(optimizer: vbs.CustomOptimizer, model: torch.nn.Module) -> Any:
+    def train_step(engine: Engine, batch: Any) -> dict[str, Any]:
+        x, target = batch
+        loss = cross_entropy(model(x), target)
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach(), "y_pred": model(x).detach(), "y": target, "note": "last"}
+
+    return train_step
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_step_of_ones_own(plain: bool) -> None:
+    """In our Engine, and in Ignite's with `per_update`, the handler and `vbs.updates`."""
+    case, model = Case(schedule=False), network()
+    loader = DataLoader(Samples(), MICROBATCH, shuffle=True)
+    optimizer = variable_batch(case.make_inner(model), loader, trace=TRACE, rule="root", ref_batchsize=REF)
+    step = engine_of_ones_own(optimizer, model)
+    outputs: list[Any] = []
+    if plain:
+        sampled = DataLoader(Samples(), batch_sampler=optimizer.sampler)
+        trainer, data = Engine(per_update(step, optimizer)), vbs.updates(sampled, optimizer)
+        UpdateEpochs(optimizer).attach(trainer)
+    else:
+        trainer, data = VariableBatchEngine(step, optimizer), loader
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
+    state = trainer.run(data, max_epochs=EPOCHS)
+    wanted, losses = expected(case)
+    assert difference(model, wanted) < 1e-12
+    assert (state.iteration, state.epoch) == (UPDATES, EPOCHS)
+    assert [float(output["loss"]) for output in outputs] == pytest.approx(losses, rel=1e-12)
+    assert [len(output["y"]) for output in outputs[:4]] == [24, 24, 24, 10]
+    assert outputs[0]["y_pred"].shape == (24, 5)
+    assert outputs[0]["note"] == "last"
+
+
+class Composed(SGD):
+    """An optimizer whose step calls that of another one, as those that wrap one do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters := list(parameters), lr)
+        self.base, self.calls = SGD(parameters, lr), 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        self.base.step()
+
+
+def test_optimizers_that_may_step_within_an_update() -> None:
+    """What the inner optimizer calls, and another optimizer of vbs; and any plain one in a handler."""
+    models = [network() for _ in range(4)]
+    loader = DataLoader(Samples(), MICROBATCH, shuffle=True)
+    inner = Composed(models[0].parameters(), lr=0.1)
+    optimizer = variable_batch(inner, loader, trace=TRACE)
+    second = vbs.CustomOptimizer(SGD(models[1].parameters(), lr=0.1), optimizer.sampler)
+    plain = SGD(models[2].parameters(), lr=0.1)
+
+    def train_step(engine: Engine, batch: Any) -> None:
+        x, target = batch
+        for model in models[:2]:
+            cross_entropy(model(x), target).backward()
+        optimizer.step()
+        second.step()
+
+    engine = VariableBatchEngine(train_step, optimizer)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: plain.step())
+    engine.run(loader, max_epochs=2)
+    by_hand(models[3], SGD(models[3].parameters(), lr=0.1), rule="constant", updates=21)
+    assert (optimizer.updates, second.updates, inner.calls) == (21, 21, 21)
+    for model in models[:2]:
+        assert difference(model, weights(models[3])) < 1e-12
+
+
+def norms_by_hand(parts: bool) -> list[list[float]]:
+    """The norm of the gradient of each update, of each parameter or of all."""
+    twin, norms = network(), []
+    inner = SGD(twin.parameters(), lr=0.1)
+
+    def note(*_: object) -> None:
+        gradients = [parameter.grad for parameter in twin.parameters()]
+        norms.append([float(torch.linalg.vector_norm(one)) for one in gradients] if parts else [norm(gradients)])
+
+    inner.register_step_pre_hook(note)
+    by_hand(twin, inner, rule="constant")
+    return norms
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.cat([tensor.flatten() for tensor in tensors])))
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Any:
+    """A logger of Ignite, and a list of what it writes."""
+    found: list[tuple[str, float, int]] = []
+    logger = TensorboardLogger(logdir=str(tmp_path))
+    logger.writer.add_scalar = lambda tag, value, step: found.append((tag, float(value), step))
+    yield logger, found
+    logger.close()
+
+
+def trained(prepare: Callable[[Any, Any, Any], None], **options: Any) -> None:
+    model = network()
+    inner, loader = SGD(model.parameters(), lr=0.1), DataLoader(Samples(), MICROBATCH, shuffle=True)
+    trainer = create_supervised_trainer(
+        model, inner, cross_entropy, loader=loader, trace=TRACE, optimizer_options=options
+    )
+    prepare(model, inner, trainer)
+    trainer.run(loader, max_epochs=EPOCHS)
+
+
+def test_gradients_are_seen_by_a_hook_before_the_step(logged: Any) -> None:
+    """At ITERATION_COMPLETED there are none any more: the handlers of loggers find nothing."""
+    logger, found = logged
+
+    def attach(model: Any, inner: Any, trainer: Any) -> None:
+        logger.attach(trainer, GradsScalarHandler(model), Events.ITERATION_COMPLETED)
+
+    def hook(model: Any, inner: Any, trainer: Any) -> None:
+        write = GradsScalarHandler(model)
+        inner.register_step_pre_hook(lambda *_: write(trainer, logger, Events.ITERATION_COMPLETED))
+
+    trained(attach)
+    assert not found
+    trained(hook)
+    names = [f"grads_norm/{name.replace('.', '/')}" for name, _ in network().named_parameters()]
+    assert [(tag, step) for tag, _, step in found] == [(tag, n + 1) for n in range(UPDATES) for tag in names]
+    wanted = [one for update in norms_by_hand(parts=True) for one in update]
+    assert [value for _, value, _ in found] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_norm_of_the_gradient_is_logged(logged: Any) -> None:
+    logger, found = logged
+
+    def attach(model: Any, inner: Any, trainer: Any) -> None:
+        logger.attach_output_handler(
+            trainer,
+            Events.ITERATION_COMPLETED,
+            tag="training",
+            output_transform=lambda _: {"grad_norm": float(trainer.optimizer.grad_norm)},
+        )
+
+    trained(attach, grad_norm=True)
+    assert {tag for tag, _, _ in found} == {"training/grad_norm"}
+    wanted = [value for (value,) in norms_by_hand(parts=False)]
+    assert [value for _, value, _ in found] == pytest.approx(wanted, rel=1e-9)
+
+
+class Result(NamedTuple):
+    loss: float
+    rows: torch.Tensor
+
+
+def test_the_output_of_an_update() -> None:
+    """Means are no integers, also those of integers."""
+    outputs = [{"hits": torch.tensor(n), "all": (Result(float(n), torch.ones(n, 2)), "last")} for n in (1, 2)]
+    combined = combine(outputs, [1, 2], 3, LocalBackend())
+    assert float(combined["hits"]) == pytest.approx(5 / 3)
+    result, last = combined["all"]
+    assert isinstance(result, Result)
+    assert (result.loss, result.rows.shape, last) == (pytest.approx(5 / 3), (3, 2), "last")
