@@ -87,6 +87,10 @@ def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             VariableBatchModel(model, *arguments)
+    wrong: Any = VariableBatchModel
+    for arguments, name in ({}, "trace"), ({"trace": TRACE, "ref": 16}, "ref"):
+        with pytest.raises(TypeError, match=f"argument:? '{name}'"):
+            wrong(model, **arguments)
     VariableBatchModel(model, TRACE)
     with pytest.raises(FileNotFoundError):
         VariableBatchModel(dense(), tmp_path / "trace.csv")

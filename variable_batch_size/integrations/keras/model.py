@@ -68,6 +68,7 @@ class VariableBatchModel(Base):
                 f"{type(model).__name__}.train_step",
                 "override compute_loss instead, or write the loop",
             )
+        inspect.signature(cls.__init__).bind(model, model, *args, **options)  # raises before the class changes
         kind: Any = type(model)
         model.__class__ = _subclass(kind)
         return model
