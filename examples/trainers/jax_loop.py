@@ -7,6 +7,7 @@ All microbatches have one shape (`fixed_shape=True`), so each of the two functio
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -42,8 +43,23 @@ def update(params: Tree, velocity: Tree, gradient: Tree, learning_rate: Any) -> 
     return jax.tree.map(lambda p, v: p - learning_rate * v, params, velocity), velocity
 
 
+def check_rule(rule: vbs.Rule) -> None:
+    """Raise ValueError if a rule scales anything besides the learning rate, because `update` does not."""
+    scaling = rule(vbs.RuleInput(2 * REF, REF))
+    others = {field.name for field in fields(scaling)} - {"lr", "progress"}
+    if left_out := sorted(name for name in others if getattr(scaling, name) != 1):
+        raise ValueError(
+            f"the rule must scale the learning rate only, but {rule} also has the factors {', '.join(left_out)}, which "
+            f"this loop leaves out; use vbs.RULES['linear'], for example, or apply them in update()"
+        )
+
+
 def train(x: Any, target: Any, sampler: vbs.CustomSampler, params: Tree, velocity: Tree, updates: int) -> Any:
-    """Make the next `updates` updates, or fewer if the sampler ends before; return parameters, velocity and losses."""
+    """Make the next `updates` updates, or fewer if the sampler ends before; return parameters, velocity and losses.
+
+    `x` and `target` are arrays of NumPy or JAX, with a row for each sample.
+    """
+    check_rule(RULE)
     params, velocity = jax.tree.map(jnp.asarray, (params, velocity))
     zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), x.dtype), params))
     losses = []
@@ -53,7 +69,8 @@ def train(x: Any, target: Any, sampler: vbs.CustomSampler, params: Tree, velocit
         while clock.step < clock.epoch.end_step and len(losses) < updates:
             step, total = sampler.plan.step(clock.epoch, clock.step), zero
             for number in range(step.rounds(sampler.world)):
-                rows, weight = next(microbatches), step.microbatch(number, sampler.world).samples / step.batch_size
+                rows = np.asarray(next(microbatches))  # an array: JAX takes no list of indices
+                weight = step.microbatch(number, sampler.world).samples / step.batch_size
                 total = accumulate(total, params, x[rows], target[rows], weight)
             loss, gradient = total
             scaling = RULE(vbs.RuleInput(step.batch_size, REF, updates=clock.step, samples=clock.samples))

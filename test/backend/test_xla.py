@@ -223,7 +223,7 @@ def test_rejects_a_function_that_cannot_be_pickled() -> None:
 def test_the_error_without_torch_xla_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     for use in (XlaBackend, lambda: launch(print)):
-        with pytest.raises(ModuleNotFoundError, match=r"pip install variable_batch_size\[xla\]"):
+        with pytest.raises(ModuleNotFoundError, match=r"run: pip install 'variable_batch_size\[xla\]'"):
             use()
 
 

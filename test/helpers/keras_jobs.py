@@ -125,6 +125,18 @@ class StopAfter(keras.callbacks.Callback):
         self.on_train_batch_begin(0)
 
 
+class StopTrainingAfter(keras.callbacks.Callback):
+    """Ends a training after so many updates."""
+
+    def __init__(self, updates: int) -> None:
+        super().__init__()
+        self.updates = updates
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.custom_optimizer.updates == self.updates:
+            self.model.stop_training = True
+
+
 class Seen(keras.callbacks.Callback):
     """Keeps what Keras logs at the end of each epoch."""
 
@@ -261,6 +273,9 @@ def ranks_decide(folder: Path) -> None:
         except RuntimeError as error:
             message = str(error)
         save(folder, name, message=message)
+    for stop in STOPS:
+        plain.fit(model := plain.made(), 3, callbacks=[StopTrainingAfter(stop)] if rank == 0 else [])
+        save(folder, f"ended-{stop}", weights=weights(model), updates=model.custom_optimizer.updates)
     inputs = keras.Input((FEATURES,))
     heads = {name: keras.layers.Dense(CLASSES, name=name)(inputs) for name in "ab"}
     model = VariableBatchModel(keras.Model(inputs, heads), TRACE, "root", REF, {"fixed_shape": True})

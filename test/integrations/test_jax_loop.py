@@ -63,6 +63,36 @@ def test_the_state_of_the_sampler_resumes_after_any_update(stop: int) -> None:
     assert all(np.array_equal(params[name], whole[name]) for name in NAMES)
 
 
+def test_data_may_be_arrays_of_jax() -> None:
+    train = runpy.run_path(EXAMPLE)["train"]
+    x, target, params, velocity = begin()
+    expected = train(x, target, sampler(), params, velocity, 5)[0]
+    found = train(jax.numpy.asarray(x), jax.numpy.asarray(target), sampler(), params, velocity, 5)[0]
+    assert all(np.array_equal(found[name], expected[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factors"),
+    [
+        ("linear-momentum", "gradient, weight_decay"),
+        ("sqrt-sde", "eps, one_minus_beta"),
+        ("root-half-life", "beta2_power"),
+    ],
+)
+def test_a_rule_that_scales_more_than_the_learning_rate_is_refused(rule: str, factors: str) -> None:
+    train = runpy.run_path(EXAMPLE)["train"]
+    x, target, params, velocity = begin()
+    train.__globals__["RULE"] = vbs.RULES[rule]()
+    with pytest.raises(ValueError, match=rf"must scale the learning rate only, but .* the factors {factors}, which"):
+        train(x, target, sampler(), params, velocity, UPDATES)
+
+
+def test_rules_that_scale_the_learning_rate_alone_are_accepted() -> None:
+    check = runpy.run_path(EXAMPLE)["check_rule"]
+    for rule in vbs.ConstantRule(), vbs.LinearRule(), vbs.RootRule(), vbs.PowerRule(0.7), vbs.LEGWRule(10):
+        check(rule)
+
+
 @pytest.mark.parametrize("end", [5, 11])
 def test_it_ends_where_the_sampler_does(end: int) -> None:
     train = runpy.run_path(EXAMPLE)["train"]

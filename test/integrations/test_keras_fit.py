@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from helpers import keras_jobs as jobs
 from helpers.keras_backend import keras
@@ -111,6 +112,48 @@ def test_loss_and_metrics_are_those_of_the_samples(fixed_shape: bool) -> None:
     assert history["accuracy"] == pytest.approx(history["val_accuracy"], rel=1e-5)
 
 
+@pytest.mark.parametrize("fixed_shape", [False, True])
+def test_a_tracker_with_one_value_a_row_is_a_mean_over_samples(fixed_shape: bool) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.tracker = keras.layers.Dense(CLASSES), keras.metrics.Mean(name="own")
+
+        def call(self, x: Any) -> Any:
+            return self.last(x)
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+            values = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)  # (rows,)
+            self.tracker.update_state(values)
+            return keras.ops.mean(values)
+
+    history = fit(made(Own(), fixed_shape=fixed_shape)).history
+    assert history["own"] == pytest.approx(history["loss"], rel=1e-5)
+
+
+@dataclass(frozen=True)
+class Recorded(Dataset[Any]):
+    rows: list[int]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.rows.append(index)
+        return X[index], Y[index]
+
+
+def test_the_order_of_samples_is_that_of_the_samplers_seed() -> None:
+    def order(seed_of_keras: int, **options: Any) -> list[int]:
+        keras.utils.set_random_seed(seed_of_keras)
+        rows: list[int] = []
+        data = DataLoader(Recorded(rows), MICROBATCH, shuffle=True)
+        made(**options).fit(data, verbose=0)
+        return rows
+
+    assert order(1) == order(2) != order(1, seed=2)
+
+
 def test_noise_and_norm_are_logged_where_they_are_measured() -> None:
     options = {"rule": "adascale", "ref_batchsize": 16, "optimizer_options": {"grad_norm": True}}
     model = VariableBatchModel(dense(), TRACE, **options)
@@ -137,13 +180,8 @@ def test_callbacks_work(tmp_path: Path) -> None:
 
 
 def test_a_callback_may_end_the_training_within_an_epoch() -> None:
-    class StopAt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self.model.custom_optimizer.updates == 14:
-                self.model.stop_training = True
-
     model = made()
-    assert fit(model, 3, callbacks=[StopAt()]).epoch == [0, 1]
+    assert fit(model, 3, callbacks=[jobs.StopTrainingAfter(14)]).epoch == [0, 1]
     assert model.custom_optimizer.updates == 14
     fit(model, 3, initial_epoch=1)
     assert model.custom_optimizer.updates == UPDATES
@@ -151,13 +189,8 @@ def test_a_callback_may_end_the_training_within_an_epoch() -> None:
 
 @pytest.mark.parametrize("last", [10, 11, 12, 21])
 def test_a_callback_may_end_it_after_any_update(last: int) -> None:
-    class StopAt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self.model.custom_optimizer.updates == last:
-                self.model.stop_training = True
-
     model = made()
-    fit(model, 3, callbacks=[StopAt()])
+    fit(model, 3, callbacks=[jobs.StopTrainingAfter(last)])
     assert model.custom_optimizer.updates == last
 
 
@@ -173,7 +206,8 @@ def test_further_fits_continue_with_the_same_folder(every: int | None, tmp_path:
     with pytest.raises(jobs.StopError):
         script(23)
     assert script().custom_optimizer.updates == UPDATES
-    assert script().custom_optimizer.updates == UPDATES  # nothing is left
+    with pytest.warns(UserWarning, match=r"fit\(\) has nothing to train"):
+        assert script().custom_optimizer.updates == UPDATES
 
 
 def test_a_fit_with_a_folder_after_one_without(tmp_path: Path) -> None:
@@ -198,8 +232,40 @@ def test_an_interrupted_fit_continues_in_the_same_process(tmp_path: Path) -> Non
 def test_the_last_updates_are_saved(tmp_path: Path) -> None:
     fit(made(), 1, callbacks=[VariableBatchCheckpoint(tmp_path, every=4)])
     assert sorted(path.name for path in tmp_path.glob("update-*")) == ["update-00000008", "update-00000011"]
-    again = fit(made(), 1, callbacks=[VariableBatchCheckpoint(tmp_path, every=4)])
+    with pytest.warns(UserWarning, match=r"fit\(\) has nothing to train: the restored .* has all its epochs; pass"):
+        again = fit(made(), 1, callbacks=[VariableBatchCheckpoint(tmp_path, every=4)])
     assert again.epoch == []
+
+
+@pytest.mark.parametrize("callback", [VariableBatchCheckpoint, keras.callbacks.BackupAndRestore])
+def test_a_folder_of_other_data_is_told_with_a_remedy_of_keras(callback: Any, tmp_path: Path) -> None:
+    with pytest.raises(jobs.StopError):
+        fit(made(), 2, callbacks=[callback(tmp_path), jobs.StopAfter(14)])
+    with pytest.raises(
+        (RuntimeError, ValueError), match=r"dataset_size was 203 and is 200; .*, or pass another folder"
+    ):
+        made().fit(X[:200], Y[:200], batch_size=MICROBATCH, epochs=2, verbose=0, callbacks=[callback(tmp_path)])
+
+
+STEPS = keras.optimizers.schedules.PiecewiseConstantDecay
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "callbacks", "found"),
+    [
+        (0.1, 0.3, [], 0.1),
+        (0.1, 0.3, [keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.3)], 0.3),
+        (STEPS([9], [0.1, 0.2]), STEPS([9], [0.3, 0.4]), [], 0.4),
+    ],
+)
+def test_which_learning_rate_a_restored_training_has(
+    before: Any, after: Any, callbacks: list[Any], found: float, tmp_path: Path
+) -> None:
+    saves = VariableBatchCheckpoint(tmp_path, every=1)
+    with pytest.raises(jobs.StopError):
+        fit(made(optimizer=keras.optimizers.SGD(before)), 2, callbacks=[saves, jobs.StopAfter(14)])
+    fit(model := made(optimizer=keras.optimizers.SGD(after)), 2, callbacks=[saves, *callbacks])
+    assert float(model.optimizer.learning_rate) == pytest.approx(found)
 
 
 def test_an_initial_epoch_that_skips_updates_warns() -> None:

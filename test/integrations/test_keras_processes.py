@@ -80,6 +80,13 @@ def test_callbacks_on_one_rank_are_refused(callback: str, message: str, found: P
         assert re.search(message, rank["message"])
 
 
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_callback_on_one_rank_ends_the_training_on_all_after_any_update(stop: int, found: Path) -> None:
+    first, second = read(found, f"ended-{stop}")
+    assert first["updates"] == second["updates"] == stop
+    assert torch.equal(first["weights"], second["weights"])
+
+
 def test_the_losses_of_outputs_are_those_of_all_samples(found: Path) -> None:
     for rank in read(found, "outputs"):
         logs = {name: values[-1] for name, values in rank["history"].items()}

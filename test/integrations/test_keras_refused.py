@@ -87,6 +87,10 @@ def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             VariableBatchModel(model, *arguments)
+    wrong: Any = VariableBatchModel
+    for arguments, name in ({}, "trace"), ({"trace": TRACE, "ref": 16}, "ref"):
+        with pytest.raises(TypeError, match=f"argument:? '{name}'"):
+            wrong(model, **arguments)
     VariableBatchModel(model, TRACE)
     with pytest.raises(FileNotFoundError):
         VariableBatchModel(dense(), tmp_path / "trace.csv")
@@ -107,8 +111,20 @@ def test_what_compile_refuses() -> None:
         (keras.optimizers.SGD(loss_scale_factor=4.0), "mse", "must have no loss_scale_factor, got 4.0"),
         ("sgd", LOSS(reduction="sum"), "a loss must be a mean over the samples, got reduction='sum'"),
         ("sgd", LOSS(ignore_class=-1), "a mean over the samples, got ignore_class=-1 of .*; pass sample_weight"),
-        ("sgd", keras.losses.Dice(), "a mean over the samples, got axis=None of dice; pass the axes of a sample"),
+        (
+            "sgd",
+            keras.losses.Dice(),
+            "a mean over the samples, got axis=None of dice; pass .*Dice or Tversky with the axes of",
+        ),
         ("sgd", "tversky", "a mean over the samples, got axis=None of tversky"),
+        ("sgd", keras.losses.dice, "a mean over the samples, got axis=None of dice"),
+        ("sgd", "Dice", "a mean over the samples, got axis=None of dice"),
+        (
+            "sgd",
+            keras.losses.Circle(),
+            "the samples, got pairs of the samples of a microbatch of circle; pass a loss of",
+        ),
+        ("sgd", "circle", "the samples, got pairs of the samples of a microbatch of circle"),
     ]:
         with pytest.raises(ValueError, match=message):
             VariableBatchModel(dense(), TRACE).compile(optimizer, loss)
@@ -116,6 +132,11 @@ def test_what_compile_refuses() -> None:
         model.compile(optimizer, loss)
         with pytest.raises(ValueError, match=message):
             VariableBatchModel(model, TRACE)
+    optimizers = keras.optimizers
+    if hasattr(optimizers, "MultiOptimizer"):
+        several = optimizers.MultiOptimizer(optimizers.OptimizerMap(default_optimizer=optimizers.SGD()))
+        with pytest.raises(ValueError, match=r"must have one learning rate, .*, got a MultiOptimizer; pass one"):
+            VariableBatchModel(dense(), TRACE).compile(several, "mse")
     with pytest.raises(ValueError, match=r"steps_per_execution must be 1"):
         VariableBatchModel(dense(), TRACE).compile("sgd", "mse", steps_per_execution=2)
     with pytest.raises(TypeError, match=r"compile\(\) must get a Keras optimizer"):

@@ -237,7 +237,7 @@ def _torch_xla(module: str = "torch_xla") -> Any:
 def _require_torch_xla() -> None:
     if importlib.util.find_spec("torch_xla") is None:
         raise ModuleNotFoundError(
-            "XLA devices need PyTorch/XLA, but torch_xla is not installed; pip install variable_batch_size[xla]",
+            "XLA devices need PyTorch/XLA, but torch_xla is not installed; run: pip install 'variable_batch_size[xla]'",
             name="torch_xla",
         )
 

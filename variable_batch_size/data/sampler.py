@@ -24,6 +24,8 @@ from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.trace.growing import GrowingTrace
 from variable_batch_size.world import World
 
+REGARDLESS = "pass strict=False to resume regardless"  # the remedy that callers without a `strict` replace
+
 TraceLike = BatchTrace | GrowingTrace | str | os.PathLike[str] | int | Sequence[int]
 
 
@@ -243,7 +245,7 @@ class CustomSampler(Sampler[list[int]]):
         if different:
             raise ValueError(
                 f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
-                f"these arguments, or pass strict=False to resume regardless"
+                f"these arguments, or {REGARDLESS}"
             )
         if self.planning.growing is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
@@ -10,6 +12,7 @@ import torch
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
+from variable_batch_size.data.sampler import REGARDLESS
 from variable_batch_size.integrations.keras.backend import keras
 
 
@@ -66,8 +69,9 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         parts = {"model": variables, "optimizer": training.optimizer, "metrics": training.metrics}
         self._checkpoint = Checkpoint(**parts, **self._options)
         self._began_at = training.optimizer.updates
-        if self._is_ahead(training) and self._checkpoint.restore():
-            training.restored()
+        with explaining_mismatch():
+            if self._is_ahead(training) and self._checkpoint.restore():
+                training.restored()
 
     def _is_ahead(self, training: Any) -> bool:
         """Return whether to restore: not what this process itself has just trained."""
@@ -110,3 +114,15 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         if self._checkpoint is not None:
             self._checkpoint.close()
         self._checkpoint = None
+
+
+@contextmanager
+def explaining_mismatch() -> Iterator[None]:
+    """Let the error of a checkpoint of other samples have a remedy of Keras, where there is no `strict`."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if REGARDLESS not in str(error):
+            raise
+        remedy = "pass another folder to begin another training"
+        raise type(error)(str(error).replace(REGARDLESS, remedy)) from error

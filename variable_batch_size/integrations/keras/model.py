@@ -68,6 +68,7 @@ class VariableBatchModel(Base):
                 f"{type(model).__name__}.train_step",
                 "override compute_loss instead, or write the loop",
             )
+        inspect.signature(cls.__init__).bind(model, model, *args, **options)  # raises before the class changes
         kind: Any = type(model)
         model.__class__ = _subclass(kind)
         return model
@@ -90,7 +91,7 @@ class VariableBatchModel(Base):
             if self.compiled:
                 self._check_compiled()
         except Exception:
-            self.__class__ = type(self).__mro__[2]  # so that the line can be corrected and run again
+            _set_class(self, type(self).__mro__[2])  # so that the line can be corrected and run again
             raise
 
     @property
@@ -102,11 +103,6 @@ class VariableBatchModel(Base):
     def custom_optimizer(self) -> CustomOptimizer | None:
         """The optimizer of the training, with its position and the measured noise; None before `fit`."""
         return self._variable_batch.optimizer
-
-    @property
-    def variable_batch_size(self) -> Any:
-        """What saves the position with the weights."""
-        return self._variable_batch.state
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile as Keras does, and begin another training.
@@ -238,23 +234,27 @@ class VariableBatchModel(Base):
             "train_on_batch() of a model without a trace"
         )
 
-    def save(self, *args: Any, **options: Any) -> Any:
-        """Save as a model of its own class, without the trace."""
-        with self._without_trace():
-            return self.save(*args, **options)
+    def save_weights(self, *args: Any, **options: Any) -> Any:
+        """Save the weights as Keras does, and the position in the training with them."""
+        with self._position_among_weights():
+            return super().save_weights(*args, **options)
+
+    def load_weights(self, *args: Any, **options: Any) -> Any:
+        """Load weights as Keras does, and the position if `fit` begins."""
+        with self._position_among_weights():
+            return super().load_weights(*args, **options)
 
     def __reduce__(self) -> Any:
-        with self._without_trace():
-            return super().__reduce__()
+        """Return what a copy is made from: a model of its own class, as Keras saves it, without the trace."""
+        return self.__class__._unpickle_model, super().__reduce__()[1]  # by the name of a class that pickle can import
 
     @contextmanager
-    def _without_trace(self) -> Iterator[None]:
-        changed = type(self)
-        self.__class__ = changed.__mro__[2]
+    def _position_among_weights(self) -> Iterator[None]:
+        self.__dict__["variable_batch_size"] = self._variable_batch.state  # where Keras looks for what has weights
         try:
             yield
         finally:
-            self.__class__ = changed
+            del self.__dict__["variable_batch_size"]
 
     def _forward(self, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Tensor]:
         training = {"training": True}
@@ -282,16 +282,24 @@ def check_mean(loss: Any) -> None:
     Raises:
         ValueError: if it is not.
     """
+    if isinstance(loss, str) and loss.lower() not in ("crossentropy", "ce"):  # names that Keras resolves by the targets
+        loss = keras.losses.get(loss)
     reduction, remedy = getattr(loss, "reduction", "mean"), None
     if reduction not in ("mean", "sum_over_batch_size"):
         found, remedy = f"reduction={reduction!r}", 'pass reduction="sum_over_batch_size"'
     if getattr(loss, "ignore_class", None) is not None:  # a mean over the entries that each microbatch counts
         found, remedy = f"ignore_class={loss.ignore_class}", "pass sample_weight, 0 where the class is ignored"
     ratios = keras.losses.Dice, keras.losses.Tversky  # of sums over all rows
-    if (isinstance(loss, ratios) and loss.axis is None) or loss in ("dice", "tversky"):
-        found, remedy = "axis=None", "pass the axes of a sample, such as axis=(1, 2, 3)"
+    if (isinstance(loss, ratios) and loss.axis is None) or loss in (keras.losses.dice, keras.losses.tversky):
+        found, remedy = (
+            "axis=None",
+            "pass keras.losses.Dice or Tversky with the axes of a sample, such as axis=(1, 2, 3)",
+        )
+    if isinstance(loss, keras.losses.Circle) or loss is keras.losses.circle:
+        found, remedy = "pairs of the samples of a microbatch", "pass a loss of single samples"
     if remedy is not None:
-        raise value_error("a loss must be a mean over the samples", f"{found} of {getattr(loss, 'name', loss)}", remedy)
+        name = getattr(loss, "name", getattr(loss, "__name__", loss))
+        raise value_error("a loss must be a mean over the samples", f"{found} of {name}", remedy)
 
 
 def check_rule(rule: Rule | str | Sequence[Rule | str], ref_batchsize: int | None) -> None:
@@ -312,11 +320,18 @@ def check_rule(rule: Rule | str | Sequence[Rule | str], ref_batchsize: int | Non
 _SCALE_MORE = ("linear-momentum", "sqrt-sde", "root-half-life")  # hyperparameters that Keras' optimizers keep as floats
 
 
+_set_class = object.__dict__["__class__"].__set__
+
+
 @cache
 def _subclass(kind: Any) -> type:
-    """Return the class of a model with a trace; its name is the same, because Keras writes it."""
+    """Return the class of a model with a trace, whose instances have `__class__` `kind`.
+
+    Keras looks up there under which name it saves a model, also one within another, and of which class a clone is.
+    """
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (VariableBatchModel, kind), {**same, "from_config": kind.from_config})
+    own = {"__class__": property(lambda _: kind, _set_class), "from_config": kind.from_config}
+    return type(kind.__name__, (VariableBatchModel, kind), {**same, **own})
 
 
 def _has_training(function: Any) -> bool:

@@ -109,13 +109,19 @@ def check_optimizer(optimizer: object) -> None:
 
     Raises:
         TypeError: if it is not a Keras optimizer.
-        ValueError: if it accumulates gradients itself, or scales the loss.
+        ValueError: if it accumulates gradients itself, scales the loss, or has several learning rates.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise value_error(
             "the loss must not be scaled, because gradients are summed and measured before Keras unscales them",
             "a LossScaleOptimizer, which compile() adds for mixed_float16",
             'use keras.mixed_precision.set_global_policy("mixed_bfloat16")',
+        )
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):  # of newer versions of Keras
+        raise value_error(
+            "the optimizer must have one learning rate, which a rule scales",
+            "a MultiOptimizer",
+            "pass one optimizer for all variables",
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise type_error("compile() must get a Keras optimizer", optimizer, 'pass "sgd" or keras.optimizers.SGD(0.1)')

@@ -15,7 +15,7 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.from_loader import order_of
 from variable_batch_size.integrations.keras.backend import keras
-from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
+from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint, explaining_mismatch
 from variable_batch_size.integrations.keras.data import Arrays, first_rows
 from variable_batch_size.integrations.keras.metrics import EpochMetrics, check_decisions, logs_of_rank_0, seeds_of
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
@@ -61,6 +61,7 @@ class Training:
         self._updates: Updates[Any] | None = None
         self._loader: Any = None
         self._ends_epoch = False  # whether `stop_training` was set by `after_callbacks`
+        self._asks = False  # whether ranks ask each other for `stop_training` after each update
         self._restorable = self._restored = self._resumed = False
 
     def clear(self) -> None:
@@ -180,6 +181,19 @@ class Training:
         if backend.world.size > 1:
             check_same_on_all_ranks({name.replace("_", " "): n for name, n in facts.items()}, backend, backend.device)
 
+    def ask_after_updates(self, stoppable: bool) -> None:
+        """Note whether a callback on any rank may end the training after an update: only then the ranks ask."""
+        self._asks = self._optimizer.backend.world.size > 1 and self._on_any_rank(stoppable)
+
+    def agree_to_stop(self) -> None:
+        """Let all ranks end the training after this update if a callback on any of them does."""
+        if self._asks:
+            self.model.stop_training = self._on_any_rank(self.model.stop_training)
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        backend = self._optimizer.backend
+        return backend.any_rank([condition], backend.device)[0]
+
     def after_update(self) -> bool:
         """Return whether the update was the last one of its epoch, which ends then."""
         optimizer = self._optimizer
@@ -217,7 +231,8 @@ class Training:
         if not self._restorable:
             return False
         optimizer = self._optimizer
-        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state["vbs"]})
+        with explaining_mismatch():
+            optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": state["vbs"]})
         self.metrics.load_state_dict(state["metrics"])
         self._restored = True
         return True
@@ -225,6 +240,13 @@ class Training:
     def restored(self) -> None:
         """Note that a callback has moved the optimizer to a saved position."""
         self._restored = True
+
+    @property
+    def was_trained_before(self) -> bool:
+        """Whether the process has restored where this `fit` ends, and not a position in a later `fit`."""
+        clock = self._sampler.clock
+        between = clock.finished or clock.step == clock.epoch.first_step
+        return self._resumed and (self._optimizer.done or (between and self._optimizer.epoch == self._end))
 
     def _set_epoch(self, epoch: int) -> None:
         before = self._optimizer.updates
@@ -268,8 +290,17 @@ class Callbacks(keras.callbacks.CallbackList):
             initial_epoch=self._initial_epoch,
             number_of_VariableBatchCheckpoints=sum(isinstance(one, VariableBatchCheckpoint) for one in self.callbacks),
         )
+        training.ask_after_updates(any(map(_hears_updates, self.callbacks)))
         super().on_train_begin(logs)
-        first = training.first_epoch(self._initial_epoch, self.params["epochs"])
+        epochs = self.params["epochs"]
+        first = training.first_epoch(self._initial_epoch, epochs)
+        if training.was_trained_before and self._initial_epoch < epochs:
+            warnings.warn(
+                "fit() has nothing to train: the restored checkpoint has all its epochs; pass more epochs, or another "
+                "folder to begin another training",
+                UserWarning,
+                stacklevel=2,
+            )
         # "Can be set by callbacks in on_train_begin", says Keras' Trainer; BackupAndRestore does so.
         self.model._initial_epoch = first or None
 
@@ -281,6 +312,7 @@ class Callbacks(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End the epoch after its last update, unless a callback ends the training there."""
         super().on_train_batch_end(batch, logs)
+        self._training.agree_to_stop()
         self._training.after_callbacks()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -346,6 +378,14 @@ def _layers(model: Any) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, keras.layers.Layer):
             yield module
+
+
+def _hears_updates(callback: Any) -> bool:
+    """Return whether a callback is the user's own, and is called after each update."""
+    if isinstance(callback, VariableBatchCheckpoint) or type(callback).__module__.partition(".")[0] == "keras":
+        return isinstance(callback, keras.callbacks.LambdaCallback)
+    names = "on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"
+    return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in names)
 
 
 def _same(update: Any) -> Any:
