@@ -51,7 +51,7 @@ from variable_batch_size.integrations.lightning.checks import (  # noqa: E402
 from variable_batch_size.integrations.lightning.counts import count_updates  # noqa: E402
 from variable_batch_size.integrations.lightning.loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
 from variable_batch_size.integrations.lightning.logging import UpdateLog  # noqa: E402
-from variable_batch_size.integrations.lightning.manual import OncePerUpdate, counting_one_step  # noqa: E402
+from variable_batch_size.integrations.lightning.manual import BackwardsFirst, OncePerUpdate, counting_one_step  # noqa: E402
 
 T = TypeVar("T")
 _STATES = "host_rng_states"  # key in the state of the first optimizer, beside "vbs"
@@ -108,7 +108,7 @@ class VariableBatchStrategy(ParallelStrategy):
         self._updates: LightningUpdates | None = None  # the training's loader
         self._update: Update | None = None  # the one under way
         self._microbatch: Any = None  # the one of it that training_step gets
-        self._log = UpdateLog(self)
+        self._log, self._backwards = UpdateLog(self), BackwardsFirst()
         self._saved_states: list[str] = []  # of the ranks' host RNGs, if they are to be restored
 
     # Processes: as DDPStrategy does it. -------------------------------------------------------------------------------
@@ -307,11 +307,20 @@ class VariableBatchStrategy(ParallelStrategy):
         before = [own.updates for own in self._optimizers_of_sampler]
         for index, microbatch in enumerate(batch):
             last = index == len(batch) - 1
-            with self._log.microbatch(optimizer.microbatch, first=index == 0), counting_one_step(self, last=last):
+            with (
+                self._log.microbatch(optimizer.microbatch, first=index == 0),
+                counting_one_step(self, last=last),
+                self._backwards.microbatch(),
+            ):
                 output = super().training_step(super().batch_to_device(microbatch), *args, **kwargs)
         check_steps([own.updates - made for own, made in zip(self._optimizers_of_sampler, before, strict=True)])
         self._finish_update(optimizer)
         return output
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward; with manual optimization only before the first step of a microbatch."""
+        self._backwards.check_backward()
+        return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -327,7 +336,10 @@ class VariableBatchStrategy(ParallelStrategy):
         if not self.lightning_module.automatic_optimization:
             closure()
             self._log.check_deferred()  # before the processes meet
-            return self._step(optimizer, kwargs)
+            self._backwards.check_gradients(optimizer)
+            updated = self._step(optimizer, kwargs)
+            self._backwards.note_step(optimizer, self._optimizers_of_sampler)
+            return updated
         assert self._update is not None
         updated = False
         try:
