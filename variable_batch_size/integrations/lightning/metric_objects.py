@@ -55,7 +55,9 @@ class MetricObjects:
                     "leave it out",
                 )
             if not replay:
-                self._calls.append((metric, *apply_to_collection((args, kwargs), Tensor, Tensor.detach, allow_frozen=True)))
+                self._calls.append(
+                    (metric, *apply_to_collection((args, kwargs), Tensor, Tensor.detach, allow_frozen=True))
+                )
 
         self._calls = []
         before = [(metric, _kept(metric.metric_state), metric._update_count) for metric in self._metrics * replay]
@@ -92,8 +94,7 @@ class MetricObjects:
 
 def _kept(states: dict[str, Any]) -> dict[str, Any]:
     """Return a Metric's states as they are, while it may change tensors in place and append to lists."""
-    kinds = {True: lambda tensor: tensor.detach().clone(), False: list}
-    return {name: kinds[isinstance(state, Tensor)](state) for name, state in states.items()}
+    return {name: state.detach().clone() if isinstance(state, Tensor) else [*state] for name, state in states.items()}
 
 
 def _alone(metric: Metric) -> Metric:
