@@ -39,10 +39,10 @@ def test_max_steps_within_the_trace(max_steps: int, max_epochs: int) -> None:
 )
 def test_max_epochs_within_the_trace(rows: int, ends: dict[str, int], tmp_path: Path) -> None:
     data = {"train_dataloaders": loader(), "val_dataloaders": loader(shuffle=False, batch_size=50)}
-    options: dict[str, Any] = {"data": data, "enable_checkpointing": True, **ends}
+    options: dict[str, Any] = {"data": data, **ends}
     module, trace = Validated(), [20] * rows
     updates = 11 * ends["max_epochs"]
-    run = fit(module, strategy=strategy(trace=trace), callbacks=[saver(tmp_path)], **options)
+    run = fit(module, strategy=strategy(trace=trace), callbacks=[saver(tmp_path)], enable_checkpointing=True, **options)
     assert (run.global_step, run.current_epoch) == (updates, ends["max_epochs"])
     assert difference(module.net, weights(twin(updates))) < 1e-12
     for stop in updates - 1, updates:
@@ -84,9 +84,16 @@ def test_a_trace_that_is_too_short_is_refused_before_the_first_update(ends: dict
 @pytest.mark.parametrize("stop", [7, 11, 15])
 def test_a_training_that_max_steps_has_ended_continues_to_a_later_one(tmp_path: Path, stop: int) -> None:
     data = {"train_dataloaders": loader(), "val_dataloaders": loader(shuffle=False, batch_size=50)}
-    options: dict[str, Any] = {"data": data, "enable_checkpointing": True}
+    options: dict[str, Any] = {"data": data}
     torch.manual_seed(1)
-    fit(Validated(), strategy=strategy(trace=TWENTY), max_steps=15, callbacks=[saver(tmp_path)], **options)
+    fit(
+        Validated(),
+        strategy=strategy(trace=TWENTY),
+        max_steps=15,
+        callbacks=[saver(tmp_path)],
+        enable_checkpointing=True,
+        **options,
+    )
     module = Validated()
     run = fit(module, saved(tmp_path, stop), strategy=strategy(trace=TWENTY), max_steps=20, **options)
     assert run.global_step == 20
