@@ -11,12 +11,29 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
-from torchmetrics import MetricCollection, SumMetric
+from torchmetrics import MeanSquaredError, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
 from torchmetrics.functional.classification import multiclass_f1_score
+from torchmetrics.utilities import dim_zero_cat
 
 from helpers.lightning_jobs import Classifier, Validated, fit, loader, quieten, strategy
-from helpers.yardstick import SAMPLES
+from helpers.yardstick import SAMPLES, samples
+
+
+class Largest(Metric):
+    """The largest value, by a list of all of them."""
+
+    values: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+
+    def compute(self) -> Tensor:
+        return dim_zero_cat(self.values).max()
 
 
 class Measured(Classifier):
@@ -29,6 +46,7 @@ class Measured(Classifier):
             {"accuracy": MulticlassAccuracy(5, average="micro"), "recall": MulticlassRecall(5, average="micro")}
         )
         self.seen = SumMetric()
+        self.error, self.largest = MeanSquaredError(), Largest()  # of values that have a gradient
         self.steps: list[dict[str, float]] = []
         self.updates: list[tuple[Tensor, Tensor]] = []
         self.parts: list[tuple[Tensor, Tensor]] = []
@@ -38,7 +56,12 @@ class Measured(Classifier):
         for metric in self.f1, self.both:
             metric(output, target)
         self.seen(len(target))
-        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.error(output[:, 0], target.double())
+        self.largest(output[:, 0])
+        for name, metric in ("f1", self.f1), ("error", self.error), ("largest", self.largest):
+            self.log(name, metric, on_step=True, on_epoch=True)
+        rows = {"on_step": False, "on_epoch": True, "batch_size": len(target)}  # which a user may say
+        self.log_dict({"target": target.double().mean()}, sync_dist=True, **rows)
         self.log("seen", self.seen, on_step=True, on_epoch=True)
         self.log_dict(self.both, on_step=True, on_epoch=True)
         self.log("rows", float(len(target)), on_step=True, on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -82,6 +105,7 @@ def metrics_job(folder: Path) -> None:
     assert [step["rows_step"] for step in module.steps] == sizes
     counts = {name: float(run.callback_metrics[name]) for name in ("rows_epoch", "seen_epoch")}
     assert counts == {"rows_epoch": SAMPLES, "seen_epoch": SAMPLES}
+    assert float(run.callback_metrics["target"]) == pytest.approx(float(samples()[1].double().mean()), rel=1e-6)
     output, target = module.updates[0]
     assert module.steps[0]["f1_step"] == pytest.approx(float(multiclass_f1_score(output, target, num_classes=5)))
     trained = Normalized()

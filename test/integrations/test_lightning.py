@@ -256,6 +256,8 @@ def test_metric_objects_are_those_of_the_update_and_of_the_epoch() -> None:
     for found, (output, target) in zip(module.steps, module.updates, strict=True):
         assert found["f1_step"] == pytest.approx(float(multiclass_f1_score(output, target, num_classes=5)))
         assert found["seen_step"] == len(target)
+        assert found["error_step"] == pytest.approx(float((output[:, 0] - target).square().mean()), rel=1e-5)
+        assert found["largest_step"] == float(output[:, 0].max())
         assert (
             found["recall_step"]
             == found["accuracy_step"]
@@ -266,6 +268,7 @@ def test_metric_objects_are_those_of_the_update_and_of_the_epoch() -> None:
         float(multiclass_f1_score(output, target, num_classes=5))
     )
     assert float(run.callback_metrics["seen_epoch"]) == SAMPLES
+    assert float(run.callback_metrics["largest_epoch"]) == float(output[:, 0].max())
     pickle.dumps(module.f1)  # nothing is left of the hooks
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.lightning_gan import gan_job
 from helpers.lightning_jobs import (
     ALLOWED,
     resume_job,
@@ -46,6 +47,7 @@ def _on_two(folder: Path, alone: Path) -> None:
         resume_job(folder, name, STOPS, 0.0)
     resume_job(alone, "plain", STOPS, 1e-12)
     several_job(folder)
+    gan_job(folder)
     metrics_job(folder)
     exception_job(folder)
 

@@ -12,7 +12,7 @@ import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch.optim import SGD
@@ -172,6 +172,38 @@ def test_two_optimizers(tmp_path: Path) -> None:
     again = Two()
     fit(again, saved(tmp_path, 28))
     assert difference(again, weights(module)) == 0.0
+
+
+class FineTuned(Classifier):
+    """A module whose first layer is frozen in the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[0], self.net[1:]
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+
+class Unfreezing(BackboneFinetuning):
+    """Trains the backbone from the second epoch on, also after a resume, which Lightning's own class does not."""
+
+    def __init__(self) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, lambda_func=lambda _: 1.0)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch >= self.unfreeze_backbone_at_epoch:
+            self.make_trainable(pl_module.backbone)
+
+
+def test_a_resumed_fine_tuning(tmp_path: Path) -> None:
+    module = FineTuned()
+    fit(module, callbacks=[Unfreezing(), saver(tmp_path)], enable_checkpointing=True)
+    for stop in 7, 14, 21:  # the backbone is trained from update 11 on
+        again = FineTuned()
+        run = fit(again, saved(tmp_path, stop), callbacks=[Unfreezing()])
+        assert len(run.optimizers[0].param_groups) == 2
+        assert difference(again.net, weights(module.net)) == 0.0
 
 
 def test_a_closure_and_a_user_hook() -> None:

@@ -253,6 +253,20 @@ def test_a_subclass_keeps_its_loader_and_its_loss(tmp_path: Path) -> None:
     assert trainer.losses > UPDATES
 
 
+def test_a_look_at_the_loader_before_the_training_changes_nothing(tmp_path: Path) -> None:
+    trainer, twin = trainer_of(tmp_path), trainer_of(tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert [len(part["x"]) for part in batch] == [8, 8, 8]
+    assert trainer.model(**batch[0])["loss"] > 0
+    with pytest.raises(TypeError, match=r"is an update, the list of its microbatches, .*; take batch\[0\] to look at"):
+        trainer.model(**batch)
+    sizes = [sum(len(part["x"]) for part in batch) for batch in trainer.get_train_dataloader()]
+    assert (len(sizes), sum(sizes)) == (ENDS[0], SAMPLES)
+    trainer.train()
+    twin.train()
+    assert difference(trainer.model.net, weights(twin.model.net)) == 0.0
+
+
 def test_optimizers_and_schedules_of_the_user(tmp_path: Path) -> None:
     model, twin = Classifier(), network()
     inner, twin_inner = SGD(model.parameters(), LR), SGD(twin.parameters(), LR)

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 from transformers import Trainer
 
 import variable_batch_size as vbs
@@ -126,7 +126,7 @@ def test_methods_of_a_class_above_the_mixin(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"the loader must be that of VariableBatchMixin.*override it in a class below"):
         trainer_of(tmp_path, kind=OwnLoader).train()
     for kind in OwnStep, OwnForward:
-        with pytest.raises(TypeError, match=r"gets an update, the list of its microbatches.*override compute_loss\(\)"):
+        with pytest.raises(TypeError, match=r"is an update, the list of its microbatches.*override compute_loss\(\)"):
             trainer_of(tmp_path, kind=kind).train()
     with pytest.raises(RuntimeError, match=r"create_optimizer\(\) of OwnOptimizer has not called.*or pass optimizers="):
         trainer_of(tmp_path, kind=OwnOptimizer).train()
@@ -166,6 +166,31 @@ def test_a_sampler_of_a_subclass(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match=r"must read each sample once an epoch.*WeightedRandomSampler"):
         trainer_of(tmp_path, kind=Chooses).train()
+
+
+def test_a_trainer_that_repeats_samples(tmp_path: Path) -> None:
+    class RepeatSampler(Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter([0, 0, 1, 1])
+
+    class Repeats(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return RepeatSampler()
+
+    class Mine(VariableBatchMixin, Repeats):
+        pass
+
+    with pytest.raises(
+        TypeError, match=r"RepeatSampler.*; leave out .* if they are yours.*GRPOTrainer, cannot be used"
+    ):
+        trainer_of(tmp_path, kind=Mine).train()
+
+
+def test_an_argument_that_was_changed_later(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.args.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be 1, .* got 4; leave it out, and pass"):
+        trainer.train()
 
 
 def test_arguments_that_are_seen_when_the_training_begins(tmp_path: Path) -> None:

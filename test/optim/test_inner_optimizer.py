@@ -115,6 +115,32 @@ def test_a_parameter_group_added_later_trains() -> None:
         assert_equal(rank.weights(), run.weights())
 
 
+def test_parameter_groups_that_are_assigned_train() -> None:
+    """As a resumed fine-tuning assigns those of layers that were unfrozen."""
+
+    def first_layer(parameters: Iterable[Tensor], **hyperparameters: float) -> Optimizer:
+        return torch.optim.SGD(list(parameters)[:2], **hyperparameters)
+
+    def train(backend: Backend | None = None) -> Training:
+        run = training(vbs.RootRuleOptimizer, SIZES, inner=first_layer, backend=backend).run(2)
+        group = {"params": list(run.model.parameters())[2:], "lr": 0.1}
+        if backend is None:
+            run.optimizer.add_param_group(group)
+        else:
+            first = run.optimizer.param_groups[0]
+            run.optimizer.param_groups = [first, {**first, **group}]
+        assert len(run.optimizer.rules) == 2
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+        run.run(2)
+        run.optimizer.param_groups = run.optimizer.param_groups[1:]  # freezes the first layer
+        return run.run(1)
+
+    expected = train()
+    for rank in run_ranks(train, 2):
+        assert_equal(rank.weights(), expected.weights())
+        assert len(rank.optimizer.rules) == 1
+
+
 def test_gradients_from_before_the_wrapper_are_dropped() -> None:
     model = network()
     model(torch.ones(1, 3).double()).sum().backward()
@@ -126,6 +152,8 @@ def test_add_param_group_raises_in_the_middle_of_a_step() -> None:
     next(run.steps())
     with pytest.raises(RuntimeError, match=r"^add_param_group\(\) must be called between steps"):
         run.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    with pytest.raises(RuntimeError, match=r"^the setter of param_groups must be called between steps"):
+        run.optimizer.param_groups = []
     assert len(run.optimizer.param_groups) == 1
 
 

@@ -146,21 +146,13 @@ class CustomOptimizer(OptimizerWrapper):
         """The reduction of the loss over the rows of a microbatch, "mean" or "sum"."""
         return self._updater.options.reduction
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, the same on every rank. The next update determines which parameters have gradients.
-
-        Raises:
-            RuntimeError: in the middle of a step.
-            ValueError: if each group has a rule of its own.
-        """
-        if self._initialized:
-            self._loop.check_phase("add_param_group()", Phase.BETWEEN_STEPS)
-            per_group = self._updater.rule_per_group
-            rules = rules_for_groups(self.rules if per_group else self.rules[0], len(self.param_groups) + 1)
-            self._updater.clear()
-            super().add_param_group(param_group)
-            self._updater.rules = rules
-            self._updater.gradient.refresh(self._updater.parameters)
+    def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
+        self._loop.check_phase(caller, Phase.BETWEEN_STEPS)
+        rules = rules_for_groups(self.rules if self._updater.rule_per_group else self.rules[0], number)
+        self._updater.clear()
+        change()
+        self._updater.rules = rules
+        self._updater.gradient.refresh(self._updater.parameters)
 
     # The loop. ---------------------------------------------------------------------------------------------------
 

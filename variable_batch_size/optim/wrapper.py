@@ -83,7 +83,11 @@ class OptimizerWrapper(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
+        if self._initialized and not _same_parameters(groups, self.inner.param_groups):  # as a resumed fine-tuning does
+            assign = partial(setattr, self.inner, "param_groups", groups)
+            self._change_groups("the setter of param_groups", len(groups), assign)
+        else:
+            self.inner.param_groups = groups
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -104,9 +108,27 @@ class OptimizerWrapper(Optimizer):
         self.inner.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the inner optimizer; its own `add_param_group` does the same."""
+        """Add a parameter group, the same on every rank. The next update determines which parameters have gradients.
+
+        The inner optimizer's own `add_param_group` does the same.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+            ValueError: if each group has a rule of its own.
+        """
         if self._initialized:
-            type(self.inner).add_param_group(self.inner, param_group)
+            add = partial(type(self.inner).add_param_group, self.inner, param_group)
+            self._change_groups("add_param_group()", len(self.param_groups) + 1, add)
+
+    def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
+        """Let `change` replace the parameter groups by so many.
+
+        Args:
+            caller: what asks for it, in an error.
+            number: number of parameter groups afterwards.
+            change: function that changes those of the inner optimizer.
+        """
+        change()
 
     def mark_stepped(self) -> None:
         """Tell schedulers of torch that the run which saved a state has made steps; otherwise their first one warns."""
@@ -153,6 +175,12 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
                 f"a state must be that of an optimizer of the same kind, but its parameter group {number} has no "
                 f"{' and no '.join(missing)}, which {type(inner).__name__} needs; create the optimizer that was saved"
             )
+
+
+def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Return whether the groups have the same parameters in the same order."""
+    own, found = ([[*map(id, group["params"])] for group in each] for each in (groups, others))
+    return own == found
 
 
 def _checked(inner: Optimizer) -> Optimizer:

@@ -72,7 +72,10 @@ class LightningUpdates:
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch under way, also of those before a restore."""
-        return self.plan.epoch(self._sampler.epoch).updates
+        epoch, epochs = self._sampler.epoch, self._sampler.epochs
+        if epochs == epoch and self.plan.trace.on_end == "error":  # all are trained, and the trace may end with them
+            epoch -= 1
+        return self.plan.epoch(epoch).updates
 
     def set_epoch(self, epoch: int) -> None:
         """Tell Lightning the length of the epoch that begins or continues.

@@ -40,7 +40,7 @@ class UpdateLog:
         self._seen: dict[str, Any] = {}  # the last value of each name before the microbatch
         self._logged: dict[str, list[tuple[int, Tensor]]] = {}  # by name: (samples, value) of each microbatch
         self._deferred: list[Tensor] = []  # what was not reduced in the microbatch
-        self._sums: dict[str, Tensor] = {}  # the sums of the epoch before a replay
+        self._totals: dict[str, dict[str, Tensor]] = {}  # by name: the states of a sum or a mean of the epoch
         self._objects = MetricObjects()
 
     @property
@@ -85,28 +85,30 @@ class UpdateLog:
             trainer._logger_connector.on_batch_start(None)  # else a hook's first value would clear those of another one
         trainer._results.batch_size = microbatch.samples
         self._seen, self._deferred, self._within = self._values(), [], True
-        replay, self._sums = microbatch.samples == 0, {name: metric.value for name, metric in self._summed()}
+        replay, self._totals = microbatch.samples == 0, {name: _states(metric) for name, metric in self._totalled()}
         try:
             with self._objects.microbatch(replay=replay, several=self._strategy.world_size > 1):
                 yield
         finally:
             self._within = False
         self._collect(microbatch.samples)
-        for name, metric in self._summed() if replay else ():
-            metric.value = self._sums.get(name, torch.zeros_like(metric.value))
+        for name, metric in self._totalled() if replay else ():  # a mean by a batch_size of the user's, too
+            zeros = {state: torch.zeros_like(value) for state, value in _states(metric).items()}
+            vars(metric).update(self._totals.get(name, zeros))
 
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Log within a block as for the whole update: in a hook that runs once an update."""
         results, before, within = self._trainer._results, self._values(), self._within
-        sums = {name: metric.value for name, metric in self._summed()}
+        totals = {name: metric.value for name, metric in self._totalled()}
         samples, results.batch_size, self._within = results.batch_size, self._batch_size, False
         try:
             yield
         finally:
             results.batch_size, self._within = samples, within
         self._seen |= {name: value for name, value in self._values().items() if value is not before.get(name)}
-        self._sums |= {name: metric.value for name, metric in self._summed() if metric.value is not sums.get(name)}
+        changed = (pair for pair in self._totalled() if pair[1].value is not totals.get(pair[0]))
+        self._totals |= {name: _states(metric) for name, metric in changed}
 
     def finish_update(self, optimizer: CustomOptimizer) -> None:
         """Set the value of each name to that of the update, and log what is known of the update."""
@@ -125,9 +127,9 @@ class UpdateLog:
     def _values(self) -> dict[str, Any]:
         return {name: metric._forward_cache for name, metric in self._trainer._results.items() if metric.is_tensor}
 
-    def _summed(self) -> list[tuple[str, Any]]:
-        results = self._trainer._results.items()
-        return [(name, metric) for name, metric in results if metric.is_tensor and metric.meta.is_sum_reduction]
+    def _totalled(self) -> list[tuple[str, Any]]:
+        results = ((name, metric) for name, metric in self._trainer._results.items() if metric.is_tensor)
+        return [pair for pair in results if pair[1].meta.is_sum_reduction or pair[1].meta.is_mean_reduction]
 
     def _collect(self, samples: int) -> None:
         self.check_deferred()
@@ -150,6 +152,11 @@ class UpdateLog:
         if synced:
             sums = self._strategy.reduce(sums, meta.sync.group, "sum")
         return sums[0] / sums[1] if sums[1] else values[-1]
+
+
+def _states(metric: Any) -> dict[str, Tensor]:
+    """Return what Lightning keeps of a sum, or of a mean, which also has the samples that it counts."""
+    return {name: getattr(metric, name) for name in ("value", "cumulated_batch_size") if hasattr(metric, name)}
 
 
 def _communicates(name: str) -> RuntimeError:

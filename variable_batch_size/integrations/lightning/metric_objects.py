@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, final
 
-from torch import nn
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from variable_batch_size._validation import value_error
@@ -54,10 +55,12 @@ class MetricObjects:
                     "leave it out",
                 )
             if not replay:
-                self._calls.append((metric, args, kwargs))
+                self._calls.append(
+                    (metric, *apply_to_collection((args, kwargs), Tensor, Tensor.detach, allow_frozen=True))
+                )
 
         self._calls = []
-        before = [(metric, deepcopy(metric.metric_state), metric._update_count) for metric in self._metrics * replay]
+        before = [(metric, _kept(metric.metric_state), metric._update_count) for metric in self._metrics * replay]
         hooks = [metric.register_forward_pre_hook(keep, with_kwargs=True) for metric in self._metrics]
         try:
             yield
@@ -89,9 +92,24 @@ class MetricObjects:
         return {name: self._copies[name][1].compute() for name in self._used}
 
 
+def _kept(states: dict[str, Any]) -> dict[str, Any]:
+    """Return a Metric's states as they are, while it may change tensors in place and append to lists."""
+    return {name: state.detach().clone() if isinstance(state, Tensor) else [*state] for name, state in states.items()}
+
+
 def _alone(metric: Metric) -> Metric:
-    """Return a copy that does not communicate."""
-    copy = deepcopy(metric)
+    """Return a copy that does not communicate, without the graph of a loss that was measured."""
+    known: dict[int, Any] = {}  # what deepcopy takes for copied
+
+    def detach(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf:
+            known[id(tensor)] = tensor.detach().clone()
+        return tensor
+
+    for part in metric.modules():
+        for value in vars(part).values():
+            apply_to_collection(value, Tensor, detach, allow_frozen=True)
+    copy = deepcopy(metric, known)
     for part in copy.modules():
         if isinstance(part, Metric):
             part.distributed_available_fn = lambda: False

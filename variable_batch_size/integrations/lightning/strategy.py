@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.checkpoint.agreement import Agreement
@@ -28,6 +27,7 @@ from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.consistency import broadcast_parameters, broadcast_tensors
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
+from variable_batch_size.world import World
 
 require_version("lightning", "2.5", "lightning")
 
@@ -44,14 +44,13 @@ from variable_batch_size.integrations.lightning.checks import (  # noqa: E402
     check_training_loader,
     explaining_mismatch,
     refuse_clipping,
-    seed_of_training,
     several_loaders,
-    shuffles,
 )
 from variable_batch_size.integrations.lightning.counts import count_updates  # noqa: E402
 from variable_batch_size.integrations.lightning.loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
 from variable_batch_size.integrations.lightning.logging import UpdateLog  # noqa: E402
-from variable_batch_size.integrations.lightning.manual import OncePerUpdate, counting_one_step  # noqa: E402
+from variable_batch_size.integrations.lightning.manual import BackwardsFirst, OncePerUpdate, counting_one_step  # noqa: E402
+from variable_batch_size.integrations.lightning.training_sampler import training_sampler  # noqa: E402
 
 T = TypeVar("T")
 _STATES = "host_rng_states"  # key in the state of the first optimizer, beside "vbs"
@@ -108,7 +107,7 @@ class VariableBatchStrategy(ParallelStrategy):
         self._updates: LightningUpdates | None = None  # the training's loader
         self._update: Update | None = None  # the one under way
         self._microbatch: Any = None  # the one of it that training_step gets
-        self._log = UpdateLog(self)
+        self._log, self._backwards = UpdateLog(self), BackwardsFirst()
         self._saved_states: list[str] = []  # of the ranks' host RNGs, if they are to be restored
 
     # Processes: as DDPStrategy does it. -------------------------------------------------------------------------------
@@ -224,20 +223,10 @@ class VariableBatchStrategy(ParallelStrategy):
             if loader.dataset is self._updates.loader.dataset:  # the learning rate finder asks again
                 return self._updates
             raise several_loaders("a second one")
-        self._updates = LightningUpdates(self._with_sampler(loader), self._trainer, lambda: self._optimizers_of_sampler)
+        sampler = training_sampler(loader, self.settings, self._trainer, World(self.global_rank, self.world_size))
+        dealt = with_sampler(loader, sampler)
+        self._updates = LightningUpdates(dealt, self._trainer, lambda: self._optimizers_of_sampler)
         return self._updates
-
-    def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        ranks = {"num_replicas": self.world_size, "rank": self.global_rank, "drop_last": loader.drop_last}
-        cut = {} if loader.batch_size is None else {"minibatch_size": loader.batch_size}
-        chosen = {"shuffle": shuffles(loader), "seed": seed_of_training(), "epochs": self._known_epochs}
-        chosen = {name: value for name, value in chosen.items() if name not in self.settings.sampler_options}
-        return with_sampler(loader, self.settings.sampler(loader.dataset, **ranks, **cut, **chosen))
-
-    @property
-    def _known_epochs(self) -> int | None:
-        epochs, steps = self._trainer.max_epochs, self._trainer.max_steps
-        return epochs if steps == -1 and epochs is not None and epochs > 0 else None
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Read the training's loader, call `configure_optimizers`, and wrap the optimizers."""
@@ -307,11 +296,20 @@ class VariableBatchStrategy(ParallelStrategy):
         before = [own.updates for own in self._optimizers_of_sampler]
         for index, microbatch in enumerate(batch):
             last = index == len(batch) - 1
-            with self._log.microbatch(optimizer.microbatch, first=index == 0), counting_one_step(self, last=last):
+            with (
+                self._log.microbatch(optimizer.microbatch, first=index == 0),
+                counting_one_step(self, last=last),
+                self._backwards.microbatch(),
+            ):
                 output = super().training_step(super().batch_to_device(microbatch), *args, **kwargs)
         check_steps([own.updates - made for own, made in zip(self._optimizers_of_sampler, before, strict=True)])
         self._finish_update(optimizer)
         return output
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward; with manual optimization only before the first step of a microbatch."""
+        self._backwards.check_backward()
+        return super().backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -327,7 +325,10 @@ class VariableBatchStrategy(ParallelStrategy):
         if not self.lightning_module.automatic_optimization:
             closure()
             self._log.check_deferred()  # before the processes meet
-            return self._step(optimizer, kwargs)
+            self._backwards.check_gradients(optimizer)
+            updated = self._step(optimizer, kwargs)
+            self._backwards.note_step(optimizer, self._optimizers_of_sampler)
+            return updated
         assert self._update is not None
         updated = False
         try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from variable_batch_size._validation import value_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.from_loader import shuffles
 from variable_batch_size.trace.growing import GrowingTrace
@@ -45,7 +45,8 @@ def check_order(loader: DataLoader[Any], sampler: CustomSampler, args: Any) -> N
     batches: Any = loader.batch_sampler
     batches = getattr(batches, "batch_sampler", batches)  # below accelerate's, which deals batches to the ranks
     if type(batches).__name__ != "BatchSampler":  # torch's or torchdata's; a class below it may choose samples
-        shuffles(batches)  # raises
+        check_deals(batches)
+    check_deals(batches.sampler)
     if shuffles(batches.sampler) != sampler.shuffle:
         strategy, remedy = args.train_sampling_strategy, '"sequential" in the training arguments, or shuffle=True'
         found = f"{type(batches.sampler).__name__} with {strategy!r}"
@@ -53,6 +54,24 @@ def check_order(loader: DataLoader[Any], sampler: CustomSampler, args: Any) -> N
     if batches.drop_last != args.dataloader_drop_last:
         remedy = f"pass dataloader_drop_last={batches.drop_last} in the training arguments"
         raise value_error("the loader must drop the last batch as the arguments say", args.dataloader_drop_last, remedy)
+
+
+def check_deals(sampler: Any) -> None:
+    """Check that a sampler deals each sample once an epoch, in order or shuffled.
+
+    Raises:
+        TypeError: if not.
+    """
+    try:
+        shuffles(sampler)
+    except TypeError:
+        raise type_error(
+            "the trainer's loader must read each sample once an epoch, in order or shuffled, because the trace "
+            "determines which samples make up an update",
+            sampler,
+            "leave out sampler= and _get_train_sampler if they are yours, and put a choice of samples into the "
+            "dataset; a Trainer that repeats samples, such as trl's GRPOTrainer, cannot be used",
+        ) from None
 
 
 def _refusals(trainer: Any) -> Iterator[Refusal]:

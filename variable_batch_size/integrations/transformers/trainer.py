@@ -140,10 +140,16 @@ class VariableBatchMixin(Base):
             raise RuntimeError(f"the variable optimizer must be there, but {found}; {remedy}")
         return self._variable
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is a variable optimizer, or a training that needs one has begun."""
+        return self._variable is not None or self._used
+
     # The training's parts. ---------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train`; a second call is a new training of the present weights, as it is there."""
+        check_arguments(self)  # again, because arguments may have been changed
         if self._used:
             self._sampler = None
             if self._variable is not None:

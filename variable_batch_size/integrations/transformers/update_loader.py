@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Protocol, final
 
 from torch import Tensor
@@ -28,10 +29,15 @@ class OptimizerOwner(Protocol):
         """The optimizer."""
         ...
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is an optimizer."""
+        ...
+
 
 @final
 class Update(list[Any]):
-    """This rank's microbatches of an update: the batch that Trainer sees.
+    """This rank's microbatches of an update: the batch that Trainer sees, and who looks at the loader.
 
     Attributes:
         counts: labels of each microbatch, scalars, if they were counted.
@@ -51,9 +57,9 @@ class Update(list[Any]):
 
 def _not_a_microbatch(part: str) -> TypeError:
     return TypeError(
-        f"training_step() gets an update, the list of its microbatches, but was written for one of them, which has "
-        f"{part}; override compute_loss() instead, or keep the method in a class below: class "
-        f"Mine(VariableBatchMixin, TrainerWithIt)"
+        f"a batch of the training's loader is an update, the list of its microbatches, but was used as one of them, "
+        f"which has {part}; take batch[0] to look at one. If training_step() does it, override compute_loss() instead, "
+        f"or keep the method in a class below: class Mine(VariableBatchMixin, TrainerWithIt)"
     )
 
 
@@ -80,6 +86,18 @@ class UpdateLoader:
         return sampler.plan.epoch(sampler.epoch).updates
 
     def __iter__(self) -> Iterator[Update]:
+        return self._updates() if self._trainer.begun else self._look()
+
+    def _look(self) -> Iterator[Update]:
+        """Yield the updates of the first epoch, while there is no optimizer that could count what is trained."""
+        sampler = self._trainer.present_sampler
+        microbatches, plan = iter(self.loader), sampler.plan
+        epoch = plan.epoch(sampler.epoch)
+        for number in range(epoch.first_step, epoch.end_step):
+            rounds = plan.step(epoch, number, sampler.min_microbatches).rounds(sampler.world)
+            yield Update(islice(microbatches, rounds))
+
+    def _updates(self) -> Iterator[Update]:
         optimizer = self._trainer.variable_optimizer
         if self._epoch > optimizer.epoch:
             optimizer.sampler.set_epoch(self._epoch)
