@@ -149,3 +149,11 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     assert read == sorted(found, key=lambda one: one.key)
     assert all(isinstance(one, Record) for one in read)
     assert max(len(one.curve["loss"]) for one in read) == ROWS
+
+
+@pytest.mark.parametrize("rules", [["root", "linear"], ["constant", "root"]])
+def test_two_learning_rates_that_are_equally_near_are_not_put_together(rules: list[str]) -> None:
+    found = records(dict.fromkeys(rules, 0.0), ["64"], lrs=(0.5, 2.0), grid=(0.5, 2.0), seeds=3)
+    analysis = Analysis(found)
+    assert set(analysis.own["lr_factor"]) == {0.5}
+    assert fact(analysis, "64", "root")["value_n"] == 3

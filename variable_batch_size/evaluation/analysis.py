@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.evaluation.metric import lower_is_better
 from variable_batch_size.evaluation.naming import task_names
 from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.statistics import (
@@ -31,11 +33,6 @@ PLACES = ("updates", "samples", "progress", "seconds", "cost")  # what a curve c
 NOT_METRICS = {*PLACES, "batch_size", "lr"}
 BASELINE = "constant"
 GROUP = ["task", "trace", "rule"]
-
-
-def lower_is_better(metric: str) -> bool:
-    """Return whether less of a metric is better: of losses and errors."""
-    return any(word in metric for word in ("loss", "error", "perplexity"))
 
 
 def possible(metric: str, values: FloatArray) -> dict[str, float]:
@@ -73,6 +70,7 @@ class Analysis:
         if self.metric not in self.metrics:
             known = " or ".join(f'"{name}"' for name in self.metrics)
             raise value_error(f"metric must be {known}", repr(self.metric), "choose one that the task evaluates")
+        lower_is_better(self.metric)  # or an error, before any work
         if self.baseline != BASELINE and self.baseline not in self.rules:
             known = " or ".join(self.rules)
             raise value_error(f"baseline must be {known}", repr(self.baseline), "choose a rule of the evaluation")
@@ -141,10 +139,12 @@ class Analysis:
 
     @cached_property
     def own(self) -> pd.DataFrame:
-        """The rows of `ends` at the learning rate of the reference: of each task with the factor nearest to 1."""
-        away = self.ends.assign(away=np.abs(np.log(self.ends["lr_factor"].to_numpy(np.float64))))
-        nearest = away.groupby("task")["away"].transform("min")
-        return away[away["away"] <= nearest + 1e-9]
+        """The rows of `ends` at the learning rate of the reference: of each task with the factor nearest to 1.
+
+        Of two that are equally near it is the smaller one: a row of the tables is of one learning rate.
+        """
+        nearest = self.ends.groupby("task")["lr_factor"].transform(_nearest_to_one)
+        return self.ends[self.ends["lr_factor"] == nearest]
 
     @cached_property
     def summary(self) -> pd.DataFrame:
@@ -230,6 +230,10 @@ class Analysis:
         best = int((sign * grid.mean(axis=1)).to_numpy().argmin())
         edge = len(grid) > 1 and best in (0, len(grid) - 1)
         return _flat("regret", regret) | {"best_factor": float(grid.index[best]), "edge": edge, "grid": len(grid)}
+
+
+def _nearest_to_one(factors: pd.Series[float]) -> float:
+    return min(map(float, factors.unique()), key=lambda factor: (round(abs(math.log(factor)), 9), factor))
 
 
 _NONE = Interval(np.nan, np.nan, np.nan, 0)

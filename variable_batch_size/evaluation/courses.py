@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, final
@@ -100,9 +101,20 @@ class Course:
     @property
     def fingerprint(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of what both are."""
+        if isinstance(self.trace, AdaptiveTrace):
+            _check_named(self.trace.controller)
         growing = isinstance(self.trace, AdaptiveTrace)
         sizes = self.trace.description if growing else self.trace.fingerprint  # type: ignore[union-attr]
         return hashlib.sha256(f"{sizes} {self.time!r}".encode()).hexdigest()[:16]
+
+
+def _check_named(controller: Controller) -> None:
+    """Raise an error if the name of a controller may be that of another one, too: records go by it."""
+    if re.search(r" at 0x[0-9a-f]+", found := repr(controller)):
+        requirement = "the repr of a controller must tell its numbers, because it names the trainings"
+        raise value_error(
+            requirement, found, "make it a frozen dataclass with a method __call__, or give it a __repr__"
+        )
 
 
 def depends_on_the_dataset(source: TraceSource) -> bool:

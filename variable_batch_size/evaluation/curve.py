@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, final
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.evaluation.simulated_time import SimulatedTime
 
 FACTOR = 10  # a loss above this multiple of the untrained model's is one of a training that has diverged
@@ -21,19 +21,17 @@ class Curve:
     Args:
         time: the simulated time; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
+        untrained: a loss that the training may begin with, if it does not begin with the untrained model.
     """
 
-    def __init__(self, time: SimulatedTime | None, minibatch_size: int) -> None:
+    def __init__(self, time: SimulatedTime | None, minibatch_size: int, untrained: float = -math.inf) -> None:
         self._time, self._minibatch_size = time, minibatch_size
         self.rows: list[dict[str, Any]] = []
         self.seconds = 0.0
         self._step = (0.0, 0)  # sum of the losses of the update under way, samples
-        self._since = [
-            0.0,
-            0.0,
-            0,
-            0,
-        ]  # sums of losses, of learning rates, of samples and of updates since the last row
+        self._since = [0.0, 0.0, 0, 0]  # since the last row: sums of losses, learning rates, samples and updates
+        self._untrained = untrained
+        self._first: float | None = None  # training loss of the first update
         self.diverged = False
         self.wall_seconds = 0.0
 
@@ -41,12 +39,6 @@ class Curve:
     def samples(self) -> int:
         """Samples at the last row; -1 if there is none."""
         return int(self.rows[-1]["samples"]) if self.rows else -1
-
-    @property
-    def _limit(self) -> float:
-        """The loss above which a training has diverged."""
-        first = self.rows[0]["loss"] if self.rows else math.inf
-        return FACTOR * first if first > 0 else math.inf  # a loss that may be negative has no multiple
 
     def microbatch(self, loss: float, samples: int) -> bool:
         """Add the mean loss of a microbatch; return False if the training ends, because it is not finite."""
@@ -63,20 +55,28 @@ class Curve:
             self._since[column] += value
         if self._time is not None:
             self.seconds = self._time.after(self.seconds, updates, count, self._minibatch_size)
-        self.diverged = self.diverged or not total / count <= self._limit
+        self._first = max(self._untrained, total / count) if self._first is None else self._first
+        self.diverged = self.diverged or not total / count <= _limit(self._first)
 
     def evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
-        """Add a row; one whose loss is not finite is left out, and ends the training."""
+        """Add a row, with None for a metric that is not finite; a loss that is not ends the training, without a row.
+
+        Raises:
+            ValueError: if the loss of the untrained model is not finite: that is no divergence.
+        """
         values = _checked(metrics)
-        if not math.isfinite(values["loss"]) or (self.rows and values["loss"] > self._limit):
+        if not (self.rows or math.isfinite(values["loss"])):
+            remedy = "mend evaluate() or the model: nothing has been trained yet"
+            raise value_error("evaluate() must return a finite loss of the untrained model", values["loss"], remedy)
+        if not math.isfinite(values["loss"]) or (self.rows and values["loss"] > _limit(self.rows[0]["loss"])):
             self.diverged = True
         losses, rates, count, number = self._since
         means = (count / number, rates / number, losses / count) if number else (None, None, None)
         cost = None if self._time is None else self._time.cost(self.seconds)
         totals = (updates, samples, progress, None if self._time is None else self.seconds, cost)
         row = dict(zip((*TOTALS, *MEANS), (*totals, *means), strict=True)) | values
-        if all(value is None or math.isfinite(value) for value in row.values()):
-            self.rows.append(row)
+        if math.isfinite(values["loss"]):
+            self.rows.append({name: _finite(value) for name, value in row.items()})
             self._since = [0.0, 0.0, 0, 0]
 
     def columns(self) -> dict[str, list[Any] | None]:
@@ -90,14 +90,23 @@ class Curve:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as plain values."""
-        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since}
+        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "first": self._first}
         return {**kept, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
         self.rows, self.seconds = list(state_dict["rows"]), state_dict["seconds"]
-        self._since, self._step = list(state_dict["since"]), (0.0, 0)
+        self._since, self._step, self._first = list(state_dict["since"]), (0.0, 0), state_dict["first"]
         self.diverged, self.wall_seconds = state_dict["diverged"], state_dict["wall_seconds"]
+
+
+def _limit(first: float) -> float:
+    """Return the loss above which a training has diverged; one that may be negative has no multiple."""
+    return FACTOR * first if first > 0 else math.inf
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _checked(metrics: Any) -> dict[str, float]:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from variable_batch_size.evaluation.analysis import BASELINE, Analysis, lower_is_better
+from variable_batch_size.evaluation.analysis import BASELINE, Analysis
+from variable_batch_size.evaluation.metric import lower_is_better
 from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 

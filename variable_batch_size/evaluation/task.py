@@ -27,6 +27,7 @@ from variable_batch_size._validation import (
     type_error,
     value_error,
 )
+from variable_batch_size.evaluation.metric import lower_is_better
 from variable_batch_size.evaluation.tasks.table import TASKS
 
 FUNCTIONS = ("model", "dataset", "loss", "evaluate", "optimizer")
@@ -129,6 +130,7 @@ def _function(value: object, name: str) -> Callable[[int, int], float]:
 def _target(value: object, name: str) -> tuple[str, float]:
     if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)):
         raise type_error(f"{name} must be a metric and its value", value, 'pass ("loss", 0.12)')
+    lower_is_better(value[0])  # or an error, before any training
     return value[0], check_number(value[1], name, "pass a number")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import platform
 import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -153,7 +154,13 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     for _ in remaining_epochs(sampler, optimizer):
         for batch in batches():
             updates, samples = optimizer.updates, optimizer.microbatch.samples
-            loss = task.loss(model, batch)
+            try:
+                loss = task.loss(model, batch)
+            except Exception as error:
+                if not (updates and failed_by_divergence(model, error)):
+                    raise
+                curve.diverged = True
+                return watch()
             if not curve.microbatch(float(loss.detach()), samples):
                 return watch()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -178,9 +185,22 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
 def _evaluate(parts: Parts, curve: Curve) -> None:
     task, model, _, optimizer, _ = parts
     model.eval()
-    metrics = task.evaluate(model)
+    metrics: Mapping[str, float] = {"loss": math.nan}
+    try:
+        metrics = task.evaluate(model)
+    except Exception as error:
+        if not (optimizer.updates and failed_by_divergence(model, error)):
+            raise
     model.train()
     curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
+
+
+def failed_by_divergence(model: nn.Module, error: Exception) -> bool:
+    """Return whether an error of a task only says that the training has diverged.
+
+    It is arithmetic, such as the overflow of a perplexity, or the weights are not finite.
+    """
+    return isinstance(error, ArithmeticError) or not all(bool(one.isfinite().all()) for one in model.parameters())
 
 
 def _stopwatch(curve: Curve) -> Callable[[], None]:

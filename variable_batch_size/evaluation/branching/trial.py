@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_st
 from variable_batch_size.evaluation.branching.start import BranchParts
 from variable_batch_size.evaluation.curve import MEANS, TOTALS, Curve
 from variable_batch_size.evaluation.task import Task
-from variable_batch_size.evaluation.training import batches_of, limited_threads
+from variable_batch_size.evaluation.training import batches_of, failed_by_divergence, limited_threads
 from variable_batch_size.optim.epochs import remaining_epochs
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -77,7 +78,7 @@ def train_trial(
         factor: update of the branch -> factor on the learning rate, beside that of the schedule.
     """
     task, model, sampler, optimizer, scheduler = parts
-    curve = Curve(None, sampler.plan.minibatch_size)
+    curve = Curve(None, sampler.plan.minibatch_size, untrained["loss"])
     curve.evaluation(0, 0, 0.0, untrained)
     losses: list[float] = []
     sizes: list[int] = []
@@ -89,7 +90,12 @@ def train_trial(
             updates, samples = optimizer.updates, optimizer.microbatch.samples
             if not count:
                 rates = _scale(optimizer, factor(len(losses)))
-            loss = task.loss(model, batch)
+            try:
+                loss = task.loss(model, batch)
+            except Exception as error:
+                if not (losses and failed_by_divergence(model, error)):
+                    raise
+                return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
             value = float(loss.detach())
             if not curve.microbatch(value, samples):
                 return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
@@ -110,7 +116,13 @@ def train_trial(
             if curve.diverged:
                 return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
             total, count = 0.0, 0
-    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, _evaluated(task, model))
+    try:
+        final = _evaluated(task, model)
+    except Exception as error:
+        if not failed_by_divergence(model, error):
+            raise
+        final = {"loss": math.nan}
+    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, final)
     if curve.diverged:
         return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
     last = curve.rows[-1]

@@ -1,0 +1,131 @@
+"""What is a divergence, and what an error of the task; metrics that are not finite; and controllers by their names."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from helpers.evaluation_tasks import Tiny
+from variable_batch_size import AdaptiveTrace
+from variable_batch_size.evaluation import Experiment, Record, branch, read_records, run
+
+HERE = f"{__name__}:"
+
+
+class OtherMetrics(Tiny):
+    """One metric is infinite before the training, another one is never a number."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        found = super().evaluate(model)
+        return found | {"perplexity": math.inf if found["loss"] > 5 else found["loss"], "f1": math.nan}
+
+
+class NeverFinite(Tiny):
+    """Its evaluation is not finite before the training."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"loss": math.nan}
+
+
+class Scaled(Tiny):
+    """Its training loss is 20 times that of the evaluation."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return 20 * super().loss(model, batch)
+
+
+class Overflows(Tiny):
+    """Its evaluation is a power, which overflows if the loss is large."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        found = super().evaluate(model)
+        return found | {"perplexity": math.exp(found["loss"])}
+
+
+class Checks(Tiny):
+    """Its loss raises if the weights are not finite."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if not all(bool(one.isfinite().all()) for one in model.parameters()):
+            raise ValueError("the mean of a distribution must be finite")
+        return super().loss(model, batch).nan_to_num(1.0, 1.0)
+
+
+class Raises(Tiny):
+    """Its loss raises after some microbatches."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 9:
+            raise ValueError("an error of the task")
+        return super().loss(model, batch)
+
+
+def records(task: str, folder: Path, **other: Any) -> list[Record]:
+    arguments: dict[str, Any] = {"traces": ["8"], "rules": ["constant"], "seeds": 1} | other
+    return run(Experiment([HERE + task], **arguments), folder, progress=False)
+
+
+def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays(tmp_path: Path) -> None:
+    (found,) = records("OtherMetrics", tmp_path)
+    (plain,) = run(Experiment(["helpers.evaluation_tasks:Tiny"], ["8"], ["constant"], 1), tmp_path, progress=False)
+    assert found.status == "finished"
+    assert found.curve["loss"] == plain.curve["loss"]
+    perplexity, f1 = found.curve["perplexity"], found.curve["f1"]
+    assert perplexity is not None
+    assert f1 is not None
+    assert perplexity[0] is None
+    assert perplexity[-1] == found.curve["loss"][-1]  # type: ignore[index]
+    assert set(f1) == {None}
+    assert len(read_records(tmp_path)) == 2
+
+
+def test_an_untrained_model_without_a_finite_loss_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="evaluate\\(\\) must return a finite loss of the untrained model, got nan"):
+        records("NeverFinite", tmp_path)
+    assert not read_records(tmp_path)
+
+
+def test_a_training_loss_of_another_scale_is_no_divergence(tmp_path: Path) -> None:
+    (found,) = records("Scaled", tmp_path, lr=0.0025)
+    assert found.status == "finished"
+    kept = branch(None, f"{HERE}Scaled", batch_size=8, candidates=["constant"], updates=8, lr=0.0025)
+    assert [trial.status for trial in kept.trials] == ["finished"]
+
+
+@pytest.mark.parametrize(("task", "lr"), [("Overflows", 40.0), ("Checks", 1e20)])
+def test_an_error_of_a_model_that_has_diverged_is_a_divergence(task: str, lr: float, tmp_path: Path) -> None:
+    (found,) = records(task, tmp_path, lr=lr)
+    assert found.status == "diverged"
+    kept = branch(None, HERE + task, batch_size=8, candidates=["constant"], updates=30, lr=lr)
+    assert [trial.status for trial in kept.trials] == ["diverged"]
+
+
+def test_another_error_stays_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="failed: ValueError: an error of the task"):
+        records("Raises", tmp_path)
+
+
+class Plain:
+    """A controller that does not say what it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, _: Any) -> int:
+        return self.size
+
+
+@pytest.mark.parametrize("controller", [Plain(8), lambda _: 8])
+def test_a_controller_that_does_not_tell_its_numbers_is_refused(controller: Any) -> None:
+    experiment = Experiment(
+        ["helpers.evaluation_tasks:Tiny"], {"own": AdaptiveTrace(controller, start=8)}, ["constant"]
+    )
+    with pytest.raises(ValueError, match=r"the repr of a controller must tell its numbers, .* at 0x"):
+        experiment.cells()
