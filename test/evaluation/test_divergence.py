@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from helpers.evaluation_tasks import Tiny
@@ -38,6 +39,15 @@ class Scaled(Tiny):
         return 20 * super().loss(model, batch)
 
 
+class Heavy(Tiny):
+    """The losses of its samples differ by a factor of a thousand, so that a batch of one tells little."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, outputs = batch
+        factor = torch.where(inputs[:, :1] > 1.5, 30.0, 0.03)
+        return (factor * (model(inputs) - outputs).square()).mean()
+
+
 class Overflows(Tiny):
     """Its evaluation is a power, which overflows if the loss is large."""
 
@@ -53,6 +63,15 @@ class Checks(Tiny):
         if not all(bool(one.isfinite().all()) for one in model.parameters()):
             raise ValueError("the mean of a distribution must be finite")
         return super().loss(model, batch).nan_to_num(1.0, 1.0)
+
+
+class ChecksLater(Tiny):
+    """Its loss raises if an output is too large, while the weights are finite."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if model(batch[0]).abs().max() > 1e6:
+            raise ValueError("the mean of a distribution must be at most 1e6")
+        return super().loss(model, batch)
 
 
 class Raises(Tiny):
@@ -84,6 +103,9 @@ def test_a_metric_that_is_not_finite_is_missing_in_a_row_that_stays(tmp_path: Pa
     assert perplexity[-1] == found.curve["loss"][-1]  # type: ignore[index]
     assert set(f1) == {None}
     assert len(read_records(tmp_path)) == 2
+    kept = branch(None, f"{HERE}OtherMetrics", batch_size=8, candidates=["constant", "linear*0.5"], updates=8)
+    assert all(math.isnan(trial.metrics["f1"]) and trial.metrics["loss"] < 5 for trial in kept.trials)
+    assert "final f1" in str(kept)
 
 
 def test_an_untrained_model_without_a_finite_loss_is_an_error(tmp_path: Path) -> None:
@@ -99,7 +121,12 @@ def test_a_training_loss_of_another_scale_is_no_divergence(tmp_path: Path) -> No
     assert [trial.status for trial in kept.trials] == ["finished"]
 
 
-@pytest.mark.parametrize(("task", "lr"), [("Overflows", 40.0), ("Checks", 1e20)])
+def test_rare_large_losses_are_no_divergence(tmp_path: Path) -> None:
+    for found in records("Heavy", tmp_path, lr=1e-12, ref_batchsize=1, traces=["1"], seeds=3):
+        assert found.status == "finished"
+
+
+@pytest.mark.parametrize(("task", "lr"), [("Overflows", 40.0), ("Checks", 1e20), ("ChecksLater", 2.0)])
 def test_an_error_of_a_model_that_has_diverged_is_a_divergence(task: str, lr: float, tmp_path: Path) -> None:
     (found,) = records(task, tmp_path, lr=lr)
     assert found.status == "diverged"

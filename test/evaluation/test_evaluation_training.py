@@ -157,8 +157,11 @@ def test_a_loss_diverges_above_ten_times_that_of_the_untrained_model(losses: lis
     for number, loss in enumerate(losses):
         by_evaluation.evaluation(number, number, number, {"loss": loss})
     by_update.evaluation(0, 0, 0, {"loss": losses[0]})
-    if by_update.microbatch(losses[1], 4):
-        by_update.update(1, 0.1)
+    for number, loss in enumerate(losses):
+        if by_update.microbatch(loss, 4):
+            by_update.update(number, 0.1)
+            assert by_update.large == (diverged and number == 1)
+            by_update.evaluation(number, 4, number, {"loss": losses[0]})
     assert by_evaluation.diverged == by_update.diverged == diverged
 
 

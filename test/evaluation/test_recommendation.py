@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from helpers.evaluations import records
 from variable_batch_size.evaluation import Analysis, recommend
 from variable_batch_size.evaluation.recommendation import Recommendation
@@ -94,3 +96,25 @@ def test_the_best_rule_is_seldom_left_out() -> None:
         found = recommend(Analysis(records(rules, ["64"], seeds=5, grid=(1.0,), seed=seed)))[0]
         left_out += len(rules) - len({found.rule, *found.alternatives})
     assert left_out <= 5
+
+
+def test_rules_with_other_seeds_are_compared_by_the_seeds_of_all() -> None:
+    """The fourth and fifth seed of one rule are hard: its mean is larger, but it is better with each shared seed."""
+    found = [replace(one, cell={**one.cell}) for one in records({"constant": 0.05, "root": 0.0}, ["64"], seeds=5)]
+    kept = [one for one in found if one.cell["rule"] == "root" or one.cell["seed"] < 3]
+    for one in kept:
+        if one.cell["seed"] >= 3:
+            one.curve["loss"][-1] += 1.0  # type: ignore[index,operator]
+    (said,) = recommend(Analysis([one for one in kept if one.cell["lr_factor"] == 1]))
+    assert (said.rule, said.alternatives) == ("root", ())
+    assert "3 seeds" in said.sentences[0]
+    assert "root was better than constant" in said.sentences[1]
+
+
+def test_rules_without_a_shared_seed_are_not_compared() -> None:
+    found = records({"constant": 0.0, "root": 0.1}, ["64"], seeds=4, grid=(1.0,))
+    apart = [one for one in found if (one.cell["seed"] < 2) == (one.cell["rule"] == "root")]
+    (said,) = recommend(Analysis(apart))
+    assert said.rule is None
+    assert "no seed was trained with each one" in said.sentences[0]
+    assert "constant and root do not have" in said.sentences[1]

@@ -171,6 +171,14 @@ class Analysis:
         rows = rows[(rows["task"] == task) & (rows["trace"] == trace)].set_index("rule")
         return rows.reindex([rule for rule in self.rules if rule in rows.index])
 
+    def shared(self, task: str, trace: str, rules: Sequence[str]) -> pd.DataFrame:
+        """Return the metric by seed and rule at the learning rate of the reference, of seeds that all rules have."""
+        import pandas as pd
+
+        own = self._own(task, trace)
+        values = {rule: _by_seed(own[(own["rule"] == rule) & ~own["diverged"]], self.metric) for rule in rules}
+        return pd.DataFrame(values).dropna()
+
     def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""
         own = self._own(task, trace)

@@ -21,17 +21,16 @@ class Curve:
     Args:
         time: the simulated time; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
-        untrained: a loss that the training may begin with, if it does not begin with the untrained model.
     """
 
-    def __init__(self, time: SimulatedTime | None, minibatch_size: int, untrained: float = -math.inf) -> None:
+    def __init__(self, time: SimulatedTime | None, minibatch_size: int) -> None:
         self._time, self._minibatch_size = time, minibatch_size
         self.rows: list[dict[str, Any]] = []
         self.seconds = 0.0
         self._step = (0.0, 0)  # sum of the losses of the update under way, samples
         self._since = [0.0, 0.0, 0, 0]  # since the last row: sums of losses, learning rates, samples and updates
-        self._untrained = untrained
         self._first: float | None = None  # training loss of the first update
+        self._last: float | None = None  # that of the last one
         self.diverged = False
         self.wall_seconds = 0.0
 
@@ -39,6 +38,21 @@ class Curve:
     def samples(self) -> int:
         """Samples at the last row; -1 if there is none."""
         return int(self.rows[-1]["samples"]) if self.rows else -1
+
+    @property
+    def large(self) -> bool:
+        """Whether the loss of the last update was one of a training that has diverged, or of an unusual batch."""
+        return self._last is not None and not self._last <= self._training_limit
+
+    @property
+    def _untrained(self) -> float:
+        """The loss of the untrained model; infinite as long as it is not known."""
+        return float(self.rows[0]["loss"]) if self.rows else math.inf
+
+    @property
+    def _training_limit(self) -> float:
+        """The loss of training above which it has diverged: it may have another scale than that of the evaluation."""
+        return _limit(self._untrained if self._first is None else max(self._untrained, self._first))
 
     def microbatch(self, loss: float, samples: int) -> bool:
         """Add the mean loss of a microbatch; return False if the training ends, because it is not finite."""
@@ -55,8 +69,8 @@ class Curve:
             self._since[column] += value
         if self._time is not None:
             self.seconds = self._time.after(self.seconds, updates, count, self._minibatch_size)
-        self._first = max(self._untrained, total / count) if self._first is None else self._first
-        self.diverged = self.diverged or not total / count <= _limit(self._first)
+        self._last = total / count
+        self._first = self._last if self._first is None else self._first
 
     def evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
         """Add a row, with None for a metric that is not finite; a loss that is not ends the training, without a row.
@@ -68,10 +82,10 @@ class Curve:
         if not (self.rows or math.isfinite(values["loss"])):
             remedy = "mend evaluate() or the model: nothing has been trained yet"
             raise value_error("evaluate() must return a finite loss of the untrained model", values["loss"], remedy)
-        if not math.isfinite(values["loss"]) or (self.rows and values["loss"] > _limit(self.rows[0]["loss"])):
-            self.diverged = True
         losses, rates, count, number = self._since
         means = (count / number, rates / number, losses / count) if number else (None, None, None)
+        self.diverged |= not values["loss"] <= _limit(self._untrained)
+        self.diverged |= bool(number) and not losses / count <= self._training_limit
         cost = None if self._time is None else self._time.cost(self.seconds)
         totals = (updates, samples, progress, None if self._time is None else self.seconds, cost)
         row = dict(zip((*TOTALS, *MEANS), (*totals, *means), strict=True)) | values
@@ -90,13 +104,14 @@ class Curve:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as plain values."""
-        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "first": self._first}
+        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "losses": (self._first, self._last)}
         return {**kept, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
         self.rows, self.seconds = list(state_dict["rows"]), state_dict["seconds"]
-        self._since, self._step, self._first = list(state_dict["since"]), (0.0, 0), state_dict["first"]
+        self._since, self._step = list(state_dict["since"]), (0.0, 0)
+        self._first, self._last = state_dict.get("losses", (None, None))
         self.diverged, self.wall_seconds = state_dict["diverged"], state_dict["wall_seconds"]
 
 

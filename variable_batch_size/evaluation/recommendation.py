@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from variable_batch_size.evaluation.analysis import BASELINE, Analysis
+import numpy as np
+
+from variable_batch_size._validation import FloatArray
+from variable_batch_size.evaluation.analysis import BASELINE, Analysis, possible
 from variable_batch_size.evaluation.metric import lower_is_better
-from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval
+from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval, difference_interval, mean_interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 
 if TYPE_CHECKING:
@@ -43,12 +46,12 @@ class Recommendation:
 def recommend(analysis: Analysis) -> list[Recommendation]:
     """Return a recommendation for each task and trace.
 
-    The rule with the best mean, of those that never diverged, is compared with each other one by paired differences,
-    whose intervals are widened by their number (Bonferroni). Where one contains 0, no difference is seen. The rule that
-    is truly best is then the named one, or one to which no difference is seen, with 95% confidence (Hsu 1984,
-    Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best). That all others are worse is
-    less sure, because the best mean is in part luck. If no difference to the baseline is seen, that is recommended, as
-    the simplest.
+    The rules that never diverged are compared by the seeds that all of them have: the one with the best mean with each
+    other one by paired differences, whose intervals are widened by their number (Bonferroni). Where one contains 0, no
+    difference is seen. The rule that is truly best is then the named one, or one to which no difference is seen, with
+    95% confidence (Hsu 1984, Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best).
+    That all others are worse is less sure, because the best mean is in part luck. If no difference to the baseline is
+    seen, that is recommended, as the simplest.
     """
     return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
 
@@ -64,15 +67,22 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
             _unknown(analysis, task, None, facts),
         )
         return Recommendation(task, trace, None, (), sentences)
+    values = analysis.shared(task, trace, [*map(str, stable.index)])
+    if values.empty:
+        which = (
+            f"No rule can be recommended for {task} under {trace} yet: no seed was trained with each one that is left."
+        )
+        apart = f"Rules are compared by equal seeds, which {listed([*values.columns])} do not have."
+        return Recommendation(task, trace, None, (), (which, apart, _unknown(analysis, task, None, facts)))
     sign = 1 if lower_is_better(analysis.metric) else -1
-    best = str((sign * stable["value"]).idxmin())
+    best = str((sign * values.mean()).idxmin())
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(stable) - 1)
-    found = analysis.differences(task, trace, best, confidence)
-    pairs = {rule: found[rule] for rule in map(str, stable.index) if rule != best}
+    differences = {str(rule): values[rule] - values[best] for rule in values if rule != best}
+    pairs = {rule: difference_interval(found.to_numpy(np.float64), confidence) for rule, found in differences.items()}
     alike = [rule for rule, pair in pairs.items() if not pair.decided]
     rule = analysis.baseline if analysis.baseline in alike else best
     sentences = (
-        _which(analysis, task, trace, stable, best, rule, alike),
+        _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, not pairs),
         _how_sure(best, pairs, alike),
         _unknown(analysis, task, rule, facts),
     )
@@ -81,13 +91,12 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
 
 
 def _which(
-    analysis: Analysis, task: str, trace: str, stable: pd.DataFrame, best: str, rule: str, alike: list[str]
+    analysis: Analysis, task: str, trace: str, values: FloatArray, best: str, rule: str, alike: list[str], single: bool
 ) -> str:
-    value: dict[Any, float] = stable.loc[best].to_dict()
-    mean = interval(value["value"], value["value_low"], value["value_high"])
-    seeds = f"{value['value_n']:.0f} seed{'s' if value['value_n'] > 1 else ''}"
-    lead = f"{analysis.metric} {mean}, {seeds}"
-    if len(stable) == 1:
+    mean = mean_interval(values, **possible(analysis.metric, values))
+    seeds = f"{mean.n} seed{'s' if mean.n > 1 else ''}"
+    lead = f"{analysis.metric} {interval(mean.value, mean.low, mean.high)}, {seeds}"
+    if single:
         return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
     if not alike:
         return f"For {task} under {trace}, use {best}: {lead}."
@@ -105,7 +114,7 @@ def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
     """Return what the paired differences say, and how large one could be that was not seen."""
     if not pairs:
         return "There is nothing to compare it with."
-    if max(pair.n for pair in pairs.values()) < 2:
+    if next(iter(pairs.values())).n < 2:
         return "One seed says nothing about chance: no difference can be told from it."
     parts = []
     if beaten := [rule for rule in pairs if rule not in alike]:
@@ -117,8 +126,7 @@ def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
         others = alike[0] if len(alike) == 1 else "another one of these"
         lost = f"a difference of up to {number(missed)} between {best} and {others} could not be told from chance"
         parts.append(lost if missed else f"{listed([best, *alike])} brought the same")
-    fewest, most = (end(pair.n for pair in pairs.values()) for end in (min, max))
-    seeds = f"{fewest} to {most}" if fewest < most else f"{most}"
+    seeds = next(iter(pairs.values())).n
     sure = f"the best of them is {listed([best, *alike], 'or')} with 95% confidence"
     return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import uuid
@@ -201,7 +202,8 @@ def _distinct(values: Iterable[object]) -> str:
 
 
 def _file_name(task: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-")
+    return name if len(name) < 100 else f"{name[:80]}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"
 
 
 def _publish_table(path: Path, rows: pd.DataFrame, table: TableFormat) -> None:

@@ -157,7 +157,7 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
             try:
                 loss = task.loss(model, batch)
             except Exception as error:
-                if not (updates and failed_by_divergence(model, error)):
+                if not (updates and (curve.large or failed_by_divergence(model, error))):
                     raise
                 curve.diverged = True
                 return watch()
@@ -189,7 +189,7 @@ def _evaluate(parts: Parts, curve: Curve) -> None:
     try:
         metrics = task.evaluate(model)
     except Exception as error:
-        if not (optimizer.updates and failed_by_divergence(model, error)):
+        if not (optimizer.updates and (curve.large or failed_by_divergence(model, error))):
             raise
     model.train()
     curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)

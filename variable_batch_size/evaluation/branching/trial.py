@@ -78,7 +78,7 @@ def train_trial(
         factor: update of the branch -> factor on the learning rate, beside that of the schedule.
     """
     task, model, sampler, optimizer, scheduler = parts
-    curve = Curve(None, sampler.plan.minibatch_size, untrained["loss"])
+    curve = Curve(None, sampler.plan.minibatch_size)
     curve.evaluation(0, 0, 0.0, untrained)
     losses: list[float] = []
     sizes: list[int] = []
@@ -93,7 +93,7 @@ def train_trial(
             try:
                 loss = task.loss(model, batch)
             except Exception as error:
-                if not (losses and failed_by_divergence(model, error)):
+                if not (losses and (curve.large or failed_by_divergence(model, error))):
                     raise
                 return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
             value = float(loss.detach())
@@ -119,14 +119,15 @@ def train_trial(
     try:
         final = _evaluated(task, model)
     except Exception as error:
-        if not failed_by_divergence(model, error):
+        if not (curve.large or failed_by_divergence(model, error)):
             raise
         final = {"loss": math.nan}
     curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, final)
     if curve.diverged:
         return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
     last = curve.rows[-1]
-    metrics = {key: value for key, value in last.items() if key not in (*TOTALS, *MEANS)}
+    values = {key: value for key, value in last.items() if key not in (*TOTALS, *MEANS)}
+    metrics = {key: math.nan if value is None else value for key, value in values.items()}
     return Trial(name, order, "finished", tuple(losses), tuple(sizes), metrics)
 
 

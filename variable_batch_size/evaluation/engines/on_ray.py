@@ -69,7 +69,8 @@ def _result(ray: ModuleType, ended: Any, cell: Cell) -> Record:
     except ray.exceptions.RayError as error:
         raise RuntimeError(
             f"each training must end, but {cell.key} ({cell}) was killed more than {RETRIES} times, perhaps because "
-            f"there was not enough memory ({type(error).__name__}); run the evaluation again to continue"
+            f"there was not enough memory, or a part of Ray was ({type(error).__name__}); run the evaluation again to "
+            f"continue"
         ) from error
     return record
 
