@@ -117,8 +117,12 @@ def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]
     for rule, cell in _first_seeds(rows):
         axes.step(cell["samples"], cell["effective_lr"], where="pre", label=rule, lw=1.3, **_line(looks[rule]))
     if (rows["effective_lr"].dropna() > 0).all():
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter("{x:.3g}")
+        rates = rows["effective_lr"].dropna()
+        wide = len(rates) and rates.max() > 50 * rates.min()
+        axes.set_yscale("log", subs=range(2, 10))  # short labels: those of powers of two are wider than the margin
+        locator = import_extra("matplotlib.ticker", "evaluation").LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0))
+        axes.yaxis.set_major_locator(locator)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
     axes.set(xlabel="samples", ylabel="learning rate")
     _grid(axes)
