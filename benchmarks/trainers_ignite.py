@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
 from results import TRAINER, record
-from step import perceptron, ratios
+from step import kept, perceptron, ratios
 from variable_batch_size.integrations import ignite as ours
 
 ROWS, MICROBATCHES = 32, 4
@@ -43,7 +43,7 @@ def ignite(pairs: int) -> None:
     for size, width, updates in ("1M parameters", 512, 16), ("10M parameters", 2800, 4):
         sides = block(width, updates, plain=False), block(width, updates, plain=True)
         found = spread(list(ratios(sides, 1, pairs, lambda: None)))
-        record(TRAINER, "Ignite / its accumulation", found, on=size, where="CPU, 1 process, 1 thread")
+        record(TRAINER, "Ignite / its accumulation", found, on=f"{size}{kept()}", where="CPU, 1 process, 1 thread")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from records import spread
 from results import TRAINER, record
-from step import perceptron, ratios
+from step import kept, perceptron, ratios
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
 
 ROWS, MICROBATCHES = 32, 4
@@ -103,7 +103,7 @@ def lightning(pairs: int) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for size, width, updates in ("1M parameters", 512, 16), ("10M parameters", 2800, 4):
         found = spread(measured(width, updates, pairs))
-        record(TRAINER, "Lightning / its accumulation", found, on=size, where="CPU, 1 process, 1 thread")
+        record(TRAINER, "Lightning / its accumulation", found, on=f"{size}{kept()}", where="CPU, 1 process, 1 thread")
 
 
 if __name__ == "__main__":
