@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from helpers.pages import ROOT
 from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.evaluation import Analysis, read_records
 from variable_batch_size.evaluation.courses import TraceOptions, Training, course_of
 
 
@@ -51,3 +54,13 @@ def test_a_training_takes_nine_tenths_of_the_window(large: Any, tmp_path: Path, 
         )
     )
     assert used / (capacity.mean * capacity.end) == pytest.approx(0.9, abs=0.05)
+
+
+def test_the_records_are_those_of_their_names() -> None:
+    found = read_records(ROOT / "benchmarks" / "evaluation_large")
+    assert len(found) >= 140
+    for record in found:
+        text = json.dumps(dict(record.cell), sort_keys=True, separators=(",", ":"))
+        assert hashlib.sha256(text.encode()).hexdigest()[:16] == record.key
+    assert {record.status for record in found} <= {"finished", "diverged"}
+    assert set(Analysis(found).tasks) == {"char-gpt", "fashion-cnn"}
