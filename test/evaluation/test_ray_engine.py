@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A cluster of this machine with 2 CPUs; its address."""
     token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text(secrets.token_hex(32))  # Ray would write one into the home folder; it is used where there is one
-    with pytest.MonkeyPatch.context() as patch:
+    with on_ray.kept_handler(), pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_AUTH_MODE", raising=False)
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -145,3 +146,10 @@ def test_the_command_trains_a_task_of_its_working_directory_at_an_address(cluste
     expected = run(experiment(arguments={"shift": 0.5}, seeds=2), tmp_path / "expected", progress=False)
     found = {record.cell["seed"]: record.curve for record in read_records(tmp_path / "records")}
     assert found == {record.cell["seed"]: record.curve for record in expected}
+
+
+def test_the_handler_of_a_signal_that_ray_replaces_is_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with on_ray.kept_handler():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,14 +116,26 @@ def _connected(ray: ModuleType, address: str | None) -> Iterator[None]:
         yield
         return
     _check_address(address or os.environ.get("RAY_ADDRESS"))
-    try:
-        ray.init(address=address)
-    except ConnectionError as error:
-        raise ConnectionError(f"address must be that of a running Ray, got {address!r}; {START}") from error
+    with kept_handler():
+        try:
+            ray.init(address=address)
+        except ConnectionError as error:
+            raise ConnectionError(f"address must be that of a running Ray, got {address!r}; {START}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def kept_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM afterwards: `ray.init()` sets one that remains after `ray.shutdown()`."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        ray.shutdown()
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _check_address(address: str | None) -> None:
