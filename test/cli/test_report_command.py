@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from html import unescape
 from pathlib import Path
 
@@ -29,7 +30,10 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "variable_batch_size", *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets its background jobs ignore Ctrl-C
+    return subprocess.Popen(
+        command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=heard
+    )
 
 
 def stop(evaluation: subprocess.Popen[str], folder: Path, number: signal.Signals) -> tuple[str, str]:
