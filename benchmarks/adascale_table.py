@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from records import Measured
 from results import record
-from variable_batch_size import ProgressScheduler, remaining_epochs
+from variable_batch_size import ProgressScheduler
 from variable_batch_size.evaluation import Cell, Experiment, Record, engines, load_task
 from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.loop import evaluate, updates_of
 from variable_batch_size.evaluation.record import keys_in, path_of
 from variable_batch_size.evaluation.statistics import Interval, difference_interval, mean_interval
-from variable_batch_size.evaluation.task import FUNCTIONS, dataset_of
+from variable_batch_size.evaluation.task import FUNCTIONS
 from variable_batch_size.evaluation.training import environment, parts_of
 
 TIMES = (8, 16, 32, 64)
@@ -124,42 +124,21 @@ def train_by_progress(cell: Cell, folder: Path, updates: int) -> Record:
         return Record.read(path_of(folder, cell.key))
     began = time.perf_counter()
     torch.manual_seed(cell.seed)
-    (task, model, sampler, optimizer, _), curve = parts_of(cell), Curve(None, cell.minibatch_size)
+    parts, curve = parts_of(cell), Curve(None, cell.minibatch_size)
+    optimizer = parts.optimizer
     schedule = ProgressScheduler(CosineAnnealingLR(optimizer, updates), optimizer, by="progress", total=updates)
-    dataset: Any = dataset_of(task)
-    evaluate(task, model, optimizer, curve)
-
-    def microbatches() -> Iterator[Any]:
-        for _ in remaining_epochs(sampler, optimizer, schedule):
-            for indices in sampler:
-                yield dataset[torch.tensor(indices)]
-                if schedule.done:
-                    break
-
-    for batch in microbatches():
-        number, samples = optimizer.updates, optimizer.microbatch.samples
-        loss = task.loss(model, batch)
-        if not curve.microbatch(float(loss.detach()), samples):
+    evaluate(parts, curve)
+    for _ in updates_of(parts, curve):
+        schedule.step()
+        curve.update(optimizer.updates, optimizer.current_lr())
+        if schedule.done:
             break
-        loss.backward()
-        optimizer.step()
-        if optimizer.updates > number:
-            schedule.step()
-            curve.update(optimizer.updates, optimizer.current_lr())
-    evaluate(task, model, optimizer, curve)
+    evaluate(parts, curve)
     status = "diverged" if curve.diverged else "finished"
     seconds = round(time.perf_counter() - began, 3)
     found = Record(cell.key, cell.as_json(), status, curve.columns(), seconds, environment())
     found.write(folder)
     return found
-
-
-@torch.no_grad()
-def evaluate(task: Any, model: torch.nn.Module, optimizer: Any, curve: Curve) -> None:
-    """Add a row to the curve."""
-    model.eval()
-    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, task.evaluate(model))
-    model.train()
 
 
 def train_all(flags: argparse.Namespace) -> dict[tuple[str, int], list[Record]]:

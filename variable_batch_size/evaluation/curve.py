@@ -21,6 +21,13 @@ class Curve:
     Args:
         time: the simulated time; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
+
+    Attributes:
+        rows: the rows so far.
+        seconds: simulated seconds.
+        last: training loss of the last update; None before the first one.
+        diverged: whether the training has diverged.
+        wall_seconds: seconds that it took, over all sittings.
     """
 
     def __init__(self, time: SimulatedTime | None, minibatch_size: int) -> None:
@@ -30,7 +37,7 @@ class Curve:
         self._step = (0.0, 0)  # sum of the losses of the update under way, samples
         self._since = [0.0, 0.0, 0, 0]  # since the last row: sums of losses, learning rates, samples and updates
         self._first: float | None = None  # training loss of the first update
-        self._last: float | None = None  # that of the last one
+        self.last: float | None = None
         self.diverged = False
         self.wall_seconds = 0.0
 
@@ -40,9 +47,14 @@ class Curve:
         return int(self.rows[-1]["samples"]) if self.rows else -1
 
     @property
+    def began(self) -> bool:
+        """Whether an update was made."""
+        return self.last is not None
+
+    @property
     def large(self) -> bool:
         """Whether the loss of the last update was one of a training that has diverged, or of an unusual batch."""
-        return self._last is not None and not self._last <= self._training_limit
+        return self.last is not None and not self.last <= self._training_limit
 
     @property
     def _untrained(self) -> float:
@@ -69,8 +81,8 @@ class Curve:
             self._since[column] += value
         if self._time is not None:
             self.seconds = self._time.after(self.seconds, updates, count, self._minibatch_size)
-        self._last = total / count
-        self._first = self._last if self._first is None else self._first
+        self.last = total / count
+        self._first = self.last if self._first is None else self._first
 
     def evaluation(self, updates: int, samples: int, progress: float, metrics: Mapping[str, float]) -> None:
         """Add a row, with None for a metric that is not finite; a loss that is not ends the training, without a row.
@@ -104,14 +116,14 @@ class Curve:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as plain values."""
-        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "losses": (self._first, self._last)}
+        kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "losses": (self._first, self.last)}
         return {**kept, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
         self.rows, self.seconds = list(state_dict["rows"]), state_dict["seconds"]
         self._since, self._step = list(state_dict["since"]), (0.0, 0)
-        self._first, self._last = state_dict.get("losses", (None, None))
+        self._first, self.last = state_dict.get("losses", (None, None))
         self.diverged, self.wall_seconds = state_dict["diverged"], state_dict["wall_seconds"]
 
 

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import platform
 import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
 
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
 from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.saving import Saving
-from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
-from variable_batch_size.optim.epochs import remaining_epochs
+from variable_batch_size.evaluation.task import Defaults, dataset_of, load_task
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAVE_EVERY = timedelta(seconds=30)
-
-
-class Parts(NamedTuple):
-    """The objects of a training."""
-
-    task: Task
-    model: nn.Module
-    sampler: CustomSampler
-    optimizer: CustomOptimizer
-    scheduler: ProgressScheduler | None
 
 
 def parts_of(cell: Cell) -> Parts:
@@ -145,62 +131,23 @@ def publish(record: Record, folder: Path) -> Path:
 
 def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     """Train until the samples are used, or the training diverges."""
-    task, model, sampler, optimizer, scheduler = parts
+    optimizer, scheduler = parts.optimizer, parts.scheduler
     watch = _stopwatch(curve)
-    model.train()
     if not curve.rows:
-        _evaluate(parts, curve)
-    batches = batches_of(task, sampler)
-    for _ in remaining_epochs(sampler, optimizer):
-        for batch in batches():
-            updates, samples = optimizer.updates, optimizer.microbatch.samples
-            try:
-                loss = task.loss(model, batch)
-            except Exception as error:
-                if not (updates and (curve.large or failed_by_divergence(model, error))):
-                    raise
-                curve.diverged = True
-                return watch()
-            if not curve.microbatch(float(loss.detach()), samples):
-                return watch()
-            loss.backward()  # type: ignore[no-untyped-call]
-            updated = optimizer.step()
-            if optimizer.updates == updates:
-                continue
-            if updated and scheduler is not None:
-                scheduler.step()
-            curve.update(optimizer.updates, optimizer.current_lr())
-            if optimizer.samples // cell.between > curve.samples // cell.between or curve.diverged:
-                _evaluate(parts, curve)
-            watch()
-            saving.step(optimizer.updates)
-            if curve.diverged:
-                return None
+        evaluate(parts, curve)
+    for updated in updates_of(parts, curve):
+        if updated and scheduler is not None:
+            scheduler.step()
+        curve.update(optimizer.updates, optimizer.current_lr())
+        if optimizer.samples // cell.between > curve.samples // cell.between:
+            evaluate(parts, curve)
+        watch()
+        saving.step(optimizer.updates)
+        if curve.diverged:
+            return None
     if curve.samples < optimizer.samples and not curve.diverged:
-        _evaluate(parts, curve)
+        evaluate(parts, curve)
     return watch()
-
-
-@torch.no_grad()
-def _evaluate(parts: Parts, curve: Curve) -> None:
-    task, model, _, optimizer, _ = parts
-    model.eval()
-    metrics: Mapping[str, float] = {"loss": math.nan}
-    try:
-        metrics = task.evaluate(model)
-    except Exception as error:
-        if not (optimizer.updates and (curve.large or failed_by_divergence(model, error))):
-            raise
-    model.train()
-    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
-
-
-def failed_by_divergence(model: nn.Module, error: Exception) -> bool:
-    """Return whether an error of a task only says that the training has diverged.
-
-    It is arithmetic, such as the overflow of a perplexity, or the weights are not finite.
-    """
-    return isinstance(error, ArithmeticError) or not all(bool(one.isfinite().all()) for one in model.parameters())
 
 
 def _stopwatch(curve: Curve) -> Callable[[], None]:
@@ -214,29 +161,6 @@ def _stopwatch(curve: Curve) -> Callable[[], None]:
         last = now
 
     return add
-
-
-def batches_of(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
-    """Return a function that iterates over the batches of an epoch, as a DataLoader does.
-
-    Of a `TensorDataset` the rows of a batch are taken at once, which gives the same batches.
-    """
-    dataset: Any = dataset_of(task)
-    if type(dataset) is TensorDataset:
-        return lambda: (dataset[torch.tensor(indices)] for indices in sampler)
-    loader = DataLoader(dataset, batch_sampler=sampler)
-    return lambda: iter(loader)
-
-
-@contextmanager
-def limited_threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads within a block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @lru_cache(maxsize=1)

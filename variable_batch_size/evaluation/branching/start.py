@@ -9,7 +9,7 @@ import warnings
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -24,19 +24,10 @@ from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.branching.candidate import Candidate
 from variable_batch_size.evaluation.cell import rule_of
+from variable_batch_size.evaluation.loop import Parts
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
-
-
-class BranchParts(NamedTuple):
-    """The objects of a branch, restored."""
-
-    task: Task
-    model: nn.Module
-    sampler: CustomSampler
-    optimizer: CustomOptimizer
-    scheduler: ProgressScheduler | None
 
 
 @final
@@ -142,7 +133,7 @@ class Start:
         *,
         updates: int | None = None,
         samples: int | None = None,
-    ) -> BranchParts:
+    ) -> Parts:
         """Create the objects of a branch in the state of the checkpoint, and set the random numbers.
 
         Args:
@@ -195,7 +186,7 @@ class Start:
             states = RNGStates(self.rng)
             states.set()
             sampler.set_before_reading(states)
-        return BranchParts(self.task, model, sampler, optimizer, scheduler)
+        return Parts(self.task, model, sampler, optimizer, scheduler)
 
     @property
     def _rate(self) -> float:

@@ -8,16 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-import torch
-from torch import nn
 from tqdm import tqdm
 
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
-from variable_batch_size.evaluation.branching.start import BranchParts
 from variable_batch_size.evaluation.curve import MEANS, TOTALS, Curve
+from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, metrics_of, updates_of
 from variable_batch_size.evaluation.task import Task
-from variable_batch_size.evaluation.training import batches_of, failed_by_divergence, limited_threads
-from variable_batch_size.optim.epochs import remaining_epochs
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
@@ -56,11 +52,11 @@ def kept_random_numbers(threads: int) -> Iterator[None]:
 
 def untrained_metrics(task: Task, seed: int) -> Mapping[str, float]:
     """Return what the task's evaluation says of the untrained model."""
-    return _evaluated(task, task.model(seed))
+    return metrics_of(task, task.model(seed))
 
 
 def train_trial(
-    parts: BranchParts,
+    parts: Parts,
     name: str,
     order: int,
     untrained: Mapping[str, float],
@@ -77,52 +73,25 @@ def train_trial(
         bar: counts samples.
         factor: update of the branch -> factor on the learning rate, beside that of the schedule.
     """
-    task, model, sampler, optimizer, scheduler = parts
-    curve = Curve(None, sampler.plan.minibatch_size)
+    optimizer, scheduler = parts.optimizer, parts.scheduler
+    curve = Curve(None, parts.sampler.plan.minibatch_size)
     curve.evaluation(0, 0, 0.0, untrained)
     losses: list[float] = []
     sizes: list[int] = []
-    total, count, rates = 0.0, 0, list[Any]()
-    model.train()
-    batches = batches_of(task, sampler)
-    for _ in remaining_epochs(sampler, optimizer):
-        for batch in batches():
-            updates, samples = optimizer.updates, optimizer.microbatch.samples
-            if not count:
-                rates = _scale(optimizer, factor(len(losses)))
-            try:
-                loss = task.loss(model, batch)
-            except Exception as error:
-                if not (losses and (curve.large or failed_by_divergence(model, error))):
-                    raise
-                return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
-            value = float(loss.detach())
-            if not curve.microbatch(value, samples):
-                return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
-            loss.backward()  # type: ignore[no-untyped-call]
-            updated = optimizer.step()
-            total, count = total + value * samples, count + samples
-            if optimizer.updates == updates:
-                continue
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            if updated and scheduler is not None:
-                scheduler.step()
-            losses.append(total / count)
-            sizes.append(count)
-            curve.update(optimizer.updates, optimizer.current_lr())
-            if bar is not None:
-                bar.update(count)
-            if curve.diverged:
-                return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
-            total, count = 0.0, 0
-    try:
-        final = _evaluated(task, model)
-    except Exception as error:
-        if not (curve.large or failed_by_divergence(model, error)):
-            raise
-        final = {"loss": math.nan}
-    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, final)
+    before, rates = optimizer.samples, _scale(optimizer, factor(0))
+    for updated in updates_of(parts, curve):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if updated and scheduler is not None:
+            scheduler.step()
+        curve.update(optimizer.updates, optimizer.current_lr())
+        losses.append(curve.last)  # type: ignore[arg-type]
+        sizes.append(optimizer.samples - before)
+        if bar is not None:
+            bar.update(sizes[-1])
+        before, rates = optimizer.samples, _scale(optimizer, factor(len(losses)))
+    if not curve.diverged:
+        evaluate(parts, curve)
     if curve.diverged:
         return Trial(name, order, "diverged", tuple(losses), tuple(sizes), {})
     last = curve.rows[-1]
@@ -138,9 +107,3 @@ def _scale(optimizer: CustomOptimizer, factor: float) -> list[Any]:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * factor
     return rates
-
-
-@torch.no_grad()
-def _evaluated(task: Task, model: nn.Module) -> Mapping[str, float]:
-    model.eval()
-    return task.evaluate(model)

@@ -1,0 +1,117 @@
+"""The loop of a training of a task, in an evaluation or a branch: updates, evaluations, and when it has diverged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.task import Task, dataset_of
+from variable_batch_size.optim.epochs import remaining_epochs
+from variable_batch_size.optim.lr_scheduler import ProgressScheduler
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+
+class Parts(NamedTuple):
+    """The objects of a training."""
+
+    task: Task
+    model: nn.Module
+    sampler: CustomSampler
+    optimizer: CustomOptimizer
+    scheduler: ProgressScheduler | None
+
+
+def updates_of(parts: Parts, curve: Curve) -> Iterator[bool]:
+    """Train, and yield after each update whether it has changed the weights.
+
+    It ends with the samples, or when the training has diverged, as `curve` then says. Who iterates over it steps the
+    scheduler, and then calls `curve.update`.
+
+    Args:
+        parts: the objects of the training.
+        curve: what the training has measured; it gets the losses of the microbatches.
+    """
+    task, model, sampler, optimizer, _ = parts
+    model.train()
+    batches = _batches_of(task, sampler)
+    for _ in remaining_epochs(sampler, optimizer):
+        for batch in batches():
+            updates, samples = optimizer.updates, optimizer.microbatch.samples
+            try:
+                loss = task.loss(model, batch)
+            except Exception as error:
+                if not _failed_by_divergence(model, curve, error):
+                    raise
+                curve.diverged = True
+                return
+            if not curve.microbatch(float(loss.detach()), samples):
+                return
+            loss.backward()  # type: ignore[no-untyped-call]
+            updated = optimizer.step()
+            if optimizer.updates > updates:
+                yield updated
+
+
+def evaluate(parts: Parts, curve: Curve) -> None:
+    """Evaluate the model, and add a row to the curve; an error of a model that has diverged only says so."""
+    metrics: Mapping[str, float] = {"loss": math.nan}
+    try:
+        metrics = metrics_of(parts.task, parts.model)
+    except Exception as error:
+        if not _failed_by_divergence(parts.model, curve, error):
+            raise
+    optimizer = parts.optimizer
+    curve.evaluation(optimizer.updates, optimizer.samples, optimizer.progress, metrics)
+
+
+@torch.no_grad()
+def metrics_of(task: Task, model: nn.Module) -> Mapping[str, float]:
+    """Return what the task's evaluation says of a model, which trains on afterwards."""
+    model.eval()
+    metrics = task.evaluate(model)
+    model.train()
+    return metrics
+
+
+def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> bool:
+    """Return whether an error of a task only says that the training has diverged.
+
+    After the first update, if it is arithmetic, such as the overflow of a perplexity, or the last loss is large, or the
+    weights are not finite.
+    """
+    if not curve.began:
+        return False
+    if isinstance(error, ArithmeticError) or curve.large:
+        return True
+    return not all(bool(one.isfinite().all()) for one in model.parameters())
+
+
+def _batches_of(task: Task, sampler: CustomSampler) -> Callable[[], Iterator[Any]]:
+    """Return a function that iterates over the batches of an epoch, as a DataLoader does.
+
+    Of a `TensorDataset` the rows of a batch are taken at once, which gives the same batches.
+    """
+    dataset: Any = dataset_of(task)
+    if type(dataset) is TensorDataset:
+        return lambda: (dataset[torch.tensor(indices)] for indices in sampler)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    return lambda: iter(loader)
+
+
+@contextmanager
+def limited_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads within a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
