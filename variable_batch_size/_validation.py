@@ -10,6 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Collection, Set
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # the index imports this module, and nothing but the standard library
@@ -173,6 +174,20 @@ def _power(number: int) -> str:
         if base >= 2**32 and base & (base - 1) == 0:
             return f"2**{base.bit_length() - 1}{suffix}"
     return str(number)
+
+
+def check_interval(every: object, name: str, remedy: str) -> int | timedelta:
+    """Return the interval between two events, time or a number of updates.
+
+    Raises:
+        TypeError: if it is neither a timedelta nor an integer.
+        ValueError: if it is not positive.
+    """
+    if not isinstance(every, timedelta):
+        return check_int(every, name, 1, remedy="pass a positive int, or a datetime.timedelta")
+    if every <= timedelta(0):
+        raise value_error(f"{name} must be a positive timedelta", repr(every), remedy)
+    return every
 
 
 def without_addresses(text: str) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from variable_batch_size._validation import check_int, value_error
+from variable_batch_size._validation import check_int, check_interval
 from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.best import Criterion
@@ -104,7 +104,7 @@ class Checkpoint:
         check_model(model, optimizer.sampler)
         self._optimizer, self._backend = optimizer, optimizer.backend
         keep = check_int(keep, "keep", 1)
-        self._every = _check_every(every)
+        self._every = None if every is None else check_interval(every, "every", "pass a positive one, or omit it")
         self._criterion = None if best is None else Criterion.parse(best)
         self._folder = CheckpointFolder(Path(dir))
         self._agreement = agreement = Agreement(self._backend)
@@ -388,11 +388,3 @@ class Checkpoint:
         self._parts.load(stored, strict)
         self._backend.mark_step()
         return b""
-
-
-def _check_every(every: int | timedelta | None) -> int | timedelta | None:
-    if every is None or (isinstance(every, timedelta) and every > timedelta(0)):
-        return every
-    if isinstance(every, timedelta):
-        raise value_error("every must be a positive timedelta", repr(every), "pass a positive one, or omit it")
-    return check_int(every, "every", 1, remedy="pass a positive int, or a datetime.timedelta")

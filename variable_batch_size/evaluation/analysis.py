@@ -15,7 +15,6 @@ from variable_batch_size.evaluation.metric import lower_is_better
 from variable_batch_size.evaluation.naming import task_names
 from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.statistics import (
-    CONFIDENCE,
     Interval,
     difference_interval,
     first_reached,
@@ -179,7 +178,7 @@ class Analysis:
         values = {rule: _by_seed(own[(own["rule"] == rule) & ~own["diverged"]], self.metric) for rule in rules}
         return pd.DataFrame(values).dropna()
 
-    def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
+    def differences(self, task: str, trace: str, first: str) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""
         own = self._own(task, trace)
         of_first = _by_seed(own[own["rule"] == first], self.metric)
@@ -187,7 +186,7 @@ class Analysis:
         for rule, cells in own.groupby("rule", sort=False):
             if rule != first:
                 pairs = (_by_seed(cells, self.metric) - of_first).dropna()
-                found[str(rule)] = difference_interval(_floats(pairs), confidence)
+                found[str(rule)] = difference_interval(_floats(pairs))
         return found
 
     def _own(self, task: str, trace: str) -> pd.DataFrame:

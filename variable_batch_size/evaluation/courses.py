@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, final
 
 from variable_batch_size import cluster
-from variable_batch_size._validation import type_error, value_error
+from variable_batch_size._validation import type_error, value_error, without_addresses
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import Controller
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
@@ -103,14 +102,15 @@ class Course:
         """First 16 hexadecimal digits of the SHA-256 of what both are."""
         if isinstance(self.trace, AdaptiveTrace):
             _check_named(self.trace.controller)
-        growing = isinstance(self.trace, AdaptiveTrace)
-        sizes = self.trace.description if growing else self.trace.fingerprint  # type: ignore[union-attr]
+            sizes = self.trace.description
+        else:
+            sizes = self.trace.fingerprint
         return hashlib.sha256(f"{sizes} {self.time!r}".encode()).hexdigest()[:16]
 
 
 def _check_named(controller: Controller) -> None:
     """Raise an error if the name of a controller may be that of another one, too: records go by it."""
-    if re.search(r" at 0x[0-9a-f]+", found := repr(controller)):
+    if without_addresses(found := repr(controller)) != found:
         requirement = "the repr of a controller must tell its numbers, because it names the trainings"
         raise value_error(
             requirement, found, "make it a frozen dataclass with a method __call__, or give it a __repr__"

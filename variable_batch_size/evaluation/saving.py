@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.checkpoint import Checkpoint
 
 
@@ -59,16 +58,3 @@ class Saving:
     ) -> None:
         if self._checkpoint is not None:
             self._checkpoint.__exit__(kind, error, traceback)
-
-
-def check_interval(every: object, name: str) -> None:
-    """Check an interval.
-
-    Raises:
-        TypeError: if it is neither a timedelta nor an integer.
-        ValueError: if it is not positive.
-    """
-    if not isinstance(every, timedelta):
-        check_int(every, name, 1, remedy="pass a positive int, or a datetime.timedelta")
-    elif every <= timedelta(0):
-        raise value_error(f"{name} must be a positive timedelta", repr(every), "pass a positive one")

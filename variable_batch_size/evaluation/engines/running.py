@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from tqdm import tqdm
 
-from variable_batch_size._validation import check_choice, check_int, type_error, value_error
+from variable_batch_size._validation import check_choice, check_int, check_interval, type_error, value_error
 from variable_batch_size.evaluation.cell import Cell
 from variable_batch_size.evaluation.engines.local import on_this_machine
 from variable_batch_size.evaluation.engines.on_ray import on_ray
@@ -20,7 +20,6 @@ from variable_batch_size.evaluation.engines.work import Work
 from variable_batch_size.evaluation.experiment import Experiment, check
 from variable_batch_size.evaluation.plan import extend_plan
 from variable_batch_size.evaluation.record import Record, keys_in, path_of
-from variable_batch_size.evaluation.saving import check_interval
 from variable_batch_size.evaluation.training import SAVE_EVERY, checkpoints_of
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
@@ -74,7 +73,7 @@ def run(
         raise value_error("address must be None without Ray", repr(address), 'pass engine="ray", too')
     jobs = None if jobs is None else check_int(jobs, "jobs", 1)
     threads = check_int(threads, "threads", 1)
-    check_interval(save_every, "save_every")
+    check_interval(save_every, "save_every", "pass a positive one")
     wanted = cells.cells() if isinstance(cells, Experiment) else list(cells)
     for cell in wanted:
         if not isinstance(cell, Cell):
