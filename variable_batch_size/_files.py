@@ -19,20 +19,43 @@ def written(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    try:
+    with _named(path):
         given = Path(path)
         if given.is_relative_to("/dev") or (given.exists() and not given.is_file()):
             with given.open("a", encoding="utf-8", newline="") as file:  # a shell's >> keeps what the file has
                 yield file
             return
-        target = given.resolve()
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-        try:
-            with temporary.open("x", encoding="utf-8", newline="") as file:
-                yield file
-            os.replace(temporary, target)  # noqa: PTH105 - same as Path.replace, but the name states that it overwrites
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _replaced(given) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
+            yield file
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Replace the contents of a file at once; a failure leaves the old ones.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    with _named(path), _replaced(Path(path)) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yield the path of a file beside `path`, which it replaces at the end of the block; a link is followed."""
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        yield temporary
+        os.replace(temporary, target)  # noqa: PTH105 - same as Path.replace, but the name states that it overwrites
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in errors, and say what to do."""
+    try:
+        yield
     except OSError as error:
         if error.filename is None:  # not of the file, but of what was written into it
             raise

@@ -119,7 +119,7 @@ def test_a_training_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "beginning"),
     [
-        ("import no_such_module", "the task faulty:Task imports no_such_module, which is not installed; install it"),
+        ("import no_such_module", "the task faulty:Task imports no_such_module, which is neither installed nor in /"),
         ("def (:", "the task faulty:Task cannot be imported: SyntaxError: invalid syntax"),
     ],
 )

@@ -181,5 +181,7 @@ def test_a_record_has_the_name_of_its_file(tmp_path: Path, done: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that not even root may write to")
 def test_a_folder_where_nothing_may_be_written(done: Path) -> None:
-    with pytest.raises(OSError, match=r"/proc/report-.*\.png must be a file that can be written, got .*; change its"):
+    with pytest.raises(
+        OSError, match=r"/proc/report-.*\.png.* must be a file that can be written, got .*; choose another"
+    ):
         write_report(read_records(done), "/proc")

@@ -140,6 +140,23 @@ def test_mistakes() -> None:
         Analysis([])
     with pytest.raises(ValueError, match='metric must be "loss" or "accuracy", got \'bleu\'; choose one that'):
         Analysis(records(), metric="bleu")
+    with pytest.raises(ValueError, match=r"target of the task simulated must be of .*, got 'bleu'; correct it"):
+        Analysis(records(), targets={"simulated": ("bleu", 0.5)})
+
+
+def with_energy(found: list[Record]) -> list[Record]:
+    return [replace(one, curve=one.curve | {"energy": one.curve["loss"]}) for one in found]
+
+
+def test_a_metric_whose_name_does_not_tell_needs_a_mode() -> None:
+    found = with_energy(records(seeds=6, noise=0.002))
+    with pytest.raises(ValueError, match=r"the name of the metric energy must tell .*; say so by mode="):
+        Analysis(found, metric="energy")
+    with pytest.raises(ValueError, match='mode must be "min" or "max", got \'less\''):
+        Analysis(found, metric="energy", mode="less")  # type: ignore[arg-type]
+    less, more = (Analysis(found, metric="energy", mode=mode) for mode in ("min", "max"))
+    assert fact(less, "64", "adascale")["regret"] == pytest.approx(fact(Analysis(found), "64", "adascale")["regret"])
+    assert fact(more, "64", "adascale")["regret"] > 0.04
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -171,6 +172,18 @@ def test_a_report_of_what_is_there_so_far(number: int, tmp_path: Path) -> None:
 def test_all_trainings_diverged(tmp_path: Path) -> None:
     page = write_report(records(traces=["64"], divergence=dict.fromkeys(EFFECTS, 1.0)), tmp_path).read_text()
     assert "No rule can be recommended" in page
+
+
+def test_a_metric_that_rules_are_not_compared_by_may_have_any_name(tmp_path: Path) -> None:
+    found = [replace(one, curve=one.curve | {"energy": one.curve["loss"]}) for one in records(traces=["64"])]
+    assert "energy along samples" in write_report(found, tmp_path).read_text()
+
+
+def test_a_task_without_a_target_has_no_column_of_it(tmp_path: Path) -> None:
+    found = [*records(traces=["64"], task="one"), *records(traces=["64"], task="other")]
+    page = write_report(found, tmp_path, targets={"one": ("loss", 0.51)}).read_text()
+    assert page.count("<th>reached the target") == 1
+    assert "nan of" not in page
 
 
 def test_neighbors_differ_in_color_and_in_dashes() -> None:

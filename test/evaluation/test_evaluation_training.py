@@ -173,6 +173,23 @@ def test_an_error_of_a_training_names_it_and_keeps_what_is_done(tmp_path: Path) 
     assert [record.cell["task"] for record in read_records(tmp_path)] == [TINY]
 
 
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("VectorLoss", r"loss\(\) must return the mean loss of a batch, .*, got one of shape \(4, 1\); return loss"),
+        (
+            "OtherTarget",
+            r"the target of the task .* must be a metric that its evaluate\(\) returns, got 'bleu'; correct",
+        ),
+    ],
+)
+def test_a_mistake_in_a_task_is_said_before_anything_is_trained(task: str, message: str, tmp_path: Path) -> None:
+    wrong = experiment(tasks=[f"helpers.evaluation_tasks:{task}"], traces=["8"], rules=["linear"], seeds=1)
+    with pytest.raises(RuntimeError, match=message):
+        run(wrong, tmp_path, progress=False)
+    assert not list(tmp_path.rglob(f"{'[0-9a-f]' * 16}.json"))
+
+
 def test_a_progress_bar_shows_cells_and_the_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(experiment(traces=["8"], seeds=1), tmp_path)
     last = capsys.readouterr().err.rstrip().rpartition("\r")[2]

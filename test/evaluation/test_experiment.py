@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,30 @@ def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path: Path, monk
     (tmp_path / "broken_task_of_a_user.py").write_text("import a_library_that_is_missing\n")
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
         load_task("broken_task_of_a_user:Task")
+
+
+def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is imported, and when one of its functions is called."""
+    (tmp_path / "model_of_a_user.py").write_text("from helpers.evaluation_tasks import Tiny\n")
+    (tmp_path / "later_of_a_user.py").write_text("import torch\ndef model(seed): return torch.nn.Linear(6, 1)\n")
+    text = "from model_of_a_user import Tiny\nclass Own(Tiny):\n    def model(self, seed):\n"
+    (tmp_path / "split_task_of_a_user.py").write_text(
+        f"{text}        from later_of_a_user import model\n        return model(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = load_task("split_task_of_a_user:Own")
+    assert sum(one.numel() for one in task.model(0).parameters()) == 7
+    assert sys.path[-1] == ""
+
+
+def test_a_task_without_its_arguments_says_which() -> None:
+    with pytest.raises(
+        TypeError, match=r"the task .*:Killed must be created with \(folder: .*got no arguments \(missing"
+    ):
+        load_task("helpers.evaluation_tasks:Killed")
+    with pytest.raises(TypeError, match=r"must be created with \(shift.*got scale \(got an unexpected"):
+        load_task(TINY, {"scale": 1.0})
 
 
 def test_the_tasks_of_the_package_are_tasks() -> None:

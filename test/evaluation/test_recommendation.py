@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from helpers.evaluations import records
-from variable_batch_size.evaluation import Analysis, recommend
+from variable_batch_size.evaluation import Analysis, Record, recommend
 from variable_batch_size.evaluation.recommendation import Recommendation
 
 RULES = {"constant": 0.0, "adascale": -0.05, "root": 0.05}
@@ -61,8 +62,62 @@ def test_of_several_that_are_alike_the_best_is_named() -> None:
 
 def test_one_seed_says_nothing() -> None:
     found = only(seeds=1)
-    assert found.rule == "constant"
-    assert "One seed says nothing" in found.sentences[1]
+    assert (found.rule, found.alternatives) == (None, ())
+    assert found.sentences[0].endswith("yet: one seed says nothing about chance.")
+    assert re.fullmatch(
+        r"Its loss is 0\.\d+ with constant, 0\.\d+ with root and 0\.\d+ with adascale\.", found.sentences[1]
+    )
+
+
+def with_metric(record: Record, name: str, value: float | None) -> Record:
+    return replace(record, curve=record.curve | {name: [value for _ in record.curve["loss"] or ()]})
+
+
+def test_a_metric_that_a_task_lacks_is_no_divergence() -> None:
+    """As an accuracy that one of two tasks has; and one that is not finite."""
+    both = [with_metric(one, "score", 0.5 + one.cell["seed"] / 9) for one in records(RULES, ["64"], task="one")]
+    both += records(RULES, ["64"], task="other")
+    said = {found.task: found for found in recommend(Analysis(both, metric="score"))}
+    assert said["one"].rule == "constant"
+    assert said["other"].rule is None
+    assert said["other"].sentences[0] == "No rule can be recommended for other under 64: no training has score."
+    assert "diverged" not in str(said["other"])
+    some = [with_metric(one, "score", None if one.cell["rule"] == "root" else 0.5) for one in both]
+    for found in recommend(Analysis(some, metric="score")):
+        assert "without score: root 3 of 3" in found.sentences[2]
+        assert "diverged" not in str(found)
+
+
+def test_a_baseline_is_called_so_unless_it_is_the_simplest() -> None:
+    rules = {"constant": 0.0, "root": 1e-4}
+    (found,) = recommend(Analysis(records(rules, ["64"], noise=0.02), baseline="root"))
+    assert "use root, the baseline: no difference seen to constant" in found.sentences[0] or (
+        found.sentences[0].startswith("For simulated under 64, use root: ")
+    )
+
+
+def test_no_difference_is_larger_than_a_metric_allows() -> None:
+    far = [with_metric(one, "accuracy", one.cell["seed"] % 2) for one in records(RULES, ["64"], seeds=2)]
+    far = [with_metric(one, "accuracy", 0.5) if one.cell["rule"] == "root" else one for one in far]
+    (found,) = recommend(Analysis(far, metric="accuracy"))
+    assert "a difference of up to 1 between" in found.sentences[1]
+
+
+def test_all_trainings_that_diverged_had_more_samples_to_go() -> None:
+    assert "longer trainings than 20,000 samples" in only(divergence=dict.fromkeys(RULES, 1.0)).sentences[2]
+
+
+def test_a_rule_that_the_table_has_in_bold_is_not_called_alike() -> None:
+    """If a rule is seen to be better than the baseline, that is not recommended, whatever is seen of the best one."""
+    bold = alike = 0
+    for seed in range(40):
+        noisy = {"constant": 0.0, "adascale": -0.02, "root": -0.021, "linear": 0.01}
+        analysis = Analysis(records(noisy, ["64"], seeds=4, noise=0.012, seed=seed))
+        (found,), facts = recommend(analysis), analysis.facts("simulated", "64")
+        better = facts[facts["difference_decided"] & (facts["difference"] < 0)]
+        bold, alike = bold + (len(better) > 0), alike + (found.rule == "constant")
+        assert better.empty or found.rule != "constant"
+    assert min(bold, alike) > 5  # both are seen
 
 
 def test_a_rule_that_diverged_is_not_recommended() -> None:

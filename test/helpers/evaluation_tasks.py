@@ -69,6 +69,20 @@ class Failing(Tiny):
         raise ZeroDivisionError("an error of the task")
 
 
+class VectorLoss(Tiny):
+    """Its loss is not a mean."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = (model(batch[0]) - batch[1]).square()
+        return loss
+
+
+class OtherTarget(Tiny):
+    """Its target is of a metric that it does not evaluate."""
+
+    target = "bleu", 0.5
+
+
 class NotCreated(Tiny):
     """It cannot be created."""
 

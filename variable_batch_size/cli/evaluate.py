@@ -54,7 +54,10 @@ def evaluate(
     rules: Annotated[
         list[str],
         typer.Option(
-            "--rule", help="Learning-rate rules, power:0.75 with a number; several are compared.", show_default=False
+            "--rule",
+            help="Learning-rate rules, with a number where they need one: power:0.75, legw:100 (updates of warm-up); "
+            "several are compared.",
+            show_default=False,
         ),
     ],
     folder: Annotated[

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from variable_batch_size._validation import value_error
+from variable_batch_size.evaluation.metric import Mode
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.analysis import Analysis
@@ -35,6 +36,9 @@ def report(
     baseline: Annotated[
         str, typer.Option(help="Rule with which the others are compared.", metavar="RULE")
     ] = "constant",
+    mode: Annotated[
+        Mode | None, typer.Option(help="Whether less of the metric is better, or more; by default, its name tells.")
+    ] = None,
     parquet: Parquet = False,
     recommend: Recommend = False,
 ) -> None:
@@ -47,7 +51,7 @@ def report(
     - `vbs report evaluation`
     - `vbs report evaluation --metric accuracy --baseline linear --recommend`
     """
-    if not folder.is_dir() or not publish(folder, metric, baseline, table_of(parquet), recommend):
+    if not folder.is_dir() or not publish(folder, metric, baseline, table_of(parquet), recommend, mode=mode):
         found = "none" if folder.is_dir() else "no such folder"
         raise value_error(f"{folder} must hold the record of a training", found, "pass --folder of vbs evaluate")
 
@@ -64,31 +68,25 @@ def publish(
     table: TableFormat = "csv",
     recommend: bool = False,
     data_dir: str | None = None,
+    mode: Mode | None = None,
 ) -> int:
     """Write the report of the records of a folder, print what is in it, and return their number."""
     from variable_batch_size.evaluation.analysis import Analysis
     from variable_batch_size.evaluation.plan import Plan
     from variable_batch_size.evaluation.record import read_records
-    from variable_batch_size.evaluation.report import write_report
+    from variable_batch_size.evaluation.report import write_analysis
 
     records, plan = read_records(folder), Plan.read(folder)
     if not records:
         return 0
     planned = len(plan.keys | {record.key for record in records})
-    targets = _targets(records, data_dir)
-    path = write_report(
-        records,
-        folder,
-        metric=metric,
-        baseline=baseline,
-        targets=targets,
-        command=plan.command,
-        planned=planned,
-        table=table,
-    )
+    analysis = Analysis(records, metric, baseline, _targets(records, data_dir), mode)
+    path = write_analysis(analysis, folder, plan.command, planned, table)
     typer.echo(f"report: {path} ({len(records):,} of {planned:,} trainings)")
     if recommend:
-        _print_recommendations(Analysis(records, metric, baseline, targets))
+        _print_recommendations(analysis)
+        if len(records) < planned:
+            typer.echo(f"\n{planned - len(records):,} trainings are still to come: all of this may change.")
     return len(records)
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from variable_batch_size._validation import FloatArray, value_error
-from variable_batch_size.evaluation.metric import lower_is_better
+from variable_batch_size.evaluation.metric import Mode, is_known_to_be_less, lower_is_better
 from variable_batch_size.evaluation.naming import task_names
 from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.statistics import (
+    CONFIDENCE,
     Interval,
     difference_interval,
     first_reached,
@@ -38,7 +39,7 @@ def possible(metric: str, values: FloatArray) -> dict[str, float]:
     """Return the bounds `least` and `most` of a metric: an accuracy is in [0, 1], and most losses are >= 0."""
     if "accuracy" in metric and len(values) and values.max() <= 1:
         return {"least": 0.0, "most": 1.0}
-    return {"least": 0.0} if lower_is_better(metric) and len(values) and values.min() >= 0 else {}
+    return {"least": 0.0} if is_known_to_be_less(metric) and len(values) and values.min() >= 0 else {}
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,19 @@ class Analysis:
         records: those of any tasks, traces, rules, learning rates and seeds, at least one.
         metric: what trainings are compared by, at the end of their samples.
         baseline: the rule with which the others are compared, under the same trace, seeds and samples.
-        targets: task -> (metric, value) that a training has to reach.
+        targets: name of a task -> (metric, value) that a training has to reach.
+        mode: "min" if less of the metric is better, "max" if more is; None: its name tells.
 
     Raises:
-        ValueError: if there is no record, or none has this metric or, but for the default, this rule.
+        ValueError: if there is no record, or none has this metric or, but for the default, this rule, or a task does
+            not evaluate the metric of its target.
     """
 
     records: Sequence[Record]
     metric: str = "loss"
     baseline: str = BASELINE
     targets: Mapping[str, tuple[str, float]] | None = None
+    mode: Mode | None = None
 
     def __post_init__(self) -> None:
         if not self.records:
@@ -69,10 +73,24 @@ class Analysis:
         if self.metric not in self.metrics:
             known = " or ".join(f'"{name}"' for name in self.metrics)
             raise value_error(f"metric must be {known}", repr(self.metric), "choose one that the task evaluates")
-        lower_is_better(self.metric)  # or an error, before any work
+        lower_is_better(self.metric, self.mode)  # or an error, before any work
         if self.baseline != BASELINE and self.baseline not in self.rules:
             known = " or ".join(self.rules)
             raise value_error(f"baseline must be {known}", repr(self.baseline), "choose a rule of the evaluation")
+        for record in self.records:
+            self._check_target(record)
+
+    def _check_target(self, record: Record) -> None:
+        target = (self.targets or {}).get(record.cell["task"])
+        if target is not None and target[0] not in record.curve:
+            known = " or ".join(f'"{name}"' for name in self.metrics if name in record.curve)
+            requirement = f"the target of the task {record.cell['task']} must be of {known}, which it evaluates"
+            raise value_error(requirement, repr(target[0]), "correct it; what is trained remains")
+
+    @property
+    def lower(self) -> bool:
+        """Whether less of the metric is better."""
+        return lower_is_better(self.metric, self.mode)
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -151,7 +169,8 @@ class Analysis:
 
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
         `value` of the metric, the paired `difference` to the baseline, the `regret` and the `divergence` rate; each
-        `target_...` with `reached` of `target_n`. Without an interval its bounds are nan.
+        `target_...` with `reached` of `target_n`. Without an interval its bounds are nan. `difference_decided` is
+        whether its interval does not contain 0 even if it is so wide that those of all rules hold together.
         """
         import pandas as pd
 
@@ -159,9 +178,11 @@ class Analysis:
         for task in self.tasks:
             for trace in self.traces(task):
                 pairs, grid = self.differences(task, trace, self.baseline), self.tuned(task, trace)
+                wide = self.differences(task, trace, self.baseline, self.simultaneous(task, trace))
                 for name, cells in self._own(task, trace).groupby("rule", sort=False):
                     rule = str(name)
-                    rows[task, trace, rule] = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
+                    row = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
+                    rows[task, trace, rule] = row | {"difference_decided": wide.get(rule, _NONE).decided}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis(GROUP)
 
     def facts(self, task: str, trace: str) -> pd.DataFrame:
@@ -178,7 +199,20 @@ class Analysis:
         values = {rule: _by_seed(own[(own["rule"] == rule) & ~own["diverged"]], self.metric) for rule in rules}
         return pd.DataFrame(values).dropna()
 
-    def differences(self, task: str, trace: str, first: str) -> dict[str, Interval]:
+    def stable(self, task: str, trace: str) -> list[str]:
+        """Return the rules that have the metric at the learning rate of the reference, and never diverged."""
+        own = self._own(task, trace).groupby("rule")
+        kept = ~own["diverged"].any() & own[self.metric].count().gt(0)
+        return [rule for rule in self.rules if kept.get(rule, False)]
+
+    def simultaneous(self, task: str, trace: str) -> float:
+        """Return the confidence of an interval with which those of all differences to a rule hold together.
+
+        By Bonferroni's correction.
+        """
+        return 1 - (1 - CONFIDENCE) / max(1, len(self.stable(task, trace)) - 1)
+
+    def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""
         own = self._own(task, trace)
         of_first = _by_seed(own[own["rule"] == first], self.metric)
@@ -186,7 +220,7 @@ class Analysis:
         for rule, cells in own.groupby("rule", sort=False):
             if rule != first:
                 pairs = (_by_seed(cells, self.metric) - of_first).dropna()
-                found[str(rule)] = difference_interval(_floats(pairs))
+                found[str(rule)] = difference_interval(_floats(pairs), confidence)
         return found
 
     def _own(self, task: str, trace: str) -> pd.DataFrame:
@@ -203,7 +237,7 @@ class Analysis:
         diverged = last["status"] == "diverged"
         row = {**last, "diverged": diverged, "evaluations": len(cell)}
         row |= {name: np.nan if diverged else last.get(name, np.nan) for name in self.metrics}
-        target = (self.targets or {}).get(last["task"]) or (self.targets or {}).get(last["task_name"])
+        target = (self.targets or {}).get(last["task_name"])
         if target is None:
             return row
         metric, value = target
@@ -232,7 +266,7 @@ class Analysis:
         grid = grid[seeds].dropna() if seeds else grid.iloc[:0]
         if grid.empty:
             return _flat("regret", _NONE) | {"best_factor": np.nan, "edge": False, "grid": 0}
-        sign = 1.0 if lower_is_better(self.metric) else -1.0
+        sign = 1.0 if self.lower else -1.0
         regret = regret_interval(sign * _floats(values[seeds]), sign * _floats(grid))
         best = int((sign * grid.mean(axis=1)).to_numpy().argmin())
         edge = len(grid) > 1 and best in (0, len(grid) - 1)
@@ -275,6 +309,7 @@ def _cell_columns(record: Record, task: str) -> dict[str, Any]:
         "lr_factor": float(cell["lr_factor"]),
         "seed": cell["seed"],
         "ref_batchsize": cell.get("ref_batchsize"),
+        "planned_samples": cell["samples"],
         "status": record.status,
         "wall_seconds": record.wall_seconds,
     }

@@ -108,7 +108,7 @@ def draw_batch_sizes(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
-    axes.set(xlabel="samples", ylabel="batch size")
+    axes.set(xlabel="samples", ylabel="mean batch size")
     _grid(axes)
 
 
@@ -124,7 +124,7 @@ def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]
         axes.yaxis.set_major_locator(locator)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
-    axes.set(xlabel="samples", ylabel="learning rate")
+    axes.set(xlabel="samples", ylabel="mean learning rate")
     _grid(axes)
 
 
@@ -144,13 +144,20 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: 
             stable = cell.dropna(subset=[place, metric])
             axes.plot(stable[place], stable[metric], lw=0.7, alpha=0.6, **style)
             axes.plot(stable[place].iloc[-1:], stable[metric].iloc[-1:], "x", color=style["color"], ms=5)
-    _focus(axes, np.concatenate(later) if later else np.empty(0))
+    _focus(axes, np.concatenate(later) if later else np.empty(0), rows[metric].dropna())
     axes.set(xlabel=AXES[place], ylabel=metric)
     _grid(axes)
 
 
-def _focus(axes: Axes, values: FloatArray) -> None:
-    """Show where the means are after the first fifth: bands of few seeds are wide, and all curves begin alike."""
+def _focus(axes: Axes, values: FloatArray, drawn: pd.Series[float]) -> None:
+    """Show where the means are after the first fifth: bands of few seeds are wide, and all curves begin alike.
+
+    Where all trainings diverged there are no means, and the values that are `drawn` have any size.
+    """
+    if not len(values) and (drawn > 0).all():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     if len(values) and values.max() > values.min():
         margin = 0.1 * (values.max() - values.min())
         axes.set_ylim(values.min() - margin, values.max() + margin)

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.task import Task, dataset_of
@@ -52,7 +53,7 @@ def updates_of(parts: Parts, curve: Curve) -> Iterator[bool]:
                     raise
                 curve.diverged = True
                 return
-            if not curve.microbatch(float(loss.detach()), samples):
+            if not curve.microbatch(_scalar(loss), samples):
                 return
             loss.backward()  # type: ignore[no-untyped-call]
             updated = optimizer.step()
@@ -79,6 +80,16 @@ def metrics_of(task: Task, model: nn.Module) -> Mapping[str, float]:
     metrics = task.evaluate(model)
     model.train()
     return metrics
+
+
+def _scalar(loss: object) -> float:
+    """Return the value of a loss, or raise an error if it cannot be one."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return float(loss.detach())
+    requirement, remedy = "loss() must return the mean loss of a batch, a tensor of one element", "return loss.mean()"
+    if isinstance(loss, Tensor):
+        raise value_error(requirement, f"one of shape {tuple(loss.shape)}", remedy)
+    raise type_error(requirement, loss, remedy)
 
 
 def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> bool:

@@ -1,10 +1,14 @@
-"""Whether less of a metric is better: by its name."""
+"""Whether less of a metric is better: by its name, or as the user says."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal, TypeAlias, get_args
 
-from variable_batch_size._validation import value_error
+from variable_batch_size._validation import check_choice, value_error
+
+Mode: TypeAlias = Literal["min", "max"]
+ASK = 'say so by mode="min" or mode="max"'
 
 ALWAYS_LESS = ("loss", "error")
 LESS = ("perplexity", "entropy", "distance", "deviance", "divergence")
@@ -14,20 +18,39 @@ MORE_WHOLE = {"acc", "f1", "auc", "auroc", "ap", "map", "bleu", "rouge", "r2", "
 MORE_WHOLE |= {"top1", "top5", "mcc", "kappa", "return", "returns"}
 
 
-def lower_is_better(metric: str) -> bool:
+def lower_is_better(metric: str, mode: Mode | None = None, remedy: str = ASK) -> bool:
     """Return whether less of a metric is better, of losses and errors, or more, of accuracies and scores.
+
+    Args:
+        metric: its name.
+        mode: "min" if less is better, "max" if more is; None: the name tells.
+        remedy: what the error says to do.
 
     Raises:
         ValueError: if the name does not tell.
     """
+    if mode is not None:
+        check_choice(mode, "mode", get_args(Mode))
+        return mode == "min"
+    less, more = _words(metric)
+    if less == more:
+        requirement = f"the name of the metric {metric} must tell whether less of it is better"
+        found = "both words for less and for more" if less else "no word that tells"
+        raise value_error(requirement, found, remedy)
+    return less
+
+
+def is_known_to_be_less(metric: str) -> bool:
+    """Return whether the name of a metric tells that less of it is better."""
+    return _words(metric) == (True, False)
+
+
+def _words(metric: str) -> tuple[bool, bool]:
+    """Return whether a name has words of metrics of which less, and more, is better."""
     name = metric.lower()
     parts = set(re.split(r"[^a-z0-9]+", name))
     if any(word in name for word in ALWAYS_LESS):  # also a dice_loss
-        return True
+        return True, False
     less = parts & LESS_WHOLE or any(word in name for word in LESS)
     more = parts & MORE_WHOLE or any(word in name for word in MORE)
-    if bool(less) == bool(more):
-        requirement = f"the name of the metric {metric} must tell whether less of it is better"
-        found = "both words for less and for more" if less else "no word that tells"
-        raise value_error(requirement, found, 'add "loss" or "error" to its name in evaluate(), or "score"')
-    return bool(less)
+    return bool(less), bool(more)

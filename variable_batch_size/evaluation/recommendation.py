@@ -10,8 +10,7 @@ import numpy as np
 
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis, possible
-from variable_batch_size.evaluation.metric import lower_is_better
-from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval, difference_interval, mean_interval
+from variable_batch_size.evaluation.statistics import Interval, difference_interval, mean_interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 
 if TYPE_CHECKING:
@@ -51,43 +50,60 @@ def recommend(analysis: Analysis) -> list[Recommendation]:
     difference is seen. The rule that is truly best is then the named one, or one to which no difference is seen, with
     95% confidence (Hsu 1984, Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best).
     That all others are worse is less sure, because the best mean is in part luck. If no difference to the baseline is
-    seen, that is recommended, as the simplest.
+    seen, that is recommended, as the simplest, unless a third rule is seen to be better than it.
     """
     return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
 
 
 def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
-    facts = analysis.facts(task, trace)
-    stable = facts[(facts["divergence"] == 0) & facts["value"].notna()]
-    if stable.empty:
-        which = f"No rule can be recommended for {task} under {trace}: each one diverged at least once."
-        sentences = (
-            which,
-            "How they compare where they do not diverge is not said.",
-            _unknown(analysis, task, None, facts),
-        )
-        return Recommendation(task, trace, None, (), sentences)
-    values = analysis.shared(task, trace, [*map(str, stable.index)])
-    if values.empty:
-        which = (
-            f"No rule can be recommended for {task} under {trace} yet: no seed was trained with each one that is left."
-        )
-        apart = f"Rules are compared by equal seeds, which {listed([*values.columns])} do not have."
-        return Recommendation(task, trace, None, (), (which, apart, _unknown(analysis, task, None, facts)))
-    sign = 1 if lower_is_better(analysis.metric) else -1
+    facts, stable = analysis.facts(task, trace), analysis.stable(task, trace)
+    values = analysis.shared(task, trace, stable)
+    if why := _why_none(analysis.metric, facts, values):
+        which = f"No rule can be recommended for {task} under {trace}{why[0]}."
+        return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, None, facts)))
+    sign = 1 if analysis.lower else -1
     best = str((sign * values.mean()).idxmin())
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(stable) - 1)
+    confidence = analysis.simultaneous(task, trace)
     differences = {str(rule): values[rule] - values[best] for rule in values if rule != best}
     pairs = {rule: difference_interval(found.to_numpy(np.float64), confidence) for rule, found in differences.items()}
     alike = [rule for rule, pair in pairs.items() if not pair.decided]
-    rule = analysis.baseline if analysis.baseline in alike else best
+    beaten = bool((sign * facts.loc[facts["difference_decided"], "difference"] < 0).any())  # the baseline, by another
+    rule = analysis.baseline if analysis.baseline in alike and not beaten else best
     sentences = (
         _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, not pairs),
-        _how_sure(best, pairs, alike),
+        _how_sure(best, pairs, alike, _range(analysis.metric, values)),
         _unknown(analysis, task, rule, facts),
     )
     alternatives = tuple(name for name in (best, *alike) if name != rule)
     return Recommendation(task, trace, rule, alternatives, sentences)
+
+
+def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
+    """Return why no rule can be recommended, as the ends of two sentences; None if one can.
+
+    Args:
+        metric: what rules are compared by.
+        facts: the rules, trained.
+        values: of the rules that never diverged and have the metric, by seed, of the seeds that all have.
+    """
+    if not len(values.columns) and (facts["value_n"] + facts["divergence"] * facts["divergence_n"] == 0).all():
+        return f": no training has {metric}", f"Either the task does not evaluate {metric}, or it is not finite."
+    if not len(values.columns):
+        return ": each one diverged at least once", "How they compare where they do not diverge is not said."
+    names = [*map(str, values.columns)]
+    if values.empty:
+        apart = f"Rules are compared by equal seeds, which {listed(names)} do not have."
+        return " yet: no seed was trained with each one that is left", apart
+    if len(values) == 1 and len(names) > 1:
+        seen = listed([f"{number(float(values[name].iloc[0]))} with {name}" for name in names])
+        return " yet: one seed says nothing about chance", f"Its {metric} is {seen}."
+    return None
+
+
+def _range(metric: str, values: pd.DataFrame) -> float:
+    """Return the largest difference that two values of a metric can have, infinite if that is not known."""
+    bounds = possible(metric, values.to_numpy(np.float64).ravel())
+    return bounds.get("most", math.inf) - bounds.get("least", 0.0)
 
 
 def _which(
@@ -104,25 +120,24 @@ def _which(
     same = listed(others) if len(others) <= FEW else f"{len(others)} others"
     if rule == best:
         return f"For {task} under {trace}, use {best}: {lead}; no difference seen to {same}."
+    kind = "simplest" if rule == BASELINE else "baseline"
     return (
-        f"For {task} under {trace}, use {rule}, the simplest: no difference seen to {same}; "
+        f"For {task} under {trace}, use {rule}, the {kind}: no difference seen to {same}; "
         f"{best} has the best mean ({lead})."
     )
 
 
-def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
-    """Return what the paired differences say, and how large one could be that was not seen."""
+def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str], most: float) -> str:
+    """Return what the paired differences say, and how large one could be that was not seen, at `most`."""
     if not pairs:
         return "There is nothing to compare it with."
-    if next(iter(pairs.values())).n < 2:
-        return "One seed says nothing about chance: no difference can be told from it."
     parts = []
     if beaten := [rule for rule in pairs if rule not in alike]:
         least = min(min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in beaten)
         parts.append(f"{best} was better than {listed(beaten)}, by {number(least)} or more")
     if alike:
         bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in alike]
-        missed = max((bound for bound in bounds if math.isfinite(bound)), default=math.nan)
+        missed = min(most, max((bound for bound in bounds if math.isfinite(bound)), default=math.nan))
         others = alike[0] if len(alike) == 1 else "another one of these"
         lost = f"a difference of up to {number(missed)} between {best} and {others} could not be told from chance"
         parts.append(lost if missed else f"{listed([best, *alike])} brought the same")
@@ -133,7 +148,7 @@ def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str]) -> str:
 
 def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:
     cells = analysis.own[analysis.own["task"] == task]
-    parts = [f"longer trainings than {cells['samples'].max():,.0f} samples"]
+    parts = [f"longer trainings than {cells['planned_samples'].max():,.0f} samples"]
     fact: dict[Any, float] | None = facts.loc[rule].to_dict() if rule in facts.index else None
     if fact is None or fact["grid"] < 2:
         parts.append("what another learning rate would bring")
@@ -142,10 +157,16 @@ def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFram
         edge = ", whose best one is at the edge of the grid" if fact["edge"] else ""
         parts.append(f"the order at other learning rates ({rule} has a regret of {bounds} to a tuned {BASELINE}{edge})")
     parts.append("other models, data and hardware")
-    failed = facts[facts["divergence"] > 0]
-    counts = [
-        f"{name} {row['divergence'] * row['divergence_n']:.0f} of {row['divergence_n']:.0f}"
-        for name, row in failed.iterrows()
-    ]
-    diverged = f"; left out because trainings diverged: {listed(counts)}" if counts else ""
-    return f"Not known: {listed(parts)}{diverged}."
+    failed = facts["divergence"] * facts["divergence_n"]
+    counts = {
+        "left out because trainings diverged": failed,
+        f"without {analysis.metric}": facts["divergence_n"] - failed - facts["value_n"],
+    }
+    said = [f"; {what}: {listed(found)}" for what, count in counts.items() if (found := _counts(count, facts))]
+    return f"Not known: {listed(parts)}{''.join(said)}."
+
+
+def _counts(count: pd.Series[float], facts: pd.DataFrame) -> list[str]:
+    """Return the rules whose count of trainings is not 0, each with it and the number of all."""
+    pairs = zip(facts.index, count, facts["divergence_n"], strict=True)
+    return [f"{name} {some:.0f} of {all_:.0f}" for name, some, all_ in pairs if round(some)]

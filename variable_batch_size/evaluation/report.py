@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from variable_batch_size._extras import import_extra
+from variable_batch_size._files import write_bytes
 from variable_batch_size._validation import check_choice
 from variable_batch_size.evaluation import figures, wording
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis
+from variable_batch_size.evaluation.metric import Mode
 from variable_batch_size.evaluation.recommendation import Recommendation, recommend
 from variable_batch_size.evaluation.record import Record
 
@@ -37,6 +38,7 @@ def write_report(
     command: str = "",
     planned: int | None = None,
     table: TableFormat = "csv",
+    mode: Mode | None = None,
 ) -> Path:
     """Write the report of an evaluation, complete or not, and return the path of the page.
 
@@ -53,24 +55,36 @@ def write_report(
         command: what was typed.
         planned: number of trainings of the complete evaluation.
         table: format of the tables, "csv" or "parquet".
+        mode: "min" if less of the metric is better, "max" if more is; None: its name tells.
 
     Raises:
-        ValueError: if there is no record, or none has the metric or the baseline.
+        ValueError: if there is no record, or none has the metric or the baseline, or the name of the metric does not
+            tell whether less of it is better.
         OSError: if a file cannot be written.
         ModuleNotFoundError: if jinja2, matplotlib or scipy is not installed, or pyarrow, which Parquet needs.
     """
+    return write_analysis(Analysis(records, metric, baseline, targets, mode), folder, command, planned, table)
+
+
+def write_analysis(
+    analysis: Analysis,
+    folder: str | os.PathLike[str],
+    command: str = "",
+    planned: int | None = None,
+    table: TableFormat = "csv",
+) -> Path:
+    """Write the report of an analysis; the other arguments are those of `write_report`."""
     check_choice(table, "table", get_args(TableFormat))
     if table == "parquet":
         import_extra("pyarrow", "parquet")
-    analysis = Analysis(records, metric, baseline, targets)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for task in analysis.tasks:
-        _publish(target / f"report-{_file_name(task)}.png", figures.png(analysis, task))
-    _publish_table(target / "report", analysis.tidy, table)
-    _publish_table(target / "report-table", analysis.summary.reset_index(), table)
+        write_bytes(target / f"report-{_file_name(task)}.png", figures.png(analysis, task))
+    _write_table(target / "report", analysis.tidy, table)
+    _write_table(target / "report-table", analysis.summary.reset_index(), table)
     page = target / "report.html"
-    _publish(page, render(analysis, command, planned).encode())
+    write_bytes(page, render(analysis, command, planned).encode())
     return page
 
 
@@ -142,13 +156,12 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     columns |= {name: [wording.number(value) for value in facts[f"end_{name}"]] for name in ("updates", "progress")}
     columns["simulated time"] = [wording.duration(value) for value in facts["end_seconds"]]
     columns["cost"] = [wording.number(value) for value in facts["end_cost"]]
-    if "reached" in facts:
+    if "reached" in facts and facts["reached"].notna().any():
         columns["reached the target"] = [f"{row['reached']:.0f} of {row['target_n']:.0f}" for row in _rows(facts)]
         for name in ("samples", "seconds", "cost"):
             columns[f"{name} to it"] = [_to_target(row, name) for row in _rows(facts)]
     shown = {name: texts for name, texts in columns.items() if any(text != "-" for text in texts)}
-    decided = [row["difference_low"] > 0 or row["difference_high"] < 0 for row in _rows(facts)]
-    rows = zip(map(str, facts.index), decided, zip(*shown.values(), strict=True), strict=True)
+    rows = zip(map(str, facts.index), facts["difference_decided"], zip(*shown.values(), strict=True), strict=True)
     return {"columns": list(shown), "rows": list(rows)}
 
 
@@ -206,24 +219,9 @@ def _file_name(task: str) -> str:
     return name if len(name) < 100 else f"{name[:80]}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"
 
 
-def _publish_table(path: Path, rows: pd.DataFrame, table: TableFormat) -> None:
+def _write_table(path: Path, rows: pd.DataFrame, table: TableFormat) -> None:
     """Write a table to a file with the suffix of its format, and remove that of another one, which is older."""
     content = rows.to_csv(index=False).encode() if table == "csv" else rows.to_parquet(index=False)
-    _publish(path.with_suffix(f".{table}"), content)
+    write_bytes(path.with_suffix(f".{table}"), content)
     for other in set(get_args(TableFormat)) - {table}:
         path.with_suffix(f".{other}").unlink(missing_ok=True)
-
-
-def _publish(path: Path, content: bytes) -> None:
-    """Write a file that is complete at any instant."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        requirement = f"{path} must be a file that can be written"
-        raise type(error)(
-            f"{requirement}, got {error.strerror}; change its folder, or what may be done there"
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, final, runtime_checkable
@@ -130,7 +129,8 @@ def _function(value: object, name: str) -> Callable[[int, int], float]:
 def _target(value: object, name: str) -> tuple[str, float]:
     if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)):
         raise type_error(f"{name} must be a metric and its value", value, 'pass ("loss", 0.12)')
-    lower_is_better(value[0])  # or an error, before any training
+    rename = 'add "loss" or "error" to its name in evaluate(), or "score"'
+    lower_is_better(value[0], remedy=rename)  # or an error, before any training
     return value[0], check_number(value[1], name, "pass a number")
 
 
@@ -140,11 +140,10 @@ _datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, w
 @lru_cache(maxsize=8)
 def _loaded(name: str, text: str, data_dir: str | None) -> Task:
     found, arguments = _find(name), json.loads(text)
-    own = {}
-    if data_dir is not None and callable(found) and "data_dir" in inspect.signature(found).parameters:
-        own = {"data_dir": data_dir}
+    if callable(found):
+        arguments = _arguments(found, name, arguments, data_dir)
     try:
-        task = found(**own | arguments) if callable(found) else found
+        task = found(**arguments) if callable(found) else found
     except (TypeError, ValueError, OSError, ModuleNotFoundError):
         raise
     except Exception as error:
@@ -159,6 +158,19 @@ def _loaded(name: str, text: str, data_dir: str | None) -> Task:
     return task  # type: ignore[no-any-return]
 
 
+def _arguments(make: Callable[..., Any], name: str, given: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
+    """Return the arguments of the class or the function of a task, or raise an error if it takes others."""
+    signature = inspect.signature(make)
+    own = {} if data_dir is None or "data_dir" not in signature.parameters else {"data_dir": data_dir}
+    try:
+        signature.bind(**own | given)
+    except TypeError as error:
+        requirement = f"the task {name} must be created with {signature}"
+        found = f"{', '.join(given) or 'no arguments'} ({error})"
+        raise TypeError(f"{requirement}, got {found}; give the others defaults, or pass them from Python") from None
+    return own | given
+
+
 def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: str | None = None) -> Task:
     """Return a task by its name.
 
@@ -168,7 +180,8 @@ def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: s
     Args:
         name: one of those that come with the package; or a task of your own: "package.module:name", where the name is
             that of an object, or of a class or a function that returns one; or "package.module", a module with the five
-            functions. Modules are also looked for in the working directory.
+            functions. What is not installed is looked for in the working directory, which is then the last one of
+            `sys.path`, so that what a task imports is found there, too.
         arguments: those of the class or the function, as values of JSON.
         data_dir: folder of its files, which a class or a function gets if it has an argument of this name.
 
@@ -206,27 +219,20 @@ def _find(name: str) -> Any:
 
 
 def _import(place: str, name: str) -> ModuleType:
-    """Import a module, also one of the working directory, as `python -m` does."""
+    """Import a module, also one of the working directory, with what it imports from there, as `python -m` does."""
     first = place.partition(".")[0]
     try:
         known = all(part.isidentifier() for part in place.split("."))
-        if known and first not in sys.modules and importlib.util.find_spec(first) is None:
-            spec = PathFinder.find_spec(first, [str(Path.cwd())])
-            if spec is not None and spec.loader is not None:
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[first] = module
-                try:
-                    spec.loader.exec_module(module)
-                except BaseException:
-                    del sys.modules[first]
-                    raise
         if known:
+            if first not in sys.modules and importlib.util.find_spec(first) is None:
+                sys.path.append("")  # for good: functions of the task may import more when they are called
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
             if not str(error).startswith("No module named"):  # it says more than that
                 raise
-            message = f"the task {name} imports {error.name}, which is not installed; install it"
+            found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
+            message = f"{found}; install it, or run this where it is"
             raise ModuleNotFoundError(message, name=error.name) from error
     except Exception as error:
         raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error

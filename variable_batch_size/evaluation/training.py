@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
@@ -26,7 +27,7 @@ from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
 from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.saving import Saving
-from variable_batch_size.evaluation.task import Defaults, dataset_of, load_task
+from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -135,6 +136,7 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     watch = _stopwatch(curve)
     if not curve.rows:
         evaluate(parts, curve)
+        _check_target(parts.task, cell.task, curve)
     for updated in updates_of(parts, curve):
         if updated and scheduler is not None:
             scheduler.step()
@@ -148,6 +150,14 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     if curve.samples < optimizer.samples and not curve.diverged:
         evaluate(parts, curve)
     return watch()
+
+
+def _check_target(task: Task, name: str, curve: Curve) -> None:
+    """Raise an error before anything is trained if the task does not evaluate the metric of its target."""
+    target = Defaults.of(task, name).target
+    if target is not None and curve.rows and target[0] not in curve.rows[0]:
+        requirement = f"the target of the task {name} must be a metric that its evaluate() returns"
+        raise value_error(requirement, repr(target[0]), "correct one of them")
 
 
 def _stopwatch(curve: Curve) -> Callable[[], None]:
