@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,7 @@ from helpers.yardstick import (
 )
 from variable_batch_size.integrations.accelerate import prepare
 
-
-@pytest.fixture(autouse=True)
-def new_state() -> Iterator[None]:
-    jobs.reset()
-    yield
-    jobs.reset()
+pytestmark = pytest.mark.usefixtures("new_state")
 
 
 # Against a training by hand. -------------------------------------------------------------------------------------

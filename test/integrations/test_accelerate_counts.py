@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from helpers import accelerate_jobs as jobs
 from helpers.accelerate_jobs import Loop
 from helpers.reference import batches
 from helpers.trainer_cases import Case
@@ -33,12 +31,7 @@ from helpers.yardstick import (
 )
 from variable_batch_size.integrations.accelerate import prepare
 
-
-@pytest.fixture(autouse=True)
-def new_state() -> Iterator[None]:
-    jobs.reset()
-    yield
-    jobs.reset()
+pytestmark = pytest.mark.usefixtures("new_state")
 
 
 def test_sizes_and_ends_of_the_loader() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,7 @@ from helpers import accelerate_jobs as jobs
 from helpers.trainer_cases import Case
 from helpers.yardstick import in_processes
 
-
-@pytest.fixture(autouse=True)
-def new_state() -> Iterator[None]:
-    jobs.reset()
-    yield
-    jobs.reset()
+pytestmark = pytest.mark.usefixtures("new_state")
 
 
 def test_two_processes(tmp_path: Path) -> None:

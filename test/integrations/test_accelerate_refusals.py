@@ -29,12 +29,7 @@ from helpers.yardstick import (
 )
 from variable_batch_size.integrations.accelerate import prepare
 
-
-@pytest.fixture(autouse=True)
-def new_state() -> Iterator[None]:
-    jobs.reset()
-    yield
-    jobs.reset()
+pytestmark = pytest.mark.usefixtures("new_state")
 
 
 @pytest.mark.parametrize(
