@@ -49,6 +49,13 @@ def test_finds_the_critical_batch_size() -> None:
     assert out.splitlines()[-1] == "The critical batch size is 32, of those that were tried."
 
 
+def test_the_help_has_the_asterisks_of_factors() -> None:
+    status, out, _ = run_main("branch", "--help")
+    assert status == 0
+    assert "root*0.5" in out
+    assert "power:0.75*2" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [

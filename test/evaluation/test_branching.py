@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,12 @@ def test_no_difference_is_seen_where_there_is_none() -> None:
     """At the reference batch size all rules are the same; a learning rate that differs by a thousandth nearly is."""
     found = branch(None, Quadratic(), batch_size=8, candidates=["root", "linear"], updates=60)
     assert found.pairs[0].difference[:3] == (0.0, 0.0, 0.0)
-    assert found.conclusion().startswith("No difference is seen between any")
+    assert (
+        found.conclusion() == "No difference is seen between any of the candidates: train longer branches, or take any."
+    )
+    few = branch(None, Quadratic(), batch_size=8, candidates=["root", "root*2"], updates=14)
+    assert few.conclusion().endswith(": 7 updates are too few for an interval, compare 8 or more (--updates, --last).")
+    assert f"more than {few.places[0].name}" in str(few)
     assert [place.rank for place in found.places] == [1, 1]
     near = branch(None, Quadratic(), batch_size=8, candidates=["root", "root*1.001"], updates=60, orders=4)
     assert near.places[1].same == (near.places[0].name,)
@@ -159,7 +166,7 @@ class Recorded(torch.optim.SGD):
 def test_evaluations_are_compared_over_orders_only() -> None:
     own: dict[str, Any] = {"batch_size": 32, "candidates": ["constant", "root*1.5"], "updates": 60, "by": "evaluation"}
     one, several = (branch(None, Quadratic(), orders=orders, **own) for orders in (1, 6))
-    assert one.conclusion().startswith("No difference is seen")
+    assert one.conclusion().endswith("of its noise, compare two or more orders (--orders).")
     assert several.places[0].name == "constant"
     ends = [[trial.metrics["loss"] for trial in several.trials if trial.name == name] for name in own["candidates"]]
     assert several.places[0].loss == pytest.approx(sum(ends[0]) / 6)
@@ -245,7 +252,11 @@ def test_the_schedule_continues_only_if_it_was_saved_and_is_wanted(tmp_path: Pat
     parts, _ = trained(tmp_path, schedule=saved)
     rate = parts.optimizer.param_groups[0]["lr"]
     for wanted in (True, False):
-        start = Start.read(tmp_path, Tiny(), samples=SAMPLES, schedule=wanted)
+        said = (
+            nullcontext() if saved or not wanted else pytest.warns(UserWarning, match=r"has no scheduler, so the lear")
+        )
+        with said:
+            start = Start.read(tmp_path, Tiny(), samples=SAMPLES, schedule=wanted)
         begun = start.begin(Candidate("root", 0.5), 32, 0, updates=20)
         assert begun.optimizer.param_groups[0]["lr"] == 0.5 * rate
         train_trial(begun, "a", 0, {"loss": 100.0})
@@ -262,6 +273,7 @@ def test_a_wrong_argument_is_told_before_a_branch_trains(tmp_path: Path) -> None
         ({"candidates": ["rot"]}, "a rule must be one of"),
         ({"candidates": ["root*x"]}, "the factor of the candidate root must be a positive number, got 'x'"),
         ({"candidates": ["root*-1"]}, "the factor of the candidate root must be a positive number, got '-1'"),
+        ({"candidates": ["root0.5"]}, r"a candidate must be a rule, or .*, got 'root0.5'; pass \"root\*0.5\""),
         ({"candidates": ["root", "legw"]}, "the rule legw needs its"),
         ({"candidates": ["root", "sqrt-sde"]}, "candidate sqrt-sde: "),
         ({"batch_size": 5000}, "every batch size of the trace must"),
@@ -277,6 +289,11 @@ def test_a_wrong_argument_is_told_before_a_branch_trains(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"the dataset of the task Quadratic must be that of the checkpoint .* 4,096"):
         branch(tmp_path, task, **own)
     assert not task.read
+    for given in ("lr", "seed"):
+        with pytest.raises(
+            ValueError, match=f"{given} must be omitted beside a checkpoint, which has its own, got 1; "
+        ):
+            branch(tmp_path, Tiny(), **own | {given: 1})
     with pytest.raises(ValueError, match=r"of the task Tiny must be that of .*, got lr 0.0428 in it, and 0.0464 by"):
         branch(tmp_path, Tiny(), **own | {"samples": 4000})
 
@@ -284,6 +301,7 @@ def test_a_wrong_argument_is_told_before_a_branch_trains(tmp_path: Path) -> None
 def test_the_cost_is_known_beforehand() -> None:
     start = Start.read(None, Quadratic())
     branches = Branches(start, 64, (Candidate("root"), Candidate("constant")), 32, orders=2)
+    assert str(Branches(start, 64, (Candidate("root"),), 32).cost).startswith("1 branch of 2,048 samples, 2,048 in all")
     assert str(branches.cost) == "4 branches of 2,048 samples, 8,192 in all, 25 % of a full training, and 5 evaluations"
     assert sum(map(sum, (trial.samples for trial in branches.run().trials))) == 8192
 
@@ -310,7 +328,8 @@ def test_noise_forbids_an_answer_about_the_critical_batch_size() -> None:
     found = critical_batch_size(None, Quadratic(), tolerance=max(0.0, size.difference.value), **arguments)
     assert found.sizes[1].verdict == "not told apart"
     assert (found.low, found.high) == (8, None)
-    assert "the noise leaves 8 to 16 or more open" in found.conclusion()
+    assert found.conclusion() == "The critical batch size is 8 or more: the noise allows no narrower answer."
+    assert replace(found, high=16).conclusion().startswith("The critical batch size is between 8 and 16: the noise")
 
 
 def test_the_critical_batch_size_checks_its_arguments() -> None:

@@ -41,7 +41,9 @@ def branch(
     ] = None,
     candidates: Annotated[
         list[str] | None,
-        typer.Option("--candidate", help="A rule, and a factor on the learning rate: root, root*0.5, power:0.75*2."),
+        typer.Option(
+            "--candidate", help="A rule, and a factor on the learning rate: `root`, `root*0.5`, `power:0.75*2`."
+        ),
     ] = None,
     updates: Annotated[int | None, typer.Option(help="Updates of each branch.", min=2)] = None,
     critical: Annotated[
@@ -72,7 +74,10 @@ def branch(
     lr: LearningRate = None,
     ref_batchsize: RefBatchsize = None,
     microbatch: Microbatch = None,
-    seed: Annotated[int, typer.Option(help="Seed, without a checkpoint.", min=0, rich_help_panel=TRAINING)] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed, without a checkpoint.", min=0, rich_help_panel=TRAINING, show_default="0"),
+    ] = None,
     data_dir: DataDir = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     file: Annotated[

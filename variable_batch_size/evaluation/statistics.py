@@ -16,6 +16,7 @@ from variable_batch_size._validation import FloatArray
 
 CONFIDENCE = 0.95
 BLOCKS = 20  # of a series
+LEAST = 8  # values of a series for an interval
 
 
 class Interval(NamedTuple):
@@ -80,7 +81,7 @@ def series_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Inter
     """
     n = len(values)
     mean = float(values.mean()) if n else math.nan
-    if n < 8:
+    if n < LEAST:
         return Interval(mean, math.nan, math.nan, n)
     means = np.array([block.mean() for block in np.array_split(values, min(n, BLOCKS))])  # (b,)
     b, away = len(means), means - means.mean()

@@ -16,7 +16,7 @@ from variable_batch_size.evaluation.branching.candidate import Candidate
 from variable_batch_size.evaluation.branching.ranking import Pair, Place, ranking
 from variable_batch_size.evaluation.branching.start import Start
 from variable_batch_size.evaluation.branching.trial import Trial, kept_random_numbers, train_trial, untrained_metrics
-from variable_batch_size.evaluation.statistics import CONFIDENCE
+from variable_batch_size.evaluation.statistics import CONFIDENCE, LEAST
 from variable_batch_size.evaluation.task import Task
 from variable_batch_size.evaluation.wording import aligned, interval, listed, number
 
@@ -53,7 +53,8 @@ class Cost:
     def __str__(self) -> str:
         """Return it as a line."""
         share = "" if self.share is None else f", {100 * self.share:.3g} % of a full training"
-        each = f"{self.branches} branches of {self.samples_each:,} samples, {self.samples:,} in all"
+        branches = f"{self.branches} branch{'es' if self.branches > 1 else ''}"
+        each = f"{branches} of {self.samples_each:,} samples, {self.samples:,} in all"
         return f"{each}{share}, and {self.evaluations} evaluations"
 
 
@@ -94,7 +95,7 @@ class Branching:
             "candidate",
             "rank",
             "training loss" if self.compared else "evaluation",
-            "more than the first",
+            f"more than {self.places[0].name}",
             *(f"final {m}" for m in metrics),
         ]
         return [*columns, "no difference seen to"], [self._row(place, metrics) for place in self.places]
@@ -118,10 +119,18 @@ class Branching:
             return f"{best[0]} is the only candidate."
         others = [place for place in self.places if place.rank > 1]
         if not others:
-            return "No difference is seen between any of the candidates: train longer branches, or take any."
+            return f"No difference is seen between any of the candidates: {self._missing()}."
         if len(best) == 1:
             return f"{best[0]} is better than all others."
         return f"No difference is seen between {listed(best)}; each of the others is worse than one of them."
+
+    def _missing(self) -> str:
+        """Return what would tell candidates apart between which no difference is seen."""
+        if not all(math.isnan(pair.difference.low) for pair in self.pairs):
+            return "train longer branches, or take any"
+        if not self.compared:
+            return "one evaluation tells nothing of its noise, compare two or more orders (--orders)"
+        return f"{self.compared} updates are too few for an interval, compare {LEAST} or more (--updates, --last)"
 
     def __str__(self) -> str:
         """Return the table and what it says."""
@@ -262,9 +271,9 @@ def branch(
         by: what is compared: the losses of "training", or that of the "evaluation" at the end, of which only two
             or more `orders` can tell a difference: a single value tells nothing of its noise.
         progress: whether to show a progress bar.
-        start: `seed`, `samples` (of a full training, for the schedule), `lr`, `ref_batchsize`, `minibatch_size`,
-            `data_dir`; and `schedule=False`, with which the learning rate stays as it is in the checkpoint. Without a
-            part "scheduler" in the checkpoint it always does.
+        start: `samples` (of a full training, for the schedule), `ref_batchsize`, `minibatch_size`, `data_dir`; `seed`
+            and `lr`, which a checkpoint has itself; and `schedule=False`, with which the learning rate stays as it is
+            in the checkpoint. Without a part "scheduler" in the checkpoint it always does, with a warning.
 
     Raises:
         OSError: if a file cannot be read.

@@ -7,6 +7,7 @@ from typing import final
 
 from variable_batch_size._validation import check_positive, type_error, value_error
 from variable_batch_size.evaluation.cell import rule_of
+from variable_batch_size.rules import RULES
 
 
 @final
@@ -44,9 +45,12 @@ class Candidate:
         try:
             return cls(rule, float(factor) if star else 1.0)
         except ValueError:
-            if rule_of(rule) and star:
+            if star and rule_of(rule):
                 requirement = f"the factor of the candidate {rule} must be a positive number"
                 raise value_error(requirement, f"{factor!r:.60}", f'pass "{rule}*0.5"') from None
+            if not star and (name := text.rstrip("0123456789.")) != text and name in RULES:  # root0.5
+                requirement = "a candidate must be a rule, or a rule, * and a factor"
+                raise value_error(requirement, repr(text), f'pass "{name}*{text[len(name) :]}"') from None
             raise
 
     def __str__(self) -> str:

@@ -91,8 +91,8 @@ class CriticalBatchSize:
             return f"The critical batch size is at least {largest:,}, the largest one that was tried."
         if self.high == self.low:
             return f"The critical batch size is {self.value:,}, of those that were tried."
-        high = f"{largest:,} or more" if self.high is None else f"{self.high:,}"
-        return f"The critical batch size is about {self.value:,}; the noise leaves {self.low:,} to {high} open."
+        bounds = f"{self.low:,} or more" if self.high is None else f"between {self.low:,} and {self.high:,}"
+        return f"The critical batch size is {bounds}: the noise allows no narrower answer."
 
     def __str__(self) -> str:
         """Return the table and what it says."""

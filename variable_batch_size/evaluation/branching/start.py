@@ -67,7 +67,7 @@ class Start:
         checkpoint: str | os.PathLike[str] | None,
         task: Task | str,
         *,
-        seed: int = 0,
+        seed: int | None = None,
         samples: int | None = None,
         lr: float | None = None,
         ref_batchsize: int | None = None,
@@ -78,7 +78,8 @@ class Start:
         """Read a checkpoint, without writing to its folder.
 
         Raises:
-            ValueError: if there is no intact checkpoint, or it lacks a model or an optimizer of this package.
+            ValueError: if there is no intact checkpoint, or it lacks a model or an optimizer of this package, or `seed`
+                or `lr` is given beside it.
         """
         name = task if isinstance(task, str) else type(task).__name__
         found = load_task(task, data_dir=data_dir) if isinstance(task, str) else task
@@ -89,7 +90,11 @@ class Start:
             rate, reference = lr or defaults.lr, ref_batchsize or defaults.ref_batchsize
             if rate is None:
                 raise value_error(f"the task {name} needs lr", "none", "pass lr=, or give the task this attribute")
-            return cls(found, name, None, None, None, seed, total, rate, reference, rows, schedule)
+            return cls(found, name, None, None, None, seed or 0, total, rate, reference, rows, schedule)
+        for given, argument, other in (lr, "lr", 'candidates such as "root*0.5"'), (seed, "seed", "more orders"):
+            if given is not None:
+                requirement = f"{argument} must be omitted beside a checkpoint, which has its own"
+                raise value_error(requirement, given, f"omit it, or pass {other}")
         contents, path = read_checkpoint(checkpoint), Path(checkpoint)
         parts, rng = contents["parts"], contents["rng"]
         if "vbs" not in parts.get("optimizer", {}) or "model" not in parts:
@@ -98,6 +103,13 @@ class Start:
         own = parts["optimizer"]["vbs"]
         reference = ref_batchsize or own["ref_batchsize"] or defaults.ref_batchsize
         states = rng[0] if len(rng) == 1 else None
+        if schedule and defaults.schedule is not None and "scheduler" not in parts:
+            warnings.warn(
+                f"the checkpoint {path} has no scheduler, so the learning rate stays as it is, without the schedule of "
+                f'the task {name}; save its ProgressScheduler(..., by="samples") as scheduler=, or pass schedule=False '
+                f"(--hold-lr)",
+                stacklevel=3,
+            )
         return cls(found, name, parts, states, path, own["seed"], total, lr, reference, rows, schedule)
 
     @property
