@@ -63,7 +63,7 @@ test-newest:
 	$(call install,$(NEWEST),--upgrade torch ".[test]",test)
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
-	$(NEWEST)/bin/pytest -m "not xla" $(ARGS)
+	$(NEWEST)/bin/pytest -n $(JOBS) --dist loadgroup -m "not xla" $(ARGS)
 
 # The newest versions of the trainers and of torch, apart from all other tests: none of them may be needed elsewhere.
 # JAX has threads, with which the workers of loaders may not be forked: its tests run apart.
@@ -72,7 +72,7 @@ JAX := test/integrations/test_jax_loop.py docs/trainers/jax.md
 test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
-	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers
+	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers
 	$(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX)
 
 docs: $(VENV)/.has-docs
