@@ -56,6 +56,14 @@ class Overflows(Tiny):
         return found | {"perplexity": math.exp(found["loss"])}
 
 
+class Divides(Tiny):
+    """A mistake of its evaluation, which only a trained model meets."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        found = super().evaluate(model)
+        return found | {"precision": 1 / (0 if found["loss"] < 4 else 1)}
+
+
 class Checks(Tiny):
     """Its loss raises if the weights are not finite."""
 
@@ -137,6 +145,8 @@ def test_an_error_of_a_model_that_has_diverged_is_a_divergence(task: str, lr: fl
 def test_another_error_stays_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="failed: ValueError: an error of the task"):
         records("Raises", tmp_path)
+    with pytest.raises(RuntimeError, match="failed: ZeroDivisionError: division by zero"):
+        records("Divides", tmp_path)
 
 
 class Plain:

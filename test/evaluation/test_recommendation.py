@@ -69,6 +69,10 @@ def test_one_seed_says_nothing() -> None:
     )
 
 
+def test_one_seed_of_the_only_rule_that_did_not_diverge_says_nothing() -> None:
+    assert only({"constant": 0.0, "root": 0.0}, seeds=1, divergence={"root": 1.0}).rule is None
+
+
 def with_metric(record: Record, name: str, value: float | None) -> Record:
     return replace(record, curve=record.curve | {name: [value for _ in record.curve["loss"] or ()]})
 

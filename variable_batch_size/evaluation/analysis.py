@@ -156,11 +156,11 @@ class Analysis:
 
     @cached_property
     def own(self) -> pd.DataFrame:
-        """The rows of `ends` at the learning rate of the reference: of each task with the factor nearest to 1.
+        """The rows of `ends` at the learning rate of the reference: of a task and trace with the factor nearest to 1.
 
         Of two that are equally near it is the smaller one: a row of the tables is of one learning rate.
         """
-        nearest = self.ends.groupby("task")["lr_factor"].transform(_nearest_to_one)
+        nearest = self.ends.groupby(["task", "trace"])["lr_factor"].transform(_nearest_to_one)
         return self.ends[self.ends["lr_factor"] == nearest]
 
     @cached_property
@@ -208,9 +208,9 @@ class Analysis:
     def simultaneous(self, task: str, trace: str) -> float:
         """Return the confidence of an interval with which those of all differences to a rule hold together.
 
-        By Bonferroni's correction.
+        By Bonferroni's correction; rules of which some trainings diverged count, too.
         """
-        return 1 - (1 - CONFIDENCE) / max(1, len(self.stable(task, trace)) - 1)
+        return 1 - (1 - CONFIDENCE) / max(1, self._own(task, trace)["rule"].nunique() - 1)
 
     def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""

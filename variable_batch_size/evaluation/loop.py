@@ -95,12 +95,12 @@ def _scalar(loss: object) -> float:
 def _failed_by_divergence(model: nn.Module, curve: Curve, error: Exception) -> bool:
     """Return whether an error of a task only says that the training has diverged.
 
-    After the first update, if it is arithmetic, such as the overflow of a perplexity, or the last loss is large, or the
-    weights are not finite.
+    After the first update, if numbers overflow, as those of a perplexity, or the last loss is large, or the weights are
+    not finite.
     """
     if not curve.began:
         return False
-    if isinstance(error, ArithmeticError) or curve.large:
+    if isinstance(error, (OverflowError, FloatingPointError)) or curve.large:
         return True
     return not all(bool(one.isfinite().all()) for one in model.parameters())
 

@@ -16,13 +16,14 @@ REFERENCE = "reference lr"  # the learning rate that the factors multiply
 def task_names(records: Sequence[Record]) -> dict[str, str]:
     """Return key -> name of the task, with what else differs where trainings cannot be compared.
 
-    Trainings of the same task and trace cannot if they differ in the samples or the learning rate of the reference, nor
-    can those of the same task, trace and rule that differ in more than the factor on the learning rate and the seed.
+    Trainings of the same task and trace cannot if they differ in more than the rule, the factor on the learning rate
+    and the seed: in the samples, for example, or the batch sizes of a file that has changed. Those of different rules
+    may be evaluated at different places.
     """
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     cells = {record.key: _with_reference(record.cell) for record in records}
     for cell in cells.values():
-        groups[cell["task"], cell["trace"]].append({name: cell.get(name) for name in ("samples", REFERENCE)})
+        groups[cell["task"], cell["trace"]].append({name: cell[name] for name in cell if name != "between"})
         groups[cell["task"], cell["trace"], cell["rule"]].append(cell)
     differs: dict[str, dict[str, None]] = defaultdict(dict)
     for (task, *_), group in groups.items():

@@ -94,7 +94,7 @@ def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[s
     if values.empty:
         apart = f"Rules are compared by equal seeds, which {listed(names)} do not have."
         return " yet: no seed was trained with each one that is left", apart
-    if len(values) == 1 and len(names) > 1:
+    if len(values) == 1:
         seen = listed([f"{number(float(values[name].iloc[0]))} with {name}" for name in names])
         return " yet: one seed says nothing about chance", f"Its {metric} is {seen}."
     return None
