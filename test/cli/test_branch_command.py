@@ -17,7 +17,9 @@ def test_a_dry_run_says_the_cost_and_trains_nothing(tmp_path: Path) -> None:
     arguments = ["branch", QUADRATIC, "--batch-size", 128, *TWO, "--updates", 30, "--json", tmp_path / "found.json"]
     status, out, err = run_main(*arguments, "--dry-run")
     assert (status, err) == (0, "")
-    assert out == ("cost: 2 branches of 3,840 samples, 7,680 in all, 23.4 % of a full training, and 3 evaluations\n")
+    assert out == (
+        "cost: 2 branches of at most 3,840 samples, 7,680 in all, 23.4 % of a full training, and 3 evaluations\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -43,7 +45,7 @@ def test_ranks_candidates(tmp_path: Path) -> None:
 def test_finds_the_critical_batch_size() -> None:
     sizes = [word for size in (8, 32, 128) for word in ("--batch-size", size)]
     arguments = ["branch", QUADRATIC, "--critical", *sizes, "--samples", 4096, "--rule", "linear", "--tolerance", 2]
-    assert run_main(*arguments, "--dry-run")[1].startswith("cost: 3 branches of 4,096 samples, 12,288 in all")
+    assert run_main(*arguments, "--dry-run")[1].startswith("cost: 3 branches of at most 4,096 samples, 12,288 in all")
     status, out, err = run_main(*arguments)
     assert status == 0, err
     assert out.splitlines()[-1] == "The critical batch size is 32, of those that were tried."

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from helpers.branching_tasks import Quadratic
@@ -90,6 +91,28 @@ def test_a_training_of_an_evaluation_is_continued_too(tmp_path: Path, monkeypatc
     )
     assert found.updates == 25
     assert found.trials[0].metrics["loss"] == losses[-1]
+
+
+@pytest.mark.parametrize("begun", [3, 6, 9])  # within the first epoch, at its end, within the second one
+def test_an_ordinary_loop_is_continued_bit_for_bit_over_the_ends_of_epochs(tmp_path: Path, begun: int) -> None:
+    torch.manual_seed(5)
+    task, losses = Tiny(), []
+    model, data = task.model(3), task.dataset()
+    sampler = vbs.CustomSampler(data, BATCH, minibatch_size=4, seed=3, fixed_shape=False)
+    optimizer = vbs.CustomOptimizer(task.optimizer(model, 0.01), sampler, 8, rule="root", max_grad_norm=5.0)
+    checkpoint = vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer)
+    for _ in vbs.remaining_epochs(sampler, optimizer, until=4):
+        for batch in DataLoader(data, batch_sampler=sampler):
+            loss = task.loss(model, batch)
+            losses.append(loss.item())
+            loss.backward()
+            if optimizer.step() and optimizer.updates == begun:
+                checkpoint.save()
+    checkpoint.close()
+    found = branch(tmp_path, task, batch_size=BATCH, candidates=["root"], updates=24 - begun, schedule=False)
+    each = BATCH // 4  # microbatches of an update
+    expected = [sum(losses[first : first + each]) / each for first in range(begun * each, len(losses), each)]
+    assert found.trials[0].losses == pytest.approx(expected, rel=1e-12)
 
 
 def test_all_candidates_read_the_very_same_samples_in_the_same_order(tmp_path: Path) -> None:
@@ -301,8 +324,12 @@ def test_a_wrong_argument_is_told_before_a_branch_trains(tmp_path: Path) -> None
 def test_the_cost_is_known_beforehand() -> None:
     start = Start.read(None, Quadratic())
     branches = Branches(start, 64, (Candidate("root"), Candidate("constant")), 32, orders=2)
-    assert str(Branches(start, 64, (Candidate("root"),), 32).cost).startswith("1 branch of 2,048 samples, 2,048 in all")
-    assert str(branches.cost) == "4 branches of 2,048 samples, 8,192 in all, 25 % of a full training, and 5 evaluations"
+    assert str(Branches(start, 64, (Candidate("root"),), 32).cost).startswith(
+        "1 branch of at most 2,048 samples, 2,048 in all"
+    )
+    assert str(branches.cost) == (
+        "4 branches of at most 2,048 samples, 8,192 in all, 25 % of a full training, and 5 evaluations"
+    )
     assert sum(map(sum, (trial.samples for trial in branches.run().trials))) == 8192
 
 

@@ -64,6 +64,26 @@ class Divides(Tiny):
         return found | {"precision": 1 / (0 if found["loss"] < 4 else 1)}
 
 
+class NotANumber(Tiny):
+    """Its loss is no number from the beginning."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * math.nan
+
+
+class Unchanged(Tiny):
+    """It is as it is."""
+
+
+class Differentiates(Tiny):
+    """Its evaluation leaves gradients, as one of the sensitivity to the inputs does."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        with torch.enable_grad():
+            model(self.inputs[:8]).sum().backward()
+        return super().evaluate(model)
+
+
 class Checks(Tiny):
     """Its loss raises if the weights are not finite."""
 
@@ -147,6 +167,18 @@ def test_another_error_stays_an_error(tmp_path: Path) -> None:
         records("Raises", tmp_path)
     with pytest.raises(RuntimeError, match="failed: ZeroDivisionError: division by zero"):
         records("Divides", tmp_path)
+
+
+def test_a_loss_that_is_no_number_before_the_first_update_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"loss\(\) must return a finite loss before the first update, got nan; mend"
+    ):
+        records("NotANumber", tmp_path)
+
+
+def test_gradients_of_an_evaluation_change_no_training(tmp_path: Path) -> None:
+    (plain,), (other,) = (records(task, tmp_path / task, between=16) for task in ("Unchanged", "Differentiates"))
+    assert plain.curve["loss"] == other.curve["loss"]
 
 
 class Plain:

@@ -179,6 +179,17 @@ def test_a_metric_that_rules_are_not_compared_by_may_have_any_name(tmp_path: Pat
     assert "energy along samples" in write_report(found, tmp_path).read_text()
 
 
+def test_a_metric_without_any_value_has_no_picture(tmp_path: Path) -> None:
+    """As where one of two tasks evaluates it; also if a trace was trained at another learning rate only."""
+    found = [*records(traces=["64"]), *records(traces=["spot"], lrs=(2.0,), grid=(2.0,))]
+    found += [
+        replace(one, curve={k: v for k, v in one.curve.items() if k != "accuracy"}) for one in records(task="other")
+    ]
+    page = write_report(found, tmp_path, metric="accuracy").read_text()
+    assert "No rule can be recommended for other under 64: no training has accuracy." in page
+    assert "For simulated under spot, use " in page
+
+
 def test_a_task_without_a_target_has_no_column_of_it(tmp_path: Path) -> None:
     found = [*records(traces=["64"], task="one"), *records(traces=["64"], task="other")]
     page = write_report(found, tmp_path, targets={"one": ("loss", 0.51)}).read_text()

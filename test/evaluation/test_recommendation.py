@@ -30,6 +30,12 @@ def test_a_clear_effect_is_recommended() -> None:
     assert "regret of -0.0" in third
 
 
+def test_the_baseline_may_be_the_best_one() -> None:
+    found = only({"constant": 0.0, "linear": 0.1, "root": 0.2}, seeds=5, noise=0.002)
+    assert (found.rule, found.alternatives) == ("constant", ())
+    assert "constant was better than linear and root, by 0.0" in found.sentences[1]
+
+
 def test_where_intervals_contain_0_no_difference_is_seen() -> None:
     found = only({"constant": 0.0, "adascale": -1e-4, "root": 1e-4}, seeds=3, noise=0.02)
     assert found.rule == "constant"  # the simplest
@@ -168,6 +174,17 @@ def test_rules_with_other_seeds_are_compared_by_the_seeds_of_all() -> None:
     assert (said.rule, said.alternatives) == ("root", ())
     assert "3 seeds" in said.sentences[0]
     assert "root was better than constant" in said.sentences[1]
+
+
+def test_a_rule_with_few_seeds_hides_no_difference_between_others() -> None:
+    """The table sees that linear is worse than constant with all of their seeds, and so does the recommendation."""
+    found = records({"constant": 0.0, "linear": 0.1, "root": 0.0}, ["64"], seeds=6, noise=0.02, grid=(1.0,))
+    kept = [one for one in found if one.cell["rule"] != "root" or one.cell["seed"] < 2]
+    analysis = Analysis(kept)
+    (said,) = recommend(analysis)
+    assert analysis.facts("simulated", "64").loc["linear", "difference_decided"]
+    assert "linear" not in (said.rule, *said.alternatives)
+    assert "constant was better than linear" in said.sentences[1]
 
 
 def test_rules_without_a_shared_seed_are_not_compared() -> None:

@@ -170,7 +170,8 @@ class Analysis:
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
         `value` of the metric, the paired `difference` to the baseline, the `regret` and the `divergence` rate; each
         `target_...` with `reached` of `target_n`. Without an interval its bounds are nan. `difference_decided` is
-        whether its interval does not contain 0 even if it is so wide that those of all rules hold together.
+        whether its interval does not contain 0 even if it is so wide that those of all rules hold together; never after
+        a divergence of the rule or of the baseline, whose other seeds are a choice.
         """
         import pandas as pd
 
@@ -179,10 +180,12 @@ class Analysis:
             for trace in self.traces(task):
                 pairs, grid = self.differences(task, trace, self.baseline), self.tuned(task, trace)
                 wide = self.differences(task, trace, self.baseline, self.simultaneous(task, trace))
+                stable = self.stable(task, trace)
                 for name, cells in self._own(task, trace).groupby("rule", sort=False):
                     rule = str(name)
                     row = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
-                    rows[task, trace, rule] = row | {"difference_decided": wide.get(rule, _NONE).decided}
+                    judged = {rule, self.baseline}.issubset(stable) and wide.get(rule, _NONE).decided
+                    rows[task, trace, rule] = row | {"difference_decided": judged}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis(GROUP)
 
     def facts(self, task: str, trace: str) -> pd.DataFrame:
@@ -208,9 +211,9 @@ class Analysis:
     def simultaneous(self, task: str, trace: str) -> float:
         """Return the confidence of an interval with which those of all differences to a rule hold together.
 
-        By Bonferroni's correction; rules of which some trainings diverged count, too.
+        By Bonferroni's correction, for the rules that never diverged.
         """
-        return 1 - (1 - CONFIDENCE) / max(1, self._own(task, trace)["rule"].nunique() - 1)
+        return 1 - (1 - CONFIDENCE) / max(1, len(self.stable(task, trace)) - 1)
 
     def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""

@@ -67,7 +67,14 @@ class Curve:
         return _limit(self._untrained if self._first is None else max(self._untrained, self._first))
 
     def microbatch(self, loss: float, samples: int) -> bool:
-        """Add the mean loss of a microbatch; return False if the training ends, because it is not finite."""
+        """Add the mean loss of a microbatch; return False if the training ends, because it is not finite.
+
+        Raises:
+            ValueError: if the first update already has such a loss: that is no divergence.
+        """
+        if not (self.began or math.isfinite(loss)):
+            remedy = "mend loss(), the data or the model: nothing has been trained yet"
+            raise value_error("loss() must return a finite loss before the first update", loss, remedy)
         total, count = self._step
         self._step = total + loss * samples, count + samples
         self.diverged = self.diverged or not math.isfinite(loss)

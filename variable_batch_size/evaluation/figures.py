@@ -154,7 +154,7 @@ def _focus(axes: Axes, values: FloatArray, drawn: pd.Series[float]) -> None:
 
     Where all trainings diverged there are no means, and the values that are `drawn` have any size.
     """
-    if not len(values) and (drawn > 0).all():
+    if not len(values) and len(drawn) and (drawn > 0).all():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")

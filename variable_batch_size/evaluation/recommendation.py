@@ -10,7 +10,7 @@ import numpy as np
 
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis, possible
-from variable_batch_size.evaluation.statistics import Interval, difference_interval, mean_interval
+from variable_batch_size.evaluation.statistics import Interval, mean_interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ class Recommendation:
 def recommend(analysis: Analysis) -> list[Recommendation]:
     """Return a recommendation for each task and trace.
 
-    The rules that never diverged are compared by the seeds that all of them have: the one with the best mean with each
-    other one by paired differences, whose intervals are widened by their number (Bonferroni). Where one contains 0, no
-    difference is seen. The rule that is truly best is then the named one, or one to which no difference is seen, with
+    Of the rules that never diverged, and are not seen to be worse than the baseline, the one with the best mean over
+    the seeds that all of them have is compared with each other one by paired differences over the seeds that both have,
+    whose intervals are widened by the number of rules (Bonferroni). Where one contains 0, no difference is seen. The
+    rule that is truly best is then the named one, or one to which no difference is seen, with
     95% confidence (Hsu 1984, Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best).
     That all others are worse is less sure, because the best mean is in part luck. If no difference to the baseline is
     seen, that is recommended, as the simplest, unless a third rule is seen to be better than it.
@@ -61,21 +62,39 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     if why := _why_none(analysis.metric, facts, values):
         which = f"No rule can be recommended for {task} under {trace}{why[0]}."
         return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, None, facts)))
-    sign = 1 if analysis.lower else -1
-    best = str((sign * values.mean()).idxmin())
-    confidence = analysis.simultaneous(task, trace)
-    differences = {str(rule): values[rule] - values[best] for rule in values if rule != best}
-    pairs = {rule: difference_interval(found.to_numpy(np.float64), confidence) for rule, found in differences.items()}
-    alike = [rule for rule, pair in pairs.items() if not pair.decided]
-    beaten = bool((sign * facts.loc[facts["difference_decided"], "difference"] < 0).any())  # the baseline, by another
-    rule = analysis.baseline if analysis.baseline in alike and not beaten else best
+    sign, baseline = 1 if analysis.lower else -1, analysis.baseline
+    known = sign * facts["difference"].where(facts["difference_decided"], 0.0)  # to the baseline
+    worse = [rule for rule in stable if known[rule] > 0]
+    best, pairs = _best(analysis, task, trace, [rule for rule in stable if rule not in worse])
+    beaten = [rule for rule in stable if rule in pairs and pairs[rule].decided]
+    better = {baseline: worse} | {rule: [baseline] for rule in stable if known[rule] < 0 and rule != best}
+    better = {rule: [name for name in names if name not in beaten] for rule, names in better.items()} | {best: beaten}
+    seen = {name for names in better.values() for name in names}
+    alike = [rule for rule in stable if rule not in {best, *seen}]
+    rule = baseline if baseline in alike else best
     sentences = (
-        _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, not pairs),
-        _how_sure(best, pairs, alike, _range(analysis.metric, values)),
+        _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
+        _how_sure(pairs, better, [best, *alike], _range(analysis.metric, values)),
         _unknown(analysis, task, rule, facts),
     )
     alternatives = tuple(name for name in (best, *alike) if name != rule)
     return Recommendation(task, trace, rule, alternatives, sentences)
+
+
+def _best(analysis: Analysis, task: str, trace: str, rules: list[str]) -> tuple[str, dict[str, Interval]]:
+    """Return the rule with the best mean over the seeds that all have, and the differences of all others to it.
+
+    With more seeds that only two of them have, another one may be seen to be better: then it is that one.
+    """
+    sign = 1 if analysis.lower else -1
+    best = str((sign * analysis.shared(task, trace, rules).mean()).idxmin())
+    for _ in rules:
+        pairs = analysis.differences(task, trace, best, analysis.simultaneous(task, trace))
+        better = [rule for rule in rules if rule in pairs and pairs[rule].decided and sign * pairs[rule].value < 0]
+        if not better:
+            break
+        best = better[0]
+    return best, pairs
 
 
 def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
@@ -127,23 +146,36 @@ def _which(
     )
 
 
-def _how_sure(best: str, pairs: dict[str, Interval], alike: list[str], most: float) -> str:
-    """Return what the paired differences say, and how large one could be that was not seen, at `most`."""
-    if not pairs:
+def _how_sure(pairs: dict[str, Interval], better: dict[str, list[str]], alike: list[str], most: float) -> str:
+    """Return what the paired differences say, and how large one could be that was not seen.
+
+    Args:
+        pairs: rule -> its difference to the best one.
+        better: rule -> those than which it was seen to be better.
+        alike: the best one, and those to which no difference is seen.
+        most: largest difference that there can be.
+    """
+    (best, *others), beaten = alike, [rule for worse in better.values() for rule in worse]
+    if not (others or beaten):
         return "There is nothing to compare it with."
-    parts = []
-    if beaten := [rule for rule in pairs if rule not in alike]:
-        least = min(min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in beaten)
-        parts.append(f"{best} was better than {listed(beaten)}, by {number(least)} or more")
-    if alike:
-        bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in alike]
+    parts = [_better(rule, worse, pairs if rule == best else {}) for rule, worse in better.items() if worse]
+    if others:
+        bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in others]
         missed = min(most, max((bound for bound in bounds if math.isfinite(bound)), default=math.nan))
-        others = alike[0] if len(alike) == 1 else "another one of these"
-        lost = f"a difference of up to {number(missed)} between {best} and {others} could not be told from chance"
-        parts.append(lost if missed else f"{listed([best, *alike])} brought the same")
-    seeds = next(iter(pairs.values())).n
-    sure = f"the best of them is {listed([best, *alike], 'or')} with 95% confidence"
+        other = others[0] if len(others) == 1 else "another one of these"
+        lost = f"a difference of up to {number(missed)} between {best} and {other} could not be told from chance"
+        parts.append(lost if number(missed).strip("0.") else f"{listed(alike)} brought the same")
+    counts = sorted({pairs[rule].n for rule in (*others, *beaten)})
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    sure = f"the best of them is {listed(alike, 'or')} with 95% confidence"
     return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
+
+
+def _better(rule: str, worse: list[str], pairs: dict[str, Interval]) -> str:
+    said = f"{rule} was better than {listed(worse)}"
+    if not pairs:
+        return said
+    return f"{said}, by {number(min(min(abs(pairs[name].low), abs(pairs[name].high)) for name in worse))} or more"
 
 
 def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:

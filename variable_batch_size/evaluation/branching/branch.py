@@ -54,7 +54,7 @@ class Cost:
         """Return it as a line."""
         share = "" if self.share is None else f", {100 * self.share:.3g} % of a full training"
         branches = f"{self.branches} branch{'es' if self.branches > 1 else ''}"
-        each = f"{branches} of {self.samples_each:,} samples, {self.samples:,} in all"
+        each = f"{branches} of at most {self.samples_each:,} samples, {self.samples:,} in all"
         return f"{each}{share}, and {self.evaluations} evaluations"
 
 
