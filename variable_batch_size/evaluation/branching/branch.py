@@ -127,7 +127,7 @@ class Branching:
     def _missing(self) -> str:
         """Return what would tell candidates apart between which no difference is seen."""
         if not all(math.isnan(pair.difference.low) for pair in self.pairs):
-            return "train longer branches, or take any"
+            return "train longer branches"
         if not self.compared:
             return "one evaluation tells nothing of its noise, compare two or more orders (--orders)"
         return f"{self.compared} updates are too few for an interval, compare {LEAST} or more (--updates, --last)"
