@@ -48,10 +48,10 @@ def recommend(analysis: Analysis) -> list[Recommendation]:
     Of the rules that never diverged, and are not seen to be worse than the baseline, the one with the best mean over
     the seeds that all of them have is compared with each other one by paired differences over the seeds that both have,
     whose intervals are widened by the number of rules (Bonferroni). Where one contains 0, no difference is seen. The
-    rule that is truly best is then the named one, or one to which no difference is seen, with
-    95% confidence (Hsu 1984, Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best).
-    That all others are worse is less sure, because the best mean is in part luck. If no difference to the baseline is
-    seen, that is recommended, as the simplest, unless a third rule is seen to be better than it.
+    rule that is truly best is then the named one, or one to which no difference is seen, with 95% confidence (Hsu 1984,
+    Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best). That all others
+    are worse is less sure, because the best mean is in part luck. If no difference to the baseline is seen, that is
+    recommended, as the simplest, unless a third rule is seen to be better than it.
     """
     return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
 
@@ -62,16 +62,13 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     if why := _why_none(analysis.metric, facts, values):
         which = f"No rule can be recommended for {task} under {trace}{why[0]}."
         return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, None, facts)))
-    sign, baseline = 1 if analysis.lower else -1, analysis.baseline
-    known = sign * facts["difference"].where(facts["difference_decided"], 0.0)  # to the baseline
-    worse = [rule for rule in stable if known[rule] > 0]
-    best, pairs = _best(analysis, task, trace, [rule for rule in stable if rule not in worse])
-    beaten = [rule for rule in stable if rule in pairs and pairs[rule].decided]
-    better = {baseline: worse} | {rule: [baseline] for rule in stable if known[rule] < 0 and rule != best}
-    better = {rule: [name for name in names if name not in beaten] for rule, names in better.items()} | {best: beaten}
-    seen = {name for names in better.values() for name in names}
-    alike = [rule for rule in stable if rule not in {best, *seen}]
-    rule = baseline if baseline in alike else best
+    sign = 1 if analysis.lower else -1
+    worse = facts["difference_decided"] & (sign * facts["difference"] > 0)  # than the baseline
+    best, pairs = _best(analysis, task, trace, [rule for rule in stable if not worse[rule]])
+    better = _better(analysis, task, trace, stable, best)
+    beaten = {name for names in better.values() for name in names}
+    alike = [rule for rule in stable if rule not in {best, *beaten}]
+    rule = analysis.baseline if analysis.baseline in alike else best
     sentences = (
         _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
         _how_sure(pairs, better, [best, *alike], _range(analysis.metric, values)),
@@ -95,6 +92,19 @@ def _best(analysis: Analysis, task: str, trace: str, rules: list[str]) -> tuple[
             break
         best = better[0]
     return best, pairs
+
+
+def _better(analysis: Analysis, task: str, trace: str, rules: list[str], best: str) -> dict[str, list[str]]:
+    """Return rule -> those than which it is seen to be better, by the differences to the best one and the baseline."""
+    sign = 1 if analysis.lower else -1
+    found: dict[str, str] = {}  # rule -> one that is better
+    for first in dict.fromkeys(rule for rule in (best, analysis.baseline) if rule in rules):
+        pairs = analysis.differences(task, trace, first, analysis.simultaneous(task, trace))
+        for rule in rules:
+            if rule in pairs and pairs[rule].decided:
+                winner, loser = (first, rule) if sign * pairs[rule].value > 0 else (rule, first)
+                found.setdefault(loser, winner)
+    return {winner: [rule for rule in rules if found.get(rule) == winner] for winner in dict.fromkeys(found.values())}
 
 
 def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
@@ -158,7 +168,9 @@ def _how_sure(pairs: dict[str, Interval], better: dict[str, list[str]], alike: l
     (best, *others), beaten = alike, [rule for worse in better.values() for rule in worse]
     if not (others or beaten):
         return "There is nothing to compare it with."
-    parts = [_better(rule, worse, pairs if rule == best else {}) for rule, worse in better.items() if worse]
+    least = min((min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in better.get(best, ())), default=0.0)
+    by = {best: f", by {number(least)} or more"}
+    parts = [f"{rule} was better than {listed(worse)}{by.get(rule, '')}" for rule, worse in better.items()]
     if others:
         bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in others]
         missed = min(most, max((bound for bound in bounds if math.isfinite(bound)), default=math.nan))
@@ -169,13 +181,6 @@ def _how_sure(pairs: dict[str, Interval], better: dict[str, list[str]], alike: l
     seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     sure = f"the best of them is {listed(alike, 'or')} with 95% confidence"
     return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
-
-
-def _better(rule: str, worse: list[str], pairs: dict[str, Interval]) -> str:
-    said = f"{rule} was better than {listed(worse)}"
-    if not pairs:
-        return said
-    return f"{said}, by {number(min(min(abs(pairs[name].low), abs(pairs[name].high)) for name in worse))} or more"
 
 
 def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:
