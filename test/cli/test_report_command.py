@@ -110,6 +110,17 @@ def test_a_report_of_the_whole_folder(tmp_path: Path, done: Path) -> None:
     ]
 
 
+def test_a_plan_that_is_deleted_forgets_what_is_not_asked_for_again(tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "plan.json").unlink()
+    (tmp_path / "report-of-a-former-title.png").touch()
+    status, out, err = run_main("evaluate", TINY, "--trace", "8", *BOTH, "--seeds", "1", "--folder", tmp_path)
+    assert status == 0, err
+    said = f"report: {tmp_path / 'report.html'} (2 of 2 trainings; 6 others in the folder are not in its plan.json)"
+    assert out.splitlines()[1] == said
+    assert [path.name for path in tmp_path.glob("*.png")] == ["report-helpers-evaluation-tasks-Tiny.png"]
+
+
 def test_recommendations_are_wrapped(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run_main("report", done, "--recommend")

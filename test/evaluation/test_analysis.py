@@ -119,13 +119,15 @@ def test_only_trainings_of_the_same_kind_are_compared() -> None:
     analysis = Analysis([*records(), *short])
     assert analysis.tasks == ["simulated (samples 20000)", "simulated (samples 500)"]
     both = Analysis([*records(), *arguments])
-    assert both.tasks == ['simulated (task_arguments {"width": 8})', "simulated (task_arguments {})"]
+    assert both.tasks == ['simulated (arguments {"width": 8})', "simulated (arguments {})"]
+    versions = Analysis([*records(task_version=""), *records(task_version="2")])
+    assert versions.tasks == ['simulated (version "")', "simulated (version 2)"]
     assert (both.summary["value_n"] == 3).all()
     by_rule = [
         one if one.cell["rule"] == "root" else replace(one, cell={**one.cell, "trace_fingerprint": "b"})
         for one in records(trace_fingerprint="a")
     ]  # of a file that has changed between two commands
-    assert Analysis(by_rule).tasks == ["simulated (trace_fingerprint a)", "simulated (trace_fingerprint b)"]
+    assert Analysis(by_rule).tasks == ["simulated (batch sizes a)", "simulated (batch sizes b)"]
     places = [replace(one, cell={**one.cell, "between": len(one.cell["rule"])}) for one in records()]
     assert Analysis(places).tasks == ["simulated"]
 

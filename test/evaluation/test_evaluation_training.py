@@ -69,6 +69,18 @@ def test_a_second_run_trains_nothing_and_an_extended_one_only_what_is_new(
     assert read_records(tmp_path) == sorted(extended, key=lambda record: record.key)
 
 
+def test_a_dataset_that_has_grown_is_not_that_of_its_records(tmp_path: Path) -> None:
+    (record,) = run(experiment(traces=["8"], rules=["linear"], seeds=1), tmp_path, progress=False)
+    assert record.environment["samples in the dataset"] == 96
+    path = tmp_path / f"{record.key}.json"
+    path.write_text(path.read_text().replace('"samples in the dataset": 96', '"samples in the dataset": 90'))
+    message = (
+        r"the dataset of the task .*:Tiny must be that of its record .*, got 96 samples instead of 90; give the task"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(experiment(traces=["8"], seeds=2), tmp_path, progress=False)
+
+
 def test_processes_make_the_same_records(tmp_path: Path) -> None:
     pytest.importorskip("joblib")
     here, there = (run(experiment(), tmp_path / str(jobs), jobs=jobs, progress=False) for jobs in (1, 2))

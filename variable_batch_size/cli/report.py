@@ -42,7 +42,7 @@ def report(
     parquet: Parquet = False,
     recommend: Recommend = False,
 ) -> None:
-    """Write the report of the trainings that are there, of any command of `vbs evaluate` in this folder.
+    """Write the report of the trainings that are there, of all commands of `vbs evaluate` in the folder's plan.json.
 
     It may be written while others run: it says how many of the trainings are there.
 
@@ -70,19 +70,23 @@ def publish(
     data_dir: str | None = None,
     mode: Mode | None = None,
 ) -> int:
-    """Write the report of the records of a folder, print what is in it, and return their number."""
+    """Write the report of the records of a folder and of its plan, print what is in it, and return their number."""
     from variable_batch_size.evaluation.analysis import Analysis
     from variable_batch_size.evaluation.plan import Plan
     from variable_batch_size.evaluation.record import read_records
     from variable_batch_size.evaluation.report import write_analysis
 
     records, plan = read_records(folder), Plan.read(folder)
+    others, planned = 0, len(plan.keys) or len(records)
+    if plan.keys:
+        records, found = [record for record in records if record.key in plan.keys], len(records)
+        others = found - len(records)
     if not records:
         return 0
-    planned = len(plan.keys | {record.key for record in records})
     analysis = Analysis(records, metric, baseline, _targets(records, data_dir), mode)
     path = write_analysis(analysis, folder, plan.command, planned, table)
-    typer.echo(f"report: {path} ({len(records):,} of {planned:,} trainings)")
+    left_out = f"; {others:,} others in the folder are not in its plan.json" if others else ""
+    typer.echo(f"report: {path} ({len(records):,} of {planned:,} trainings{left_out})")
     if recommend:
         _print_recommendations(analysis)
         if len(records) < planned:

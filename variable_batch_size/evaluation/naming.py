@@ -10,6 +10,7 @@ from typing import Any
 from variable_batch_size.evaluation.record import Record
 
 COMPARED = {"task", "trace", "rule", "lr", "lr_factor", "seed"}
+WORDS = {"task_version": "version", "task_arguments": "arguments", "trace_fingerprint": "batch sizes"}
 REFERENCE = "reference lr"  # the learning rate that the factors multiply
 
 
@@ -37,9 +38,9 @@ def _with_reference(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(cell: Mapping[str, Any], names: Sequence[str]) -> str:
-    extra = ", ".join(f"{name} {_text(cell.get(name))}" for name in names)
+    extra = ", ".join(f"{WORDS.get(name, name)} {_text(cell.get(name))}" for name in names)
     return f"{cell['task']} ({extra})" if extra else str(cell["task"])
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return value if isinstance(value, str) and value else json.dumps(value, sort_keys=True)

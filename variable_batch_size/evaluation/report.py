@@ -79,8 +79,11 @@ def write_analysis(
         import_extra("pyarrow", "parquet")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    for task in analysis.tasks:
-        write_bytes(target / f"report-{_file_name(task)}.png", figures.png(analysis, task))
+    pictures = {target / f"report-{_file_name(task)}.png": task for task in analysis.tasks}
+    for path, task in pictures.items():
+        write_bytes(path, figures.png(analysis, task))
+    for path in set(target.glob("report-*.png")) - pictures.keys():
+        path.unlink()
     _write_table(target / "report", analysis.tidy, table)
     _write_table(target / "report-table", analysis.summary.reset_index(), table)
     page = target / "report.html"

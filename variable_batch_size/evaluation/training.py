@@ -32,6 +32,7 @@ from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAVE_EVERY = timedelta(seconds=30)
+DATASET_SIZE = "samples in the dataset"
 
 
 def parts_of(cell: Cell) -> Parts:
@@ -114,7 +115,7 @@ def record_of(
             status="diverged" if curve.diverged else "finished",
             curve=curve.columns(),
             wall_seconds=round(curve.wall_seconds, 3),
-            environment=environment() | {"threads": threads},
+            environment=environment() | {"threads": threads, DATASET_SIZE: parts.sampler.plan.dataset_size},
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from tqdm import tqdm
 
@@ -20,7 +20,8 @@ from variable_batch_size.evaluation.engines.work import Work
 from variable_batch_size.evaluation.experiment import Experiment, check
 from variable_batch_size.evaluation.plan import extend_plan
 from variable_batch_size.evaluation.record import Record, keys_in, path_of
-from variable_batch_size.evaluation.training import SAVE_EVERY, checkpoints_of
+from variable_batch_size.evaluation.task import dataset_of, load_task
+from variable_batch_size.evaluation.training import DATASET_SIZE, SAVE_EVERY, checkpoints_of
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
 
@@ -87,6 +88,7 @@ def run(
     keys = list(dict.fromkeys(cell.key for cell in wanted))
     todo = without_record(wanted, place)
     check(todo.values())
+    _check_datasets([cell for cell in wanted if cell.key not in todo], place)
     extend_plan(place, keys, command)
     for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
         shutil.rmtree(checkpoints_of(place, key), ignore_errors=True)
@@ -98,6 +100,20 @@ def run(
         for _ in trainings:
             bar.update()
     return [Record.read(path_of(place, key)) for key in keys]
+
+
+def _check_datasets(cells: Iterable[Cell], folder: Path) -> None:
+    """Raise ValueError if the dataset of a task has grown or shrunk since one of its trainings.
+
+    What else may have changed in it is not seen.
+    """
+    for cell in {(cell.task, str(cell.task_arguments)): cell for cell in cells}.values():
+        size: Any = dataset_of(load_task(cell.task, cell.task_arguments, cell.data_dir))
+        known = Record.read(path_of(folder, cell.key)).environment.get(DATASET_SIZE)
+        if known is not None and known != len(size):
+            requirement = f"the dataset of the task {cell.task} must be that of its record {cell.key}"
+            found = f"{len(size):,} samples instead of {known:,}"
+            raise value_error(requirement, found, "give the task another version, or choose another folder")
 
 
 def without_record(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
