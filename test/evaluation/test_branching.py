@@ -187,7 +187,9 @@ class Recorded(torch.optim.SGD):
 def test_evaluations_are_compared_over_orders_only() -> None:
     own: dict[str, Any] = {"batch_size": 32, "candidates": ["constant", "root*1.5"], "updates": 60, "by": "evaluation"}
     one, several = (branch(None, Quadratic(), orders=orders, **own) for orders in (1, 6))
-    assert one.conclusion().endswith("of its noise, compare two or more orders (--orders).")
+    assert one.conclusion().endswith("of its noise, compare several orders (--orders).")
+    close = branch(None, Quadratic(), orders=2, **own | {"candidates": ["root", "root*1.001"]})
+    assert close.conclusion().endswith("between any of the candidates: compare more orders (--orders).")
     assert several.places[0].name == "constant"
     ends = [[trial.metrics["loss"] for trial in several.trials if trial.name == name] for name in own["candidates"]]
     assert several.places[0].loss == pytest.approx(sum(ends[0]) / 6)
@@ -310,6 +312,8 @@ def test_a_wrong_argument_is_told_before_a_branch_trains(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"the dataset of the task Quadratic must be that of the checkpoint .* 4,096"):
         branch(tmp_path, task, **own)
     assert not task.read
+    with pytest.raises(ValueError, match="ref_batchsize must be that of the checkpoint, 8, got 16; omit it"):
+        branch(tmp_path, Tiny(), **own | {"ref_batchsize": 16})
     for given in ("lr", "seed"):
         with pytest.raises(
             ValueError, match=f"{given} must be omitted beside a checkpoint, which has its own, got 1; "

@@ -33,6 +33,16 @@ def test_cells_are_the_product_without_repetitions_and_their_names_are_their_own
     assert sorted(found) == sorted((trace, *pair, seed) for trace in traces for pair in pairs for seed in (3, 5))
     assert {cell.lr for cell in cells} == {0.05, 0.025, 0.1}
     assert len({cell.key for cell in cells}) == len(cells)
+    tuned = Experiment([TINY], ["8"], ["linear"], seeds=1, retune=[2]).cells()
+    assert [(cell.rule, cell.lr_factor) for cell in tuned] == [("linear", 1), ("constant", 1), ("constant", 2)]
+
+
+def test_a_capacity_trace_without_a_policy_is_told(tmp_path: Path) -> None:
+    CapacityTrace([0, 60], np.array([1, 2]), end=120).to_csv(tmp_path / "log.csv")
+    with pytest.raises(
+        ValueError, match=r"a capacity trace must have a policy, got .*; pass \"per-device:64@.*log\.csv\""
+    ):
+        Experiment([TINY], [str(tmp_path / "log.csv")], ["linear"], seeds=1).cells()
 
 
 def test_a_key_is_that_of_what_determines_the_training() -> None:

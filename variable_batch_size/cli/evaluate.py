@@ -69,7 +69,7 @@ def evaluate(
     ] = None,
     retune: Annotated[
         list[float] | None,
-        typer.Option(help="Factors for the rule constant only, to find the best learning rate of each trace."),
+        typer.Option(help="Further factors for the rule constant only, to find the best learning rate of each trace."),
     ] = None,
     budget: Annotated[
         int | None, typer.Option("--samples", help="Samples of a training.", min=1, rich_help_panel=TRAINING)
@@ -104,7 +104,9 @@ def evaluate(
     ] = None,
     restart: Annotated[
         float | None,
-        typer.Option(help="Seconds of a restart after a change of the nodes.", min=0, rich_help_panel=TIME),
+        typer.Option(
+            help="Seconds of a start, and of a restart after a change of the nodes.", min=0, rich_help_panel=TIME
+        ),
     ] = None,
     save_every: Annotated[
         float | None,

@@ -151,8 +151,27 @@ def course_of(
     if isinstance(source, str) and not (source[:1].isdigit() or Path(source).is_file()):
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
-    trace = BatchTrace.of(source)
+    trace = _batch_trace(source)
     return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time)
+
+
+def _batch_trace(source: Any) -> BatchTrace:
+    try:
+        return BatchTrace.of(source)
+    except ValueError:
+        if isinstance(source, str) and Path(source).is_file() and _is_capacity(source):
+            raise value_error(
+                "a capacity trace must have a policy", repr(source), f'pass "per-device:64@{source}"'
+            ) from None
+        raise
+
+
+def _is_capacity(path: str) -> bool:
+    try:
+        cluster.read(path)
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _under(text: str, options: TraceOptions) -> UnderCapacity:

@@ -42,8 +42,8 @@ class Experiment:
         rules: names of rules, with a number if they take one, see `rule_of`.
         seeds: number of seeds, 0, 1, ...; or the seeds.
         lr_factors: factors on the learning rate of the task, for every rule.
-        retune: factors for the rule "constant" only: the learning rates among which the best one of each trace is
-            found, to which the rules are compared.
+        retune: further factors for the rule "constant" only: with `lr_factors`, the learning rates among which the best
+            one of each trace is found, to which the rules are compared.
         samples: samples of a training.
         lr: learning rate at `ref_batchsize`.
         ref_batchsize: batch size at which it was tuned, in samples.
@@ -128,7 +128,10 @@ class Experiment:
 
     def _rules_and_factors(self) -> Iterator[tuple[str, float]]:
         pairs = [(rule, float(factor)) for rule in self.rules for factor in self.lr_factors]
-        return iter(dict.fromkeys(pairs + [(CONSTANT, float(factor)) for factor in self.retune]))
+        tuned = (
+            [*map(float, (*self.lr_factors, *self.retune))] if self.retune else []
+        )  # with what rules are compared at
+        return iter(dict.fromkeys(pairs + [(CONSTANT, factor) for factor in tuned]))
 
     def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Course]]:
         """Return the fields that all cells of a task have in common, and the course of each trace."""

@@ -11,12 +11,12 @@ def number(value: float, spread: float = 0.0, sign: str = "") -> str:
 
     >>> number(0.123456), number(0.123456, 0.02), number(12345.6), number(0.7), number(3.0), number(math.nan)
     ('0.123', '0.123', '12,346', '0.700', '3', '-')
-    >>> number(-1e-9, 1.0)
-    '0.0'
+    >>> number(-1e-9, 1.0), number(1 / 35, 1e-18)
+    ('0.0', '0.0286')
     """
     if not math.isfinite(value):
         return "-"
-    known = math.isfinite(spread) and spread > 0
+    known = math.isfinite(spread) and spread > 1e-6 * abs(value)
     whole = abs(value - round(value)) < 1e-9 * max(1.0, abs(value))
     scale = spread if known else 0.0 if whole else abs(value) / 10
     digits = min(9, max(0, 1 - math.floor(math.log10(scale)))) if scale else 0

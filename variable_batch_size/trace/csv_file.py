@@ -148,7 +148,7 @@ def _check_step(cell: str, size: str, sizes: list[int], begun: int) -> None:
     if step == expected:
         return
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
-    remedy = "fix the column, or ignore it with renumber=True"
+    remedy = "fix the column, or ignore it with renumber=True in BatchTrace.from_csv"
     if 0 < expected < 3 and isinstance(step, int) and step > expected:  # not a row that is missing far from the first
         points = [f"{number}:{each:.20}" for number, each in [*enumerate(map(str, sizes[begun:])), (step, size)]]
         remedy += (

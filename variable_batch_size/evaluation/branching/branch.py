@@ -126,10 +126,14 @@ class Branching:
 
     def _missing(self) -> str:
         """Return what would tell candidates apart between which no difference is seen."""
-        if not all(math.isnan(pair.difference.low) for pair in self.pairs):
-            return "train longer branches"
+        known = not all(math.isnan(pair.difference.low) for pair in self.pairs)
         if not self.compared:
-            return "one evaluation tells nothing of its noise, compare two or more orders (--orders)"
+            few = (
+                "compare more orders" if known else "one evaluation tells nothing of its noise, compare several orders"
+            )
+            return f"{few} (--orders)"
+        if known:
+            return "train longer branches"
         return f"{self.compared} updates are too few for an interval, compare {LEAST} or more (--updates, --last)"
 
     def __str__(self) -> str:

@@ -78,8 +78,8 @@ class Start:
         """Read a checkpoint, without writing to its folder.
 
         Raises:
-            ValueError: if there is no intact checkpoint, or it lacks a model or an optimizer of this package, or `seed`
-                or `lr` is given beside it.
+            ValueError: if there is no intact checkpoint, or it lacks a model or an optimizer of this package, or
+                `seed`, `lr` or another `ref_batchsize` is given beside it.
         """
         name = task if isinstance(task, str) else type(task).__name__
         found = load_task(task, data_dir=data_dir) if isinstance(task, str) else task
@@ -101,6 +101,9 @@ class Start:
             requirement = "a branch needs a checkpoint of a vbs.Checkpoint, with model and optimizer"
             raise value_error(requirement, f"{', '.join(parts)} in {path}", "pass the folder of such a training")
         own = parts["optimizer"]["vbs"]
+        if None not in (ref_batchsize, own["ref_batchsize"]) and ref_batchsize != own["ref_batchsize"]:
+            requirement = f"ref_batchsize must be that of the checkpoint, {own['ref_batchsize']}"
+            raise value_error(requirement, ref_batchsize, "omit it")
         reference = ref_batchsize or own["ref_batchsize"] or defaults.ref_batchsize
         states = rng[0] if len(rng) == 1 else None
         if schedule and defaults.schedule is not None and "scheduler" not in parts:
