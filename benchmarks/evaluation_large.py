@@ -69,7 +69,7 @@ PARTS = (
     Part(
         "char-gpt",
         {"width": 64, "layers": 3},
-        2**-7,
+        2**-8,
         2**14,
         ("constant", "linear", "root", "power:0.75", "legw:16", "adamscale"),
     ),
