@@ -139,6 +139,14 @@ def test_each_trace_has_its_own_learning_rate_of_the_reference() -> None:
     assert fact(analysis, "spot", "root")["value_n"] == 3
 
 
+def test_a_seed_that_has_only_begun_does_not_hide_the_tuning() -> None:
+    """Of the last seed only the learning rate of the reference was trained."""
+    found = [one for one in records(traces=["spot"], seeds=4) if one.cell["seed"] < 3 or one.cell["lr_factor"] == 1]
+    done = [one for one in found if one.cell["seed"] < 3]
+    row, other = (fact(Analysis(some), "spot", "root") for some in (found, done))
+    assert (row["grid"], row["regret"], row["value_n"]) == (5, other["regret"], 4)
+
+
 def test_rules_in_bold_are_seldom_wrong() -> None:
     """Rules that do the same, of which all but one diverged: one in twenty evaluations has one in bold."""
     names = ("constant", "linear", "root", "adascale", "surge", "legw:4", "sqrt-sde", "adamscale")

@@ -71,6 +71,13 @@ class NotANumber(Tiny):
         return super().loss(model, batch) * math.nan
 
 
+class Fixed(Tiny):
+    """Its optimizer has a learning rate of its own."""
+
+    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+        return super().optimizer(model, 0.1)
+
+
 class Unchanged(Tiny):
     """It is as it is."""
 
@@ -174,6 +181,13 @@ def test_a_loss_that_is_no_number_before_the_first_update_is_an_error(tmp_path: 
         RuntimeError, match=r"loss\(\) must return a finite loss before the first update, got nan; mend"
     ):
         records("NotANumber", tmp_path)
+
+
+def test_an_optimizer_without_the_learning_rate_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"optimizer\(model, lr\) must use lr, got lr 0.1 for 0.05 and twice it; pass it"
+    ):
+        records("Fixed", tmp_path, lr=0.05)
 
 
 def test_gradients_of_an_evaluation_change_no_training(tmp_path: Path) -> None:

@@ -265,8 +265,10 @@ class Analysis:
     def _regret(self, finished: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
         """Return the regret, the factor that was best, whether it is at the edge, and the size of the grid."""
         values = _by_seed(finished, self.metric)
-        seeds = [seed for seed in values.index if seed in grid.columns]
-        grid = grid[seeds].dropna() if seeds else grid.iloc[:0]
+        grid = grid[[seed for seed in values.index if seed in grid.columns]]
+        whole = grid.dropna(axis=1)  # a seed that has only begun says nothing of tuning
+        grid = whole if whole.shape[1] else grid.dropna()
+        seeds = list(grid.columns)
         if grid.empty:
             return _flat("regret", _NONE) | {"best_factor": np.nan, "edge": False, "grid": 0}
         sign = 1.0 if self.lower else -1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
 from variable_batch_size.evaluation.cell import Cell, rule_of
@@ -20,6 +20,8 @@ from variable_batch_size.evaluation.courses import (
 from variable_batch_size.evaluation.simulated_time import SimulatedTime
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
 
+if TYPE_CHECKING:
+    from variable_batch_size.evaluation.loop import Parts
 CONSTANT = "constant"
 
 
@@ -182,7 +184,7 @@ def check(cells: Iterable[Cell]) -> None:
             continue
         seen.add(kind)
         try:
-            parts_of(cell)
+            _check_lr(parts_of(cell), cell)
         except (OSError, ModuleNotFoundError):
             raise
         except Exception as error:
@@ -190,6 +192,19 @@ def check(cells: Iterable[Cell]) -> None:
             if type(error) in (TypeError, ValueError):
                 raise type(error)(f"{of}: {error}") from error
             raise RuntimeError(f"{of}: {type(error).__name__}: {error}") from error
+
+
+def _check_lr(parts: Parts, cell: Cell) -> None:
+    """Raise ValueError if the learning rate has no effect on the task's optimizer."""
+    rates = [
+        [float(group["lr"]) for group in parts.task.optimizer(parts.model, lr).param_groups]
+        for lr in (cell.lr, 2 * cell.lr)
+    ]
+    if rates[0] == rates[1]:
+        remedy = "pass it to the optimizer that it returns"
+        raise value_error(
+            "optimizer(model, lr) must use lr", f"lr {rates[0][0]:g} for {cell.lr:g} and twice it", remedy
+        )
 
 
 def _known(given: Any, default: Any, attribute: str, name: str) -> Any:
