@@ -167,9 +167,7 @@ def test_a_file_has_at_most_400_lines(path: Path) -> None:
 def test_nobody_patches_the_import_path() -> None:
     """But for `load_task`, which finds the modules of a user in the working directory as `python -m` does."""
     patched = re.compile(r"^\s*sys\.path\.(append|insert|extend)", re.MULTILINE)
-    assert [path for path in python_files() if patched.search(path.read_text())] == [
-        ROOT / "variable_batch_size/evaluation/task.py"
-    ]
+    assert [path for path in python_files() if patched.search(path.read_text())] == [PACKAGE / "evaluation" / "task.py"]
 
 
 def run_python(script: str) -> tuple[int, str, str]:
