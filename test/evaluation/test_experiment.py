@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.evaluation_tasks import Tiny
 from variable_batch_size import AdaptiveTrace, BatchTrace
 from variable_batch_size.adaptive import NoiseScale, Throughput
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
 from variable_batch_size.evaluation.cell import rule_of
-from variable_batch_size.evaluation.courses import TraceOptions
+from variable_batch_size.evaluation.courses import TraceOptions, TraceSource
+from variable_batch_size.evaluation.task import FUNCTIONS
 from variable_batch_size.evaluation.tasks.table import TASKS
 from variable_batch_size.rules import LEGWRule, PowerRule
 
@@ -131,11 +135,23 @@ def under(seconds: float, policy: str) -> UnderCapacity:
     ("make", "error", "message"),
     [
         (
-            lambda: Experiment(["mnist-cn"], ["8"], ["linear"]),
+            lambda: Experiment(["letters"], ["8"], ["linear"]),
             ValueError,
-            "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name, got 'mnist-cn'; "
+            "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name, got 'letters'; "
             "pass one of these",
         ),
+        (lambda: Experiment(["mnist_cnn"], ["8"], ["linear"]), ValueError, "got 'mnist_cnn'; pass mnist-cnn$"),
+        (
+            lambda: Experiment(["helpers.evaluation_tasks.py:Tiny"], ["8"], ["linear"]),
+            ValueError,
+            "; pass helpers.evaluation_tasks:Tiny$",
+        ),
+        (
+            lambda: Experiment(["helpers.evaluation_tasks.Tiny"], ["8"], ["linear"]),
+            ValueError,
+            "; pass helpers.evaluation_tasks:Tiny$",
+        ),
+        (lambda: Experiment(["not where:Task"], ["8"], ["linear"]), ValueError, "; pass one of these$"),
         (lambda: Experiment(["nowhere:Task"], ["8"], ["linear"]), ValueError, r"or run it where nowhere\.py is"),
         (lambda: Experiment([OWN + "Tine"], ["8"], ["linear"]), ValueError, "no 'Tine' there; pass package.module"),
         (
@@ -164,7 +180,7 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         (
             lambda: Experiment([TINY], {"a": under(12, "constant:8")}, ["root"]),
             ValueError,
-            "must last for the 240 samples of the training, got 120 until second 12; scale its time by 2 or more",
+            "must last for the 240 samples of the training, got 120 until second 12; .* scaled by 2",
         ),
         (
             lambda: Experiment([TINY], {"a": under(99, "noise-scale:1")}, ["root"]),
@@ -212,6 +228,53 @@ def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
     task = load_task("split_task_of_a_user:Own")
     assert sum(one.numel() for one in task.model(0).parameters()) == 7
     assert sys.path[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"schedule": lambda samples: 1.0},
+            r"schedule of the task .* take the arguments \(samples, total\)",
+        ),
+        ({"evaluate": lambda: {"loss": 1.0}}, r"evaluate of the task .* take the arguments \(model\), got '\(\)'"),
+        ({"optimizer": lambda model, *, lr: None}, r"optimizer of the task .* take the arguments \(model, lr\)"),
+        ({"model": lambda seed, width=3: None}, None),
+    ],
+)
+def test_functions_of_a_task_take_the_arguments_that_they_get(
+    change: dict[str, Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"changed_{tmp_path.name}"
+    module = ModuleType(name)
+    module.task = SimpleNamespace(**{each: getattr(Tiny(), each) for each in FUNCTIONS} | change)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    if message is None:
+        assert load_task(f"{name}:task") is module.task
+    else:
+        with pytest.raises(TypeError, match=message):
+            Experiment([f"{name}:task"], ["8"], ["linear"], samples=96, lr=0.1, ref_batchsize=8).cells()
+
+
+def test_a_batch_size_that_never_changes_in_a_training_is_told(tmp_path: Path) -> None:
+    def warnings_of(source: TraceSource) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Experiment([TINY], {"a": source}, ["root"], samples=240).cells()
+        return [str(each.message) for each in caught]
+
+    assert warnings_of("0:8 30:16") == [
+        "the batch size of '0:8 30:16' is 8 for all 240 samples of the training: its first change follows sample 240; "
+        "train on more samples to compare rules"
+    ]
+    two = CapacityTrace([0, 25], [1, 2], 60)  # 10 samples a second: 240 of them end at second 24
+    (found,) = warnings_of(UnderCapacity(two, "per-device:8", MODEL))
+    assert "of a trace is 8 for all 240 samples of the training: it ends at second 24 of 60;" in found
+    assert not warnings_of("0:8 29:16")
+    assert not warnings_of("8")
+    assert not warnings_of(UnderCapacity(two, "constant:8", MODEL))
+    assert not warnings_of(UnderCapacity(CapacityTrace([0], [1], 60), "per-device:8", MODEL))
+    assert not warnings_of(UnderCapacity(CapacityTrace([0, 23], [1, 2], 60), "per-device:8", MODEL))
 
 
 def test_a_task_without_its_arguments_says_which() -> None:

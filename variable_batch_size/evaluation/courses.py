@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, final
@@ -13,6 +14,7 @@ from variable_batch_size import cluster
 from variable_batch_size._validation import type_error, value_error, without_addresses
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import Controller
+from variable_batch_size.adaptive.constant import ConstantBatch
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
@@ -152,6 +154,9 @@ def course_of(
         requirement = f"a trace must be a number, a schedule, a CSV file, {FORMS}, or POLICY@LOG"
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
     trace = _batch_trace(source)
+    starts, sizes = trace.runs
+    if len(starts) > 1 and (first := trace.offset(int(starts[1]))) >= training.samples:
+        _warn_of_one_size(source, int(sizes[0]), training, f"its first change follows sample {first:,}")
     return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time)
 
 
@@ -164,6 +169,12 @@ def _batch_trace(source: Any) -> BatchTrace:
                 "a capacity trace must have a policy", repr(source), f'pass "per-device:64@{source}"'
             ) from None
         raise
+
+
+def _warn_of_one_size(source: object, size: int, training: Training, because: str) -> None:
+    named = f"{source!r:.60}" if isinstance(source, (str, os.PathLike)) else "a trace"
+    message = f"the batch size of {named} is {size} for all {training.samples:,} samples of the training: {because}"
+    warnings.warn(f"{message}; train on more samples to compare rules", UserWarning, stacklevel=2)
 
 
 def _is_capacity(path: str) -> bool:
@@ -219,10 +230,16 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
     if run.summary["samples"] < training.samples:
         requirement = f"the capacity trace must last for the {training.samples:,} samples of the training"
         least = math.ceil(100 * training.samples / max(1, run.summary["samples"])) / 100
-        remedy = f"scale its time by {least:g} or more, or pass a faster throughput"
+        remedy = (
+            f"train on fewer samples, pass a faster throughput, or a log whose time is scaled by {least:g} or more, "
+            f"see vbs capacity convert --scale-time"
+        )
         raise value_error(requirement, f"{run.summary['samples']:,.0f} until second {capacity.end:,.6g}", remedy)
     trace = run.trace
     if trace.max_batch_size > training.dataset_size:
         requirement = f"a batch size must be at most the dataset's size of {training.dataset_size} samples"
         raise value_error(requirement, trace.max_batch_size, "limit it with bounds=")
+    if capacity.changes and len(trace.runs[0]) == 1 and not isinstance(policy, ConstantBatch):
+        ended = f"it ends at second {run.summary['elapsed']:,.6g} of {capacity.end:,.6g}"
+        _warn_of_one_size(source.capacity, trace.max_batch_size, training, ended)
     return Course(trace.with_on_end("stop"), RunTime.of(run))

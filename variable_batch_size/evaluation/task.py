@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,13 @@ from variable_batch_size._validation import (
 from variable_batch_size.evaluation.metric import lower_is_better
 from variable_batch_size.evaluation.tasks.table import TASKS
 
-FUNCTIONS = ("model", "dataset", "loss", "evaluate", "optimizer")
+FUNCTIONS = {
+    "model": ("seed",),
+    "dataset": (),
+    "loss": ("model", "batch"),
+    "evaluate": ("model",),
+    "optimizer": ("model", "lr"),
+}
 
 
 @runtime_checkable
@@ -123,7 +130,21 @@ def _norm(value: object, name: str) -> float:
 def _function(value: object, name: str) -> Callable[[int, int], float]:
     if not callable(value):
         raise type_error(f"{name} must be a function", value, "define schedule(samples, total)")
+    _check_takes(value, ("samples", "total"), name)
     return value
+
+
+def _check_takes(function: Callable[..., Any], arguments: tuple[str, ...], name: str) -> None:
+    """Raise TypeError if a function cannot be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        requirement = f"{name} must take the arguments ({', '.join(arguments)})"
+        raise type_error(requirement, str(signature), "change its parameters") from None
 
 
 def _target(value: object, name: str) -> tuple[str, float]:
@@ -155,6 +176,8 @@ def _loaded(name: str, text: str, data_dir: str | None) -> Task:
     if missing:
         requirement = f"the task {name} must have {', '.join(FUNCTIONS)}"
         raise type_error(requirement, task, f"define {', '.join(missing)}")
+    for function, takes in FUNCTIONS.items():
+        _check_takes(getattr(task, function), takes, f"{function} of the task {name}")
     return task  # type: ignore[no-any-return]
 
 
@@ -221,12 +244,12 @@ def _find(name: str) -> Any:
 def _import(place: str, name: str) -> ModuleType:
     """Import a module, also one of the working directory, with what it imports from there, as `python -m` does."""
     first = place.partition(".")[0]
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise _unknown(name, "pass one of these")
     try:
-        known = all(part.isidentifier() for part in place.split("."))
-        if known:
-            if first not in sys.modules and importlib.util.find_spec(first) is None:
-                sys.path.append("")  # for good: functions of the task may import more when they are called
-            return importlib.import_module(place)
+        if first not in sys.modules and importlib.util.find_spec(first) is None:
+            sys.path.append("")  # for good: functions of the task may import more when they are called
+        return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
             if not str(error).startswith("No module named"):  # it says more than that
@@ -234,8 +257,15 @@ def _import(place: str, name: str) -> ModuleType:
             found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
             message = f"{found}; install it, or run this where it is"
             raise ModuleNotFoundError(message, name=error.name) from error
+        module, _, last = place.rpartition(".")
+        if module and error.name == place:  # the part before the last dot was found
+            raise _unknown(name, f"pass {name.replace('.py', '', 1) if last == 'py' else f'{module}:{last}'}") from None
+        raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
     except Exception as error:
         raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error
-    remedy = f"pass one of these, or run it where {place}.py is" if known else "pass one of these"
+
+
+def _unknown(name: str, remedy: str) -> ValueError:
+    close = get_close_matches(name, TASKS, 1, 0.8)
     requirement = f"a task must be {', '.join(TASKS)} or package.module:name"
-    raise value_error(requirement, f"{name!r:.60}", remedy)
+    return value_error(requirement, f"{name!r:.60}", f"pass {close[0]}" if close else remedy)
