@@ -16,6 +16,9 @@ INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
+# Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
+test test-newest test-integrations: export OMP_NUM_THREADS := 1
+
 .PHONY: help train evaluate test test-newest test-integrations docs fuzz bench bench-trainers dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
