@@ -142,9 +142,9 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         ),
         (lambda: Experiment(["mnist_cnn"], ["8"], ["linear"]), ValueError, "got 'mnist_cnn'; pass mnist-cnn$"),
         (
-            lambda: Experiment(["helpers.evaluation_tasks.py:Tiny"], ["8"], ["linear"]),
+            lambda: Experiment(["sums.py:Sums"], ["8"], ["linear"]),
             ValueError,
-            "; pass helpers.evaluation_tasks:Tiny$",
+            "; pass sums:Sums, and run it where sums.py is$",
         ),
         (
             lambda: Experiment(["helpers.evaluation_tasks.Tiny"], ["8"], ["linear"]),

@@ -258,8 +258,10 @@ def _import(place: str, name: str) -> ModuleType:
             message = f"{found}; install it, or run this where it is"
             raise ModuleNotFoundError(message, name=error.name) from error
         module, _, last = place.rpartition(".")
+        if last == "py":
+            raise _unknown(name, f"pass {name.replace('.py', '', 1)}, and run it where {place} is") from None
         if module and error.name == place:  # the part before the last dot was found
-            raise _unknown(name, f"pass {name.replace('.py', '', 1) if last == 'py' else f'{module}:{last}'}") from None
+            raise _unknown(name, f"pass {module}:{last}") from None
         raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
     except Exception as error:
         raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error
