@@ -180,7 +180,8 @@ def under(seconds: float, policy: str) -> UnderCapacity:
         (
             lambda: Experiment([TINY], {"a": under(12, "constant:8")}, ["root"]),
             ValueError,
-            "must last for the 240 samples of the training, got 120 until second 12; .* scaled by 2",
+            "must last for the 240 samples of the training, got 120 until second 12; train on fewer samples, pass a "
+            "faster throughput, or a log whose time is scaled by 2 or more, see vbs capacity convert --scale-time",
         ),
         (
             lambda: Experiment([TINY], {"a": under(99, "noise-scale:1")}, ["root"]),
@@ -235,7 +236,7 @@ def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
     [
         (
             {"schedule": lambda samples: 1.0},
-            r"schedule of the task .* take the arguments \(samples, total\)",
+            r"schedule of the task .* the arguments \(samples, total\), got '\(samples\)'",
         ),
         ({"evaluate": lambda: {"loss": 1.0}}, r"evaluate of the task .* take the arguments \(model\), got '\(\)'"),
         ({"optimizer": lambda model, *, lr: None}, r"optimizer of the task .* take the arguments \(model, lr\)"),
@@ -264,12 +265,12 @@ def test_a_batch_size_that_never_changes_in_a_training_is_told(tmp_path: Path) -
         return [str(each.message) for each in caught]
 
     assert warnings_of("0:8 30:16") == [
-        "the batch size of '0:8 30:16' is 8 for all 240 samples of the training: its first change follows sample 240; "
-        "train on more samples to compare rules"
+        f"trace a of the task {TINY}: the batch size is 8 for all 240 samples of the training, its first change "
+        "follows sample 240; train on more samples to compare rules"
     ]
     two = CapacityTrace([0, 25], [1, 2], 60)  # 10 samples a second: 240 of them end at second 24
     (found,) = warnings_of(UnderCapacity(two, "per-device:8", MODEL))
-    assert "of a trace is 8 for all 240 samples of the training: it ends at second 24 of 60;" in found
+    assert "the batch size is 8 for all 240 samples of the training, which ends at second 24 of 60;" in found
     assert not warnings_of("0:8 29:16")
     assert not warnings_of("8")
     assert not warnings_of(UnderCapacity(two, "constant:8", MODEL))

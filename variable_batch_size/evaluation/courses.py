@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, final
@@ -94,10 +93,12 @@ class Course:
     Attributes:
         trace: the batch sizes, or the controller that chooses them.
         time: the simulated time; None if no model of it is known.
+        remark: what a user should know of it, if there is something.
     """
 
     trace: BatchTrace | AdaptiveTrace
     time: SimulatedTime | None
+    remark: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -155,9 +156,10 @@ def course_of(
         raise value_error(requirement, f"{source!r:.60}", "pass one of these; a file must exist")
     trace = _batch_trace(source)
     starts, sizes = trace.runs
+    remark = None
     if len(starts) > 1 and (first := trace.offset(int(starts[1]))) >= training.samples:
-        _warn_of_one_size(source, int(sizes[0]), training, f"its first change follows sample {first:,}")
-    return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time)
+        remark = _one_size(int(sizes[0]), training, f"its first change follows sample {first:,}")
+    return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time, remark)
 
 
 def _batch_trace(source: Any) -> BatchTrace:
@@ -171,10 +173,9 @@ def _batch_trace(source: Any) -> BatchTrace:
         raise
 
 
-def _warn_of_one_size(source: object, size: int, training: Training, because: str) -> None:
-    named = f"{source!r:.60}" if isinstance(source, (str, os.PathLike)) else "a trace"
-    message = f"the batch size of {named} is {size} for all {training.samples:,} samples of the training: {because}"
-    warnings.warn(f"{message}; train on more samples to compare rules", UserWarning, stacklevel=2)
+def _one_size(size: int, training: Training, because: str) -> str:
+    whole = f"for all {training.samples:,} samples of the training"
+    return f"the batch size is {size} {whole}, {because}; train on more samples to compare rules"
 
 
 def _is_capacity(path: str) -> bool:
@@ -239,7 +240,8 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
     if trace.max_batch_size > training.dataset_size:
         requirement = f"a batch size must be at most the dataset's size of {training.dataset_size} samples"
         raise value_error(requirement, trace.max_batch_size, "limit it with bounds=")
+    remark = None
     if capacity.changes and len(trace.runs[0]) == 1 and not isinstance(policy, ConstantBatch):
-        ended = f"it ends at second {run.summary['elapsed']:,.6g} of {capacity.end:,.6g}"
-        _warn_of_one_size(source.capacity, trace.max_batch_size, training, ended)
-    return Course(trace.with_on_end("stop"), RunTime.of(run))
+        ended = f"which ends at second {run.summary['elapsed']:,.6g} of {capacity.end:,.6g}"
+        remark = _one_size(trace.max_batch_size, training, ended)
+    return Course(trace.with_on_end("stop"), RunTime.of(run), remark)

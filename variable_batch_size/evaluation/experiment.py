@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.loop import Parts
+
 CONSTANT = "constant"
 
 
@@ -160,10 +162,13 @@ class Experiment:
             needed = depends_on_the_dataset(source)
             size = len(dataset_of(task)) if needed else MAX_INT  # type: ignore[arg-type]
             training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
+            of = f"trace {name} of the task {fixed['task']}"
             try:
                 courses[name] = course_of(source, training, self.options, self.time)
             except ValueError as error:
-                raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
+                raise ValueError(f"{of}: {error}") from error
+            if remark := courses[name].remark:
+                warnings.warn(f"{of}: {remark}", UserWarning, stacklevel=4)
         return courses
 
 

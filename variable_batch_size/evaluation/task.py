@@ -259,7 +259,7 @@ def _import(place: str, name: str) -> ModuleType:
             raise ModuleNotFoundError(message, name=error.name) from error
         module, _, last = place.rpartition(".")
         if last == "py":
-            raise _unknown(name, f"pass {name.replace('.py', '', 1)}, and run it where {place} is") from None
+            raise _unknown(name, f"pass {module}{name[len(place) :]}, and run it where {place} is") from None
         if module and error.name == place:  # the part before the last dot was found
             raise _unknown(name, f"pass {module}:{last}") from None
         raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
