@@ -17,7 +17,7 @@ import pytest
 from helpers.commands import environment, wait_for
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
-from variable_batch_size.evaluation import Plan, read_records, write_report
+from variable_batch_size.evaluation import Plan, read_records, write_records, write_report
 from variable_batch_size.evaluation.record import keys_in
 
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -134,6 +134,14 @@ def test_recommendations_are_wrapped(done: Path, monkeypatch: pytest.MonkeyPatch
     assert run_main("evaluate", *SMALL, "--folder", done, "--recommend")[1].splitlines()[2:] == lines
 
 
+def test_the_report_of_a_table_is_that_of_its_records(tmp_path: Path, done: Path) -> None:
+    write_records(read_records(done), tmp_path / "table.csv.gz")
+    status, out, err = run_main("report", tmp_path / "table.csv.gz")
+    assert (status, out) == (0, f"report: {tmp_path / 'table' / 'report.html'} (8 of 8 trainings)\n"), err
+    for name in ("report.csv", "report-table.csv"):
+        assert (tmp_path / "table" / name).read_bytes() == (done / name).read_bytes()
+
+
 def test_a_task_that_cannot_be_loaded_has_no_target(tmp_path: Path, done: Path) -> None:
     for record in read_records(done):
         vars(record)["cell"]["task"] = "no_such_module:Task"
@@ -147,12 +155,12 @@ def test_a_task_that_cannot_be_loaded_has_no_target(tmp_path: Path, done: Path) 
 
 
 def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
-    nothing = f"{tmp_path} must hold the record of a training, got none; pass --folder of vbs evaluate"
-    assert error_of("report", tmp_path) == (1, nothing)
-    assert error_of("report", tmp_path / "a") == (
-        1,
-        nothing.replace(str(tmp_path), f"{tmp_path / 'a'}").replace("none", "no such folder"),
-    )
+    remedy = "pass --folder of vbs evaluate, or a table, *.csv.gz"
+    for name, found in ((".", "none"), ("a", "no such folder"), ("a.csv.gz", "no such file")):
+        nothing = f"{tmp_path / name} must hold the record of a training, got {found}; {remedy}"
+        assert error_of("report", tmp_path / name) == (1, nothing)
+    (tmp_path / "a.csv.gz").touch()
+    assert error_of("report", tmp_path / "a.csv.gz")[1].startswith(f"{tmp_path / 'a.csv.gz'} must be a table with rows")
     assert error_of("report", done, "--metric", "los")[1].startswith('--metric must be "loss" or "accuracy", got')
     assert error_of("report", done, "--baseline", "lin")[1].startswith("--baseline must be constant or linear, got")
 

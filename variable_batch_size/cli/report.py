@@ -29,8 +29,13 @@ Recommend = Annotated[
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder of the records, --folder of vbs evaluate.", show_default=False)
+    records: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of the records, --folder of vbs evaluate, or a table of them, *.csv.gz.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
     ],
     metric: Annotated[str, typer.Option(help="What the rules are compared by, at the end of their samples.")] = "loss",
     baseline: Annotated[
@@ -39,21 +44,36 @@ def report(
     mode: Annotated[
         Mode | None, typer.Option(help="Whether less of the metric is better, or more; by default, its name tells.")
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of the report.",
+            show_default="that of the records, or NAME beside the table NAME.csv.gz",
+        ),
+    ] = None,
     parquet: Parquet = False,
     recommend: Recommend = False,
 ) -> None:
     """Write the report of the trainings that are there, of all commands of `vbs evaluate` in the folder's plan.json.
 
-    It may be written while others run: it says how many of the trainings are there.
+    It may be written while others run: it says how many of the trainings are there. That of a table has all of its
+    trainings.
 
     Examples:
 
     - `vbs report evaluation`
     - `vbs report evaluation --metric accuracy --baseline linear --recommend`
+    - `vbs report benchmarks/evaluation_large.csv.gz --output runs/large`
     """
-    if not folder.is_dir() or not publish(folder, metric, baseline, table_of(parquet), recommend, mode=mode):
-        found = "none" if folder.is_dir() else "no such folder"
-        raise value_error(f"{folder} must hold the record of a training", found, "pass --folder of vbs evaluate")
+    from variable_batch_size.evaluation.table import SUFFIX, is_table
+
+    there = records.is_file() if is_table(records) else records.is_dir()
+    if not there or not publish(records, metric, baseline, table_of(parquet), recommend, mode=mode, output=output):
+        found = "none" if there else "no such file" if is_table(records) else "no such folder"
+        remedy = f"pass --folder of vbs evaluate, or a table, *{SUFFIX}"
+        raise value_error(f"{records} must hold the record of a training", found, remedy)
 
 
 def table_of(parquet: bool) -> TableFormat:
@@ -62,21 +82,23 @@ def table_of(parquet: bool) -> TableFormat:
 
 
 def publish(
-    folder: Path,
+    place: Path,
     metric: str = "loss",
     baseline: str = "constant",
     table: TableFormat = "csv",
     recommend: bool = False,
     data_dir: str | None = None,
     mode: Mode | None = None,
+    output: Path | None = None,
 ) -> int:
-    """Write the report of the records of a folder and of its plan, print what is in it, and return their number."""
+    """Write the report of a folder's records and plan, or of a table, print what is in it, and return their number."""
     from variable_batch_size.evaluation.analysis import Analysis
     from variable_batch_size.evaluation.plan import Plan
     from variable_batch_size.evaluation.record import read_records
     from variable_batch_size.evaluation.report import write_analysis
+    from variable_batch_size.evaluation.table import SUFFIX
 
-    records, plan = read_records(folder), Plan.read(folder)
+    records, plan = read_records(place), Plan.read(place)
     others, planned = 0, len(plan.keys) or len(records)
     if plan.keys:
         records, found = [record for record in records if record.key in plan.keys], len(records)
@@ -84,6 +106,7 @@ def publish(
     if not records:
         return 0
     analysis = Analysis(records, metric, baseline, _targets(records, data_dir), mode)
+    folder = output or str(place).removesuffix(SUFFIX)
     path = write_analysis(analysis, folder, plan.command, planned, table)
     left_out = f"; {others:,} others in the folder are not in its plan.json" if others else ""
     typer.echo(f"report: {path} ({len(records):,} of {planned:,} trainings{left_out})")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.recommendation import recommend as recommend
     from variable_batch_size.evaluation.record import Record as Record
     from variable_batch_size.evaluation.record import read_records as read_records
+    from variable_batch_size.evaluation.record import write_records as write_records
     from variable_batch_size.evaluation.report import write_report as write_report
     from variable_batch_size.evaluation.simulated_time import ModelTime as ModelTime
     from variable_batch_size.evaluation.task import Task as Task

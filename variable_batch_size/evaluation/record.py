@@ -1,17 +1,19 @@
-"""What a training has brought, as a JSON file that is complete at any instant."""
+"""What a training has brought, as a JSON file that is complete at any instant, or as a row of a table."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 from variable_batch_size._files import written
 from variable_batch_size._validation import value_error
+from variable_batch_size.evaluation.table import is_table, read_table, write_table
 
 FORMAT = 1
 _NAME = re.compile(r"[0-9a-f]{16}\.json")
@@ -63,12 +65,9 @@ class Record:
         remedy = "delete it, and run the evaluation again"
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-            found = content.pop("format")
-            if found == FORMAT:
-                return _checked(cls(**content))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise value_error(f"{path} must be a record", f"{type(error).__name__}: {error}", remedy) from error
-        raise value_error(f"{path} must be a record of format {FORMAT}", f"format {found}", remedy)
+        except ValueError as error:
+            raise _not_a_record(path, error, remedy) from error
+        return _record_of(content, path, remedy)
 
 
 def path_of(folder: str | os.PathLike[str], key: str) -> Path:
@@ -84,19 +83,60 @@ def keys_in(folder: str | os.PathLike[str]) -> set[str]:
         return set()
 
 
-def read_records(folder: str | os.PathLike[str]) -> list[Record]:
-    """Read the records of a folder, in the order of their keys.
+def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> None:
+    """Write records as one table, a gzipped CSV with a row for each, which `read_records` and `vbs report` read.
+
+    A field is JSON: `curve.loss` is a list. The same records make the same file.
+
+    Args:
+        records: at least one, of different keys.
+        path: the file, `*.csv.gz`.
+
+    Raises:
+        OSError: if the file cannot be written.
+        ValueError: if the name does not end with ".csv.gz", there is no record, or two have the same key.
+    """
+    rows = [{"format": FORMAT, **asdict(record)} for record in records]
+    twice = [key for key, number in Counter(row["key"] for row in rows).items() if number > 1]
+    if twice:
+        raise value_error("the records of a table must have different keys", f"{twice[0]} twice", "pass each once")
+    write_table(rows, path)
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """Read the records of a folder, in the order of their keys, or of a table of `write_records`, in its order.
+
+    Args:
+        path: the folder, or the table, `*.csv.gz`.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file is not a record of this format.
+        ValueError: if a file or a row is not a record of this format.
     """
-    records = {key: Record.read(path_of(folder, key)) for key in sorted(keys_in(folder))}
+    if is_table(path):
+        rows, remedy = read_table(path), "write the table again, by write_records of this version"
+        return [_record_of(row, f"{path}, row {number},", remedy) for number, row in enumerate(rows, 1)]
+    records = {key: Record.read(path_of(path, key)) for key in sorted(keys_in(path))}
     for key, record in records.items():
         if record.key != key:
             remedy = "rename or delete the file"
-            raise value_error(f"{path_of(folder, key)} must be the record of its name", f"that of {record.key}", remedy)
+            raise value_error(f"{path_of(path, key)} must be the record of its name", f"that of {record.key}", remedy)
     return list(records.values())
+
+
+def _record_of(content: Any, where: object, remedy: str) -> Record:
+    """Return the record that values of JSON are, or raise an error that says where they are not one."""
+    try:
+        found = content.pop("format")
+        if found == FORMAT:
+            return _checked(Record(**content))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _not_a_record(where, error, remedy) from error
+    raise value_error(f"{where} must be a record of format {FORMAT}", f"format {found}", remedy)
+
+
+def _not_a_record(where: object, error: Exception, remedy: str) -> ValueError:
+    return value_error(f"{where} must be a record", f"{type(error).__name__}: {error}", remedy)
 
 
 def _checked(record: Record) -> Record:
