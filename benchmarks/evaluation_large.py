@@ -17,7 +17,8 @@ same batches. The constant rule also trains at 1/4 to 4 times the learning rate:
 bring. The same learning rates at the reference's batch size tell whether the reference is tuned itself.
 
 Kill it at any time; the same command continues. `--report` writes the report of what is there. The trainings take about
-100 minutes on two cores. `--time` trains a single cell of each task, and records what it takes.
+100 minutes on two cores. At the end all records become one table, evaluation_large.csv.gz beside this file, which `vbs
+report` reads, too. `--time` trains a single cell of each task, and records what it takes.
 """
 
 from __future__ import annotations
@@ -35,11 +36,21 @@ from results import record
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.evaluation import Cell, Experiment, UnderCapacity, engines, load_task, read_records, report
+from variable_batch_size.evaluation import (
+    Cell,
+    Experiment,
+    UnderCapacity,
+    engines,
+    load_task,
+    read_records,
+    report,
+    write_records,
+)
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 TIMES = 8  # the constant batch size, in those of the reference
 SHARE = 0.9  # of the window that a training takes
+TABLE = Path(__file__).with_suffix(".csv.gz")
 
 
 class Log(NamedTuple):
@@ -133,6 +144,7 @@ def parse() -> argparse.Namespace:
     add("--capacity-traces", type=Path, default=folder, required=folder is None, help="by default $CAPACITY_TRACES")
     add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
     add("--folder", type=Path, default=Path("runs/large"), help="folder of the records and of the report")
+    add("--table", type=Path, default=TABLE, help="file of all records")
     add("--seeds", type=int, default=5, help="number of seeds")
     add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
     add("--report", action="store_true", help="only write the report of what is there")
@@ -148,7 +160,8 @@ def main() -> None:
         take_time(wanted)
         return
     if not flags.report:
-        engines.run(wanted, flags.folder, jobs=flags.jobs)
+        found = engines.run(wanted, flags.folder, jobs=flags.jobs)
+        write_records(sorted(found, key=lambda record: record.key), flags.table)
     write_report(flags, len(wanted))
 
 

@@ -57,7 +57,7 @@ def test_a_training_takes_nine_tenths_of_the_window(large: Any, tmp_path: Path, 
 
 
 def test_the_records_are_those_of_their_names() -> None:
-    found = read_records(ROOT / "benchmarks" / "evaluation_large")
+    found = read_records(ROOT / "benchmarks" / "evaluation_large.csv.gz")
     assert len(found) == 350
     for record in found:
         text = json.dumps(dict(record.cell), sort_keys=True, separators=(",", ":"))
