@@ -1,6 +1,10 @@
 """Does a short branch predict which rule and learning rate a full training should have, and what does it cost?
 
-    PYTHONPATH=test python benchmarks/branching.py --data-dir FASHION_MNIST --folder runs
+    PYTHONPATH=test python benchmarks/branching.py
+    PYTHONPATH=test python benchmarks/branching.py --data-dir FASHION_MNIST --folder runs --second-seed teacher-sgd
+
+The first command computes the figures of the two committed tables, branching_trainings.csv.gz and
+branching_branches.csv.gz, within a minute; the second one trains, and writes the tables before.
 
 For each task and batch size, each candidate (a rule, and a factor on the learning rate that was tuned at the reference
 batch size) trains in full, from the beginning, and the final validation losses rank the candidates. A training at the
@@ -22,8 +26,8 @@ of the distance between the best and the median one: 1 is what a candidate of th
 The intervals of the differences are checked on simulated autoregressions, whose mean is known.
 
 Full trainings are records of an evaluation, and branches are files beside them: what is in the folder is not computed
-again. `--second-seed` names the tasks that are also trained in full with a second
-seed, for the comparison between seeds.
+again. `--second-seed` names the tasks that are also trained in full with a second seed, for the comparison between
+seeds.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import argparse
 import json
 import shutil
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,16 +46,27 @@ from scipy.stats import spearmanr
 
 import variable_batch_size as vbs
 from helpers.coverage import series_coverage
-from records import spread
+from records import Measured, spread
 from results import record
 from variable_batch_size._files import written
-from variable_batch_size.evaluation import Candidate, Experiment, Record, branch, load_task, run
+from variable_batch_size.evaluation import (
+    Candidate,
+    Experiment,
+    Record,
+    branch,
+    load_task,
+    read_records,
+    run,
+    write_records,
+)
 from variable_batch_size.evaluation.branching.start import Start
 from variable_batch_size.evaluation.branching.trial import kept_random_numbers, train_trial, untrained_metrics
 from variable_batch_size.evaluation.statistics import series_interval
+from variable_batch_size.evaluation.table import read_table, write_table
 
 BEGIN = 0.15  # of a full training
-LENGTHS = {"": 0.1, " decayed": 0.2}  # of a full training, by kind of branch
+LENGTHS = {0.0: 0.1, 1.0: 0.2}  # of a full training, by the share of a branch in which the learning rate falls to 0
+TABLES = "branching_trainings.csv.gz", "branching_branches.csv.gz"
 CHOSEN_ON = ("teacher-sgd", "teacher-adamw")  # tasks on which the second kind of branch was chosen
 SGD = ("constant", "power:0.25", "root", "linear", "adascale", "root*0.5", "linear*0.5", "linear*2")
 ADAM = ("constant", "power:0.25", "root", "linear", "adamscale", "root*0.5", "root*2", "linear*0.5")
@@ -78,8 +94,45 @@ KINDS = {
 }
 
 
-def full_losses(kind: Kind, size: int, seeds: int, folder: Path, data_dir: str | None) -> np.ndarray:
-    """Return the final validation losses, (seeds, candidates); inf after a divergence."""
+class Runs(NamedTuple):
+    """What was trained.
+
+    Attributes:
+        records: the full trainings.
+        branches: what branches have brought, as values of JSON, by (name of the task, batch size, decay).
+    """
+
+    records: Sequence[Record]
+    branches: Mapping[tuple[str, int, float], dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Runs:
+        """Read the two tables of a folder."""
+        trainings, branches = (folder / name for name in TABLES)
+        rows = read_table(branches)
+        return cls(read_records(trainings), {(row["name"], row["batch_size"], row["decay"]): row for row in rows})
+
+    def write(self, folder: Path) -> None:
+        """Write the two tables."""
+        trainings, branches = (folder / name for name in TABLES)
+        write_records(self.records, trainings)
+        rows = [{"name": name, "decay": decay, **found} for (name, _, decay), found in self.branches.items()]
+        write_table(rows, branches)
+
+    def final_losses(self, kind: Kind, size: int) -> np.ndarray:
+        """Return the final validation losses of full trainings, (seeds, candidates); inf after a divergence."""
+        found: dict[int, dict[tuple[str, float], float]] = {}
+        for training in self.records:
+            cell = training.cell
+            if (cell["task"], cell["task_arguments"], cell["trace"]) == (kind.task, kind.arguments, str(size)):
+                end = (training.curve["loss"] or [np.inf])[-1] if training.status == "finished" else np.inf
+                found.setdefault(cell["seed"], {})[cell["rule"], cell["lr_factor"]] = end
+        candidates = [(one.rule, one.lr_factor) for one in map(Candidate.of, kind.candidates)]
+        return np.array([[found[seed][one] for one in candidates] for seed in sorted(found)])
+
+
+def full_trainings(kind: Kind, size: int, seeds: int, folder: Path, data_dir: str | None) -> list[Record]:
+    """Return the records of the full trainings."""
     records: list[Record] = []
     for candidate in map(Candidate.of, kind.candidates):
         experiment = Experiment(
@@ -94,8 +147,7 @@ def full_losses(kind: Kind, size: int, seeds: int, folder: Path, data_dir: str |
             data_dir=data_dir if kind.task == "fashion-cnn" else None,
         )
         records += run(experiment, folder, progress=False)
-    ends = [(one.curve["loss"] or [np.inf])[-1] if one.status == "finished" else np.inf for one in records]
-    return np.array(ends, float).reshape(len(kind.candidates), seeds).T
+    return records
 
 
 def checkpoint(kind: Kind, task: Any, name: str, folder: Path) -> Path:
@@ -113,19 +165,20 @@ def checkpoint(kind: Kind, task: Any, name: str, folder: Path) -> Path:
     return place
 
 
-def branched(kind: Kind, size: int, name: str, how: str, folder: Path, data_dir: str | None) -> dict[str, Any]:
+def branched(kind: Kind, size: int, name: str, decay: float, folder: Path, data_dir: str | None) -> dict[str, Any]:
     """Return what branches have brought, as values of JSON."""
+    how = " decayed" if decay else ""
     path = folder / f"branch {name} {size}{how}.json"
     if not path.exists():
         task = load_task(kind.task, kind.arguments, data_dir if kind.task == "fashion-cnn" else None)
-        updates, begun = round(LENGTHS[how] * kind.samples / size), time.perf_counter()
+        updates, begun = round(LENGTHS[decay] * kind.samples / size), time.perf_counter()
         found = branch(
             checkpoint(kind, task, name, folder),
             task,
             batch_size=size,
             candidates=kind.candidates,
             updates=updates,
-            decay=1.0 if how else 0.0,
+            decay=decay,
             samples=kind.samples,
             minibatch_size=min(32, size // 2),
         )
@@ -176,12 +229,12 @@ RANK, LOST, COST = (
 PLAIN, DECAYED = f"{RANK}: a tenth, training loss", f"{RANK}: a fifth, decayed, validation loss"
 
 
-def judged(name: str, size: int, seeds: int, folder: Path, data_dir: str | None) -> dict[str, float]:
+def judged(name: str, size: int, runs: Runs) -> dict[str, float]:
     """Return what is recorded of a pair of task and batch size, by "question: what"."""
     kind, values = KINDS[name], {}
-    plain, decayed = (branched(kind, size, name, how, folder, data_dir) for how in LENGTHS)
+    plain, decayed = (runs.branches[name, size, decay] for decay in LENGTHS)
     own, other = predictions(kind, plain), predictions(kind, decayed)
-    ends = full_losses(kind, size, 1, folder, data_dir)[0]
+    ends = runs.final_losses(kind, size)
     by_kind = {
         PLAIN: own["training loss"],
         f"{RANK}: a twentieth, training loss": own["training loss, half as long"],
@@ -189,60 +242,91 @@ def judged(name: str, size: int, seeds: int, folder: Path, data_dir: str | None)
         DECAYED: other["validation loss at its end"],
     }
     for what, predicted in by_kind.items():
-        values[what] = correlation(predicted, ends)
+        values[what] = correlation(predicted, ends[0])
         if what in (PLAIN, DECAYED):
-            values[what.replace(RANK, LOST)] = lost(predicted, ends)
-    if seeds > 1:
-        both = full_losses(kind, size, 2, folder, data_dir)
-        values[f"{RANK}: another seed"] = correlation(*both)
+            values[what.replace(RANK, LOST)] = lost(predicted, ends[0])
+    if len(ends) > 1:
+        values[f"{RANK}: another seed"] = correlation(*ends)
     for text, result in (("a tenth", plain), ("a fifth", decayed)):
         values[f"{COST}: {text}, one candidate"] = result["cost"]["samples_each"] / kind.samples
         values[f"{COST}: {text}, all 8 candidates"] = result["cost"]["samples"] / kind.samples
     return values
 
 
-def confirmed(name: str, size: int, folder: Path, data_dir: str | None) -> tuple[int, int]:
+def confirmed(name: str, size: int, runs: Runs) -> tuple[int, int]:
     """Return how many pairs of candidates the first kind of branch tells apart, and how many as full trainings do."""
-    ends = dict(zip(KINDS[name].candidates, full_losses(KINDS[name], size, 1, folder, data_dir)[0], strict=True))
-    pairs = branched(KINDS[name], size, name, "", folder, data_dir)["pairs"]
+    ends = dict(zip(KINDS[name].candidates, runs.final_losses(KINDS[name], size)[0], strict=True))
+    pairs = runs.branches[name, size, 0.0]["pairs"]
     known = [(pair, pair["difference"]) for pair in pairs if pair["difference"]["low"] is not None]
     apart = [(pair, one["value"]) for pair, one in known if one["low"] > 0 or one["high"] < 0]
     return len(apart), sum((ends[pair["first"]] - ends[pair["second"]]) * value > 0 for pair, value in apart)
+
+
+def figures(runs: Runs) -> Iterator[tuple[str, str, Measured, str, str]]:
+    """Yield what is recorded of the runs: question, what, the value, on, and a note."""
+    pairs = list(dict.fromkeys((name, size) for name, size, _ in runs.branches))
+    found = {pair: judged(*pair, runs) for pair in pairs}
+    for (name, size), values in found.items():
+        print(f"{name}, {size}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
+    names = list(dict.fromkeys(name for name, _ in pairs))
+    groups = {"all": pairs, "tasks of no choice": [pair for pair in pairs if pair[0] not in CHOSEN_ON]}
+    for group, own in (groups | {name: [pair for pair in pairs if pair[0] == name] for name in names}).items():
+        for key in dict.fromkeys(key for pair in own for key in found[pair]):
+            values = [found[pair][key] for pair in own if key in found[pair]]
+            if group == "all" or key in (PLAIN, DECAYED) or (group in groups and not key.startswith(COST)):
+                question, what = key.split(": ")
+                yield (
+                    question,
+                    what,
+                    spread(values),
+                    f"{len(values)} pairs of {group}" if group in groups else group,
+                    "",
+                )
+    for name in names:
+        apart, right = np.sum([confirmed(*pair, runs) for pair in pairs if pair[0] == name], axis=0)
+        if apart:
+            share = Measured(float(right / apart))
+            yield (
+                "differences seen that full trainings have",
+                "a tenth, training loss",
+                share,
+                name,
+                f"{right} of {apart}",
+            )
+
+
+def train(names: Sequence[str], second_seed: Sequence[str], folder: Path, data_dir: str | None) -> Runs:
+    """Return what is trained of some tasks; what is in the folder is not trained again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [(name, size) for name in names for size in KINDS[name].batch_sizes]
+    branches = {
+        (name, size, decay): branched(KINDS[name], size, name, decay, folder, data_dir)
+        for name, size in pairs
+        for decay in LENGTHS
+    }
+    records = [
+        training
+        for name, size in pairs
+        for training in full_trainings(KINDS[name], size, 1 + (name in second_seed), folder, data_dir)
+    ]
+    return Runs(records, branches)
 
 
 def main() -> None:
     """Measure, and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="folder of Fashion-MNIST; without it as the task finds the files")
-    parser.add_argument("--folder", type=Path, default=Path("branching"), help="folder of what is computed")
+    parser.add_argument("--folder", type=Path, help="train into this folder, and write the tables; otherwise read them")
+    parser.add_argument("--tables", type=Path, default=Path(__file__).parent, help="folder of the two tables")
     parser.add_argument("--second-seed", nargs="*", default=[], help="tasks that are trained in full with two seeds")
-    parser.add_argument("--only", nargs="*", default=list(KINDS), help="tasks")
+    parser.add_argument("--only", nargs="*", default=list(KINDS), help="tasks that are trained")
     parser.add_argument("--repeats", type=int, default=10_000, help="simulated series of each kind")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    place, data_dir = options.folder, options.data_dir
-    pairs = [(name, size) for name in options.only for size in KINDS[name].batch_sizes]
-    for name, size in pairs:
-        for how in LENGTHS:
-            branched(KINDS[name], size, name, how, place, data_dir)
-    found = {}
-    for name, size in pairs:
-        found[name, size] = judged(name, size, 1 + (name in options.second_seed), place, data_dir)
-    for (name, size), values in found.items():
-        print(f"{name}, {size}: {', '.join(f'{key} {value:.2f}' for key, value in values.items())}", flush=True)
-    groups = {"all": pairs, "tasks of no choice": [pair for pair in pairs if pair[0] not in CHOSEN_ON]}
-    for group, own in (groups | {name: [pair for pair in pairs if pair[0] == name] for name in options.only}).items():
-        for what in dict.fromkeys(key for pair in own for key in found[pair]):
-            values = [found[pair][what] for pair in own if what in found[pair]]
-            if group == "all" or what in (PLAIN, DECAYED) or (group in groups and not what.startswith(COST)):
-                question, name = what.split(": ")
-                on = f"{len(values)} pairs of {group}" if group in groups else group
-                record(question, name, spread(values), on=on)
-    for name in options.only:
-        apart, right = np.sum([confirmed(*pair, place, data_dir) for pair in pairs if pair[0] == name], axis=0)
-        note = f"{right} of {apart}"
-        record("differences seen that full trainings have", "a tenth, training loss", right / apart, on=name, note=note)
+    if options.folder:
+        train(options.only, options.second_seed, options.folder, options.data_dir).write(options.tables)
+    for question, what, measured, on, note in figures(Runs.read(options.tables)):
+        record(question, what, measured, on=on, note=note)
     for coefficient in (0.0, 0.5, 0.8, 0.9, 0.95):
         for updates in (20, 50, 100, 400):
             held = series_coverage(lambda values: series_interval(values)[1:3], coefficient, updates, options.repeats)
