@@ -1,0 +1,48 @@
+"""benchmarks/branching.py: its tables say what records.csv and the page say, and it writes and reads such tables."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.pages import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def branching(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/branching.py."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("branching")
+
+
+def test_the_committed_tables_have_the_recorded_figures(branching: Any) -> None:
+    records = importlib.import_module("records")
+    newest = {(row.question, row.what, row.on): row for row in records.newest(records.read())}
+    found = list(branching.figures(branching.Runs.read(BENCHMARKS)))
+    assert len(found) == 36
+    for question, what, measured, on, note in found:
+        row = newest[question, what, on]
+        assert (row.note, row.n) == (note, measured.n)
+        assert (row.low is None) == (measured.low is None)
+        expected = [value for value in measured[:3] if value is not None]
+        shown = [value for value in (row.value, row.low, row.high) if value is not None]
+        assert shown == pytest.approx(expected, rel=1e-3, abs=1e-12)  # of four digits
+
+
+def test_tables_have_what_was_trained(branching: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = branching.Kind(branching.TEACHER, {}, 2**13, (64,), ("constant", "linear", "linear*0.0625"))
+    monkeypatch.setattr(branching, "KINDS", {"tiny": kind})
+    trained = branching.train(["tiny"], ["tiny"], tmp_path / "runs", None)
+    trained.write(tmp_path)
+    read = branching.Runs.read(tmp_path)
+    assert len(read.records) == 6
+    figures = list(branching.figures(read))
+    assert figures == list(branching.figures(trained))
+    assert any(what == "another seed" for _, what, *_ in figures)
+    again = branching.train(["tiny"], ["tiny"], tmp_path / "runs", None)  # which trains nothing
+    assert (again.records, again.branches) == (trained.records, trained.branches)
