@@ -1,9 +1,9 @@
-# ARGS is passed to the training script, to pytest, to the search or to the evaluation. JOBS=2 runs the tests in two
-# processes; an evaluation has two by default. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
+# ARGS is passed to the training script, to pytest, to the search or to the evaluation. JOBS=1 runs the tests in one
+# process instead of one a core; an evaluation has two. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 ARGS ?=
-JOBS ?= 0
+JOBS ?= auto
 TAG ?=
 N ?= 1000
 SEED ?=
@@ -17,18 +17,21 @@ DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
 # Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
-test test-newest test-integrations: export OMP_NUM_THREADS := 1
+test test-all test-newest test-integrations: export OMP_NUM_THREADS := 1
+PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help train evaluate test test-newest test-integrations docs fuzz bench bench-trainers dist check-tag clean
+.PHONY: help train evaluate lint test test-all test-newest test-integrations test-gpu docs fuzz bench bench-trainers dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make evaluate     compare rules on MNIST under three traces, and write a report to runs/evaluate"
-	@echo "make test         run ruff, mypy and all tests"
-	@echo "make test-newest  run all tests that need no XLA, with the newest torch"
+	@echo "make test         run ruff, mypy and the tests, in ten minutes on two cores"
+	@echo "make test-all     run the slow tests, too, with more examples of each property"
+	@echo "make test-newest  run the tests that need no XLA, with the newest torch"
 	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras and jax"
+	@echo "make test-gpu     run the tests and measurements that need a GPU, if there is one"
 	@echo "make docs         build the documentation in build/docs"
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
 	@echo "make dist         build the wheel and the source distribution in dist/, and check them"
@@ -36,7 +39,8 @@ help:
 	@echo "make clean        remove the environments, builds and caches"
 	@echo
 	@echo "Each target installs what it needs. make train ARGS='--epochs 1' passes flags to the script;"
-	@echo "make PYTHON=python3.12 train selects the interpreter (3.10 to 3.13; run make clean first if .venv exists)."
+	@echo "make PYTHON=python3.12 train selects the interpreter (3.10 to 3.14, with XLA to 3.13; run make clean first"
+	@echo "if .venv exists)."
 
 train: $(VENV)/.has-xla
 	@$(if $(findstring --data-dir,$(ARGS)),,$(VENV)/bin/python test/helpers/mnist.py)
@@ -52,21 +56,27 @@ EVALUATE := --trace traces/test_trace.csv --trace "0:32 800:64 1200:128 1400:256
 	$(addprefix --retune ,0.25 0.5 1 2 4) --samples 131072 --seeds 3
 
 evaluate: $(VENV)/.has-test
-	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter 0,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)
+	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter auto,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)
 
-test: $(VENV)/.has-test
+lint: $(VENV)/.has-test
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+test: lint
+	$(VENV)/bin/python -m $(PYTEST) -m "not slow and not cuda" $(ARGS)
+
+test-all: lint
+	$(VENV)/bin/python -m $(PYTEST) -m "not cuda" --hypothesis-profile=all $(ARGS)
 
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
-# `python -m pytest`, does not add the working directory to sys.path.
+# `python -m pytest`, does not add the working directory to sys.path. Modules of an earlier build would be in the wheel.
 test-newest:
+	@rm -rf build/lib
 	$(call install,$(NEWEST),--upgrade torch ".[test]",test)
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
-	$(NEWEST)/bin/pytest -n $(JOBS) --dist loadgroup -m "not xla" $(ARGS)
+	$(NEWEST)/bin/$(PYTEST) -m "not xla and not cuda and (not slow or torch)" $(ARGS)
 
 # The newest versions of the trainers and of torch, apart from all other tests: none of them may be needed elsewhere.
 # JAX has threads, with which the workers of loaders may not be forked: its tests run apart.
@@ -75,8 +85,8 @@ JAX := test/integrations/test_jax_loop.py docs/trainers/jax.md
 test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
-	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers
 	$(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX)
+	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers
 
 docs: $(VENV)/.has-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs
@@ -138,10 +148,11 @@ define install
 	@touch $(3:%=$(1)/.has-%)
 endef
 
-CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null || { \
-	echo "Python 3.10 to 3.13 is required, got $$($(PYTHON) --version 2>&1) from $(PYTHON); select another one, for" \
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null || { \
+	echo "Python 3.10 to 3.14 is required, got $$($(PYTHON) --version 2>&1) from $(PYTHON); select another one, for" \
 	"example: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 
-CHECK_PLATFORM = import platform as p; (p.system(), p.machine()) == ("Linux", "x86_64") or exit("torch_xla 2.9.0 has wheels \
-	for Linux on x86_64 only, got %s on %s; run pip install . or make test-newest, which do not need it" \
-	% (p.system(), p.machine()))
+CHECK_PLATFORM = import platform as p, sys; \
+	(p.system(), p.machine()) == ("Linux", "x86_64") and sys.version_info < (3, 14) or exit("torch_xla 2.9.0 has wheels \
+	for Python 3.10 to 3.13 on Linux and x86_64 only, got Python %s on %s and %s; run pip install . or make test-newest, \
+	which do not need it" % (p.python_version(), p.system(), p.machine()))

@@ -13,7 +13,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 from helpers.frameworks import missing
-from helpers.groups import pytest_xdist_make_scheduler  # noqa: F401
+from helpers.collection import pytest_xdist_make_scheduler  # noqa: F401
 
 DOCS = Path(__file__).parent
 TRAINERS = sorted((DOCS / "trainers").glob("*.md"))

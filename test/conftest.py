@@ -1,12 +1,10 @@
-"""Properties have the same examples in every run."""
+"""What holds for all tests: the profile of Hypothesis, what a test that is slow must say, and which process runs it."""
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
-from helpers.groups import pytest_xdist_make_scheduler  # noqa: F401
+import helpers.properties  # noqa: F401
+from helpers.collection import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
-settings.register_profile(
-    "same", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("same")
+settings.load_profile("default")  # before --hypothesis-profile, which overrides it

@@ -13,14 +13,14 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, PAGES, ROOT, TOUR, blocks, commands
 
 CONTROLLERS = DOCS / "_static" / "controllers.svg"
-MAKE = {"train", "evaluate", "test", "docs", "fuzz", "bench", "test-newest", "test-integrations", "dist"}
+MAKE = {"train", "evaluate", "lint", "test", "docs", "fuzz", "bench", "test-newest", "test-integrations", "dist"}
 LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its lines
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
     "source .venv/bin/activate": "the tests run in such an environment",
     "pre-commit install": "test_repository.py runs it in another repository",
     "pytest ": "test_repository.py runs those of CONTRIBUTING.md",
-    ".ci/run": "make test and make test-newest; test_repository.py compares",
+    ".ci/run": "the tests themselves; test_repository.py compares its targets",
     "export OMP_NUM_THREADS=": "PyTorch's; nothing of ours reads it",
     "export MALLOC_": "test_records.py starts a process with these variables",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,29 +58,26 @@ def name(path: Path) -> str:
 
 FILES = {name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 MODULES = [module for module in FILES if module]
-every_module = pytest.mark.parametrize("module", MODULES)
 
 
-def imports(module: str) -> Iterator[tuple[str, bool]]:
-    """What a file imports, wherever it does, and whether it does so when it is itself imported."""
-    tree = ast.parse(FILES[module].read_text())
-    later = {node for function in ast.walk(tree) if is_function(function) for node in ast.walk(function)}
-    for node in ast.walk(tree):
+@cache
+def imports(module: str) -> set[str]:
+    """What a file imports, wherever it does."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node not in later) for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports by a relative name"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            inner = [name for name in names if name.removeprefix("variable_batch_size.") in FILES]
-            yield from ((name, node not in later) for name in inner or [node.module or ""])
-
-
-def is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if name.removeprefix("variable_batch_size.") in FILES} or {
+                node.module or ""
+            }
+    return found
 
 
 def imports_from(module: str, library: str) -> set[str]:
-    return {found for found, _ in imports(module) if found.split(".")[0] == library}
+    return {found for found in imports(module) if found.split(".")[0] == library}
 
 
 def room(module: str) -> str:
@@ -90,10 +88,13 @@ def test_every_room_has_a_line_in_the_architecture() -> None:
     assert set(map(room, MODULES)) == set(ARROWS)
 
 
-@every_module
-def test_imports_follow_the_arrows(module: str) -> None:
-    own = {found.removeprefix("variable_batch_size.") for found in imports_from(module, "variable_batch_size")}
-    assert set(map(room, own)) <= {room(module), *ARROWS[room(module)]}
+def own_imports(module: str) -> set[str]:
+    return {found.removeprefix("variable_batch_size.") for found in imports_from(module, "variable_batch_size")}
+
+
+def test_imports_follow_the_arrows() -> None:
+    rooms = {module: set(map(room, own_imports(module))) - {room(module), *ARROWS[room(module)]} for module in MODULES}
+    assert {module: others for module, others in rooms.items() if others} == {}
 
 
 def test_arrows_point_to_earlier_lines() -> None:
@@ -104,26 +105,22 @@ def test_arrows_point_to_earlier_lines() -> None:
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    arrows = {
-        module: {found.removeprefix("variable_batch_size.") for found in imports_from(module, "variable_batch_size")}
-        for module in MODULES
-    }
+    arrows = {module: own_imports(module) for module in MODULES}
     standing: set[str] = set()
     while free := {module for module, targets in arrows.items() if module not in standing and targets <= standing}:
         standing |= free
     assert set(MODULES) - standing == set()
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if FILES[module].name == "__init__.py"])
-def test_a_package_file_only_re_exports(module: str) -> None:
+def test_a_package_file_only_re_exports() -> None:
     allowed = ast.Expr | ast.ImportFrom | ast.Assign | ast.AugAssign | ast.If
-    nodes = [node for node in ast.walk(ast.parse(FILES[module].read_text())) if isinstance(node, ast.stmt)]
-    assert all(isinstance(node, allowed) for node in nodes)
+    files = [path for path in FILES.values() if path.name == "__init__.py"]
+    nodes = [(path, node) for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    assert not [path for path, node in nodes if isinstance(node, ast.stmt) and not isinstance(node, allowed)]
 
 
-@pytest.mark.parametrize("module", sorted(NAMES_NO_TORCH))
-def test_a_module_does_not_name_torch(module: str) -> None:
-    assert not imports_from(module, "torch")
+def test_some_modules_do_not_name_torch() -> None:
+    assert not [module for module in NAMES_NO_TORCH if imports_from(module, "torch")]
 
 
 def test_importing_a_module_without_torch_does_not_import_it_indirectly() -> None:
@@ -140,11 +137,10 @@ assert "torch" not in sys.modules
     assert run_python(script) == (0, "", "")
 
 
-@every_module
-def test_only_the_xla_backend_imports_torch_xla_and_only_when_used(module: str) -> None:
-    found = [late for name, at_once in imports(module) if name.split(".")[0] == "torch_xla" for late in [not at_once]]
-    assert all(found)
-    assert not found or module in WITH_XLA
+def test_only_the_xla_backend_imports_torch_xla_and_by_the_function_that_does_it_when_used() -> None:
+    assert not [module for module in MODULES if imports_from(module, "torch_xla")]
+    naming = {module for module in MODULES if '"torch_xla.' in FILES[module].read_text()}
+    assert naming == WITH_XLA
 
 
 def python_files() -> list[Path]:
@@ -159,9 +155,9 @@ def test_the_page_on_architecture_names_every_module() -> None:
     assert not [name for name in sorted(names) if f"`{name}`" not in text]
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda path: path.name)
-def test_a_file_has_at_most_400_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+def test_a_file_has_at_most_400_lines() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in python_files()}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
 
 
 def test_nobody_patches_the_import_path() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
-from helpers.pages import ROOT
+from helpers.pages import README, ROOT, commands
 
 PACKAGE = "variable_batch_size"
 IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()] + [".git"]
@@ -42,19 +42,13 @@ assert optimizer.updates == 2 and optimizer.samples == 8
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel and a source distribution, built in a folder with the remains of an earlier build."""
+    """A wheel and a source distribution, built as by `make dist`, in a folder with the remains of an earlier build."""
     folder = tmp_path_factory.mktemp("repository") / "source"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED))
-    for name in (PACKAGE, "former_package"):
-        stale = folder / "build" / "lib" / name / "stale.py"
-        stale.parent.mkdir(parents=True)
-        stale.touch()
-    (folder / PACKAGE / "stale.txt").touch()
-    (folder / f"{PACKAGE}.egg-info").mkdir()
-    sources = ["build/lib/former_package/stale.py", f"{PACKAGE}/stale.txt"]
-    (folder / f"{PACKAGE}.egg-info" / "SOURCES.txt").write_text("\n".join(sources))
-    (folder / f"{PACKAGE}.egg-info" / "top_level.txt").write_text("former_package\n")
-    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel", cwd=folder)  # each from this folder
+    stale = folder / "build" / "lib" / PACKAGE / "stale.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=folder)
     return folder / "dist"
 
 
@@ -76,7 +70,9 @@ def run(*command: object, cwd: Path | None = None) -> None:
 
 
 def wheel(built: Path) -> Path:
-    return built / f"{PACKAGE}-{vbs.__version__}-py3-none-any.whl"
+    """Return the file that the README installs."""
+    (line,) = (line for line in commands(README) if line.startswith("pip install dist/"))
+    return built / line.removeprefix("pip install dist/")
 
 
 def package_files() -> set[str]:

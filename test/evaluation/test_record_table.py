@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers.evaluations import records
+from helpers.properties import examples
 from variable_batch_size.evaluation import Record, read_records, write_records
 from variable_batch_size.evaluation.table import write_table
 
@@ -46,7 +47,7 @@ def a_record(draw: st.DrawFn) -> Record:
     )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(a_record(), min_size=1, max_size=4, unique_by=lambda record: record.key))
 @example([replace(record, wall_seconds=1e-320) for record in records(seeds=1, traces=["64"])])
 def test_records_are_read_back_bit_for_bit(found: list[Record]) -> None:

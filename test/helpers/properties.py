@@ -1,0 +1,17 @@
+"""How many examples a property has: the profile "default" of `make test`, and "all" of `make test-all`.
+
+The examples are the same in every run of a profile, so that no run fails by chance; `make fuzz` draws new ones.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+FIXED = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("default", FIXED, max_examples=100)
+settings.register_profile("all", FIXED, max_examples=300)
+
+
+def examples(number: int) -> settings:
+    """Return settings for a property that has so many examples in `make test`, and in proportion in `make test-all`."""
+    return settings(max_examples=number * settings().max_examples // 100)
