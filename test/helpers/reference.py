@@ -255,9 +255,9 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+def network(dtype: torch.dtype = torch.float64, width: int = 4) -> nn.Module:
     """f(x) = W tanh(V x + a) + b."""
-    return filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()).to(dtype)
+    return filled(nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).double()).to(dtype)
 
 
 def wrap(

@@ -1,4 +1,7 @@
-"""The functions that the replicas of test_xla_training.py run, in a module that a child process can import."""
+"""The functions that the replicas of test_xla_training.py run, in a module that a child process can import.
+
+A world is launched once, and runs many jobs one after another: importing torch_xla takes longer than most of them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,24 @@ SAMPLES = 50
 
 
 @dataclass(frozen=True)
+class Job:
+    """A function of a replica, and its arguments after the folder that it writes to."""
+
+    cores: int
+    function: Callable[..., None]
+    arguments: tuple[Any, ...] = ()
+
+
+def run_jobs(folder: Path, jobs: Sequence[tuple[str, Job]]) -> None:
+    """Run jobs one after another, each in a folder of its name."""
+    backend = vbs.XlaBackend()
+    for name, job in jobs:
+        (folder / name).mkdir(exist_ok=True)
+        backend.barrier()
+        job.function(folder / name, *job.arguments)
+
+
+@dataclass(frozen=True)
 class Case:
     """A training of `len(sizes)` updates."""
 
@@ -27,6 +48,7 @@ class Case:
     minibatch_size: int
     dtype: torch.dtype = torch.float64
     every: int | None = None  # updates between two questions to a controller, which chooses the sizes
+    width: int = 4  # hidden units; one that no other job of the process has where compilations count: graphs are cached
 
 
 class Replica:
@@ -38,7 +60,7 @@ class Replica:
         self.device = torch_xla.device()
         self.backend = vbs.XlaBackend()
         world = self.backend.world
-        self.model = network(case.dtype).to(self.device)
+        self.model = network(case.dtype, case.width).to(self.device)
         trace: Any = vbs.BatchTrace.from_sizes(case.sizes, on_end="hold")
         if case.every is not None:
             trace = vbs.AdaptiveTrace(Listed(case.sizes), start=case.sizes[0], every=case.every, delay=4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +21,13 @@ from helpers.tokens import batches_of, plain  # noqa: E402
 from helpers.xla_training import (  # noqa: E402
     SAMPLES,
     Case,
+    Job,
     Rare,
     gains,
     measure,
     overflow,
     rare_loss,
+    run_jobs,
     train,
     train_rare,
     train_tokens,
@@ -38,17 +40,85 @@ WARM = 6  # updates after which nothing may compile
 CASES = [Case(kind, (20, 7, 1, 33, 12, 50, 3), minibatch_size) for kind in EQUATIONS for minibatch_size in (4, 6)] + [
     Case(next(iter(EQUATIONS)), (20, 1, 49, 5), minibatch_size, torch.float32) for minibatch_size in (4, 6)
 ]
+MANY = {seed: tuple(random.Random(seed).sample(range(1, SAMPLES + 1), 40)) for seed in (0, 1, 2, 4)}  # all different
+FEW = (20, 7, 1, 33, 12, 50, 3)
+LENGTHS = [3, 1, 4, 1, 5, 0, 0, 2, 6, 5] * (SAMPLES // 10)
+RARE = (3, 2, 9, 1, 2, 4, 3, 7)
+EVERY = 5  # updates between two questions to a controller
+WIDTHS = iter(range(5, 100))  # hidden units of the trainings whose compilations count
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[torch.Tensor]]]:
-    folder: Path = tmp_path_factory.mktemp("cores")
-    launch(train, (folder, CASES), cores=request.param)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(request.param)]
+def watched(kind: type[vbs.CustomOptimizer], seed: int, cores: int, *options: bool, every: int | None = None) -> Job:
+    return Job(cores, watch, (Case(kind, MANY[seed], 8, every=every, width=next(WIDTHS)), WARM, *options))
 
 
-def test_updates_equal_those_of_one_big_batch_on_xla(ranks: list[list[list[torch.Tensor]]]) -> None:
-    for case, weights in zip(CASES, ranks[0], strict=True):
+def measured(dtype: torch.dtype, cores: int) -> Job:
+    return Job(cores, measure, (Case(vbs.ConstantOptimizer, MANY[2][:30], 8, dtype, width=next(WIDTHS)), WARM))
+
+
+JOBS = {
+    **{f"exact {cores}": Job(cores, train, (CASES,)) for cores in (2, 4)},
+    "silent 1": watched(vbs.ConstantOptimizer, 0, 1),
+    "silent 2": watched(vbs.SqrtSDERuleOptimizer, 0, 2),  # scales betas
+    "silent 3": watched(vbs.ConstantOptimizer, 0, 3),
+    "log 1": watched(vbs.ConstantOptimizer, 2, 1, False, True),
+    "log 3": watched(vbs.LinearRuleOptimizer, 2, 3, False, True),
+    "log noise 2": watched(vbs.AdaScaleOptimizer, 2, 2, False, True),
+    **{f"tokens {cores}": Job(cores, train_tokens, ([20, 7, 3], LENGTHS)) for cores in (1, 3)},
+    "progress 1": watched(vbs.AdaScaleOptimizer, 1, 1, True),
+    "progress 3": watched(vbs.AdaScaleOptimizer, 1, 3, True),
+    "progress of AdamScale 2": watched(vbs.AdamScaleOptimizer, 1, 2, True),
+    "progress of Surge 2": watched(SurgeOptimizer, 1, 2, True),
+    **{f"controller {cores}": watched(vbs.AdaScaleOptimizer, 4, cores, True, every=EVERY) for cores in (1, 2)},
+    **{
+        f"gains {cores}": Job(cores, gains, (Case(vbs.AdaScaleOptimizer, FEW, 4), noise))
+        for cores, noise in ((1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches"))
+    },
+    "overflow 2": Job(2, overflow, (Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), 4), 3)),
+    "means 1": measured(torch.float32, 1),
+    "means 2": measured(torch.float64, 2),
+    "means 3": measured(torch.float32, 3),
+    "unsupported 1": Job(1, unsupported_optimizers),
+    "rare 1": Job(1, train_rare, (RARE, {})),
+    "rare buffered 1": Job(1, train_rare, (RARE, {"accumulation": "buffered"})),
+    "rare 2": Job(2, train_rare, (RARE, {"find_unused_parameters": True})),
+    "rare and told 2": Job(2, train_rare, ((20, 20, 1, 2, 3), {})),
+}
+Launched = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Return a function that returns the folder of a job, after its world has run all of its jobs."""
+    launched: dict[int, Path] = {}
+
+    def folder(name: str) -> Path:
+        cores = JOBS[name].cores
+        if cores not in launched:
+            path = tmp_path_factory.mktemp(f"cores{cores}")
+            launch(run_jobs, (path, [item for item in JOBS.items() if item[1].cores == cores]), cores=cores)
+            launched[cores] = path
+        return launched[cores] / name
+
+    return folder
+
+
+def jobs(*beginnings: str) -> pytest.MarkDecorator:
+    """Parametrize a test by the jobs whose names begin so; only the world of two cores is quick."""
+    names = [name for name in JOBS if name.startswith(beginnings)]
+    slow = pytest.mark.slow("launches another world")
+    return pytest.mark.parametrize(
+        "job", [pytest.param(name, marks=[] if JOBS[name].cores == 2 else slow) for name in names]
+    )
+
+
+def weights_of(job: str, folder_of: Launched) -> list[list[list[torch.Tensor]]]:
+    return [torch.load(folder_of(job) / f"rank{rank}.pt") for rank in range(JOBS[job].cores)]
+
+
+@jobs("exact")
+def test_updates_equal_those_of_one_big_batch_on_xla(job: str, folder_of: Launched) -> None:
+    for case, weights in zip(CASES, weights_of(job, folder_of)[0], strict=True):
         tolerance = 1e-12 if case.dtype is torch.float64 else 1e-5
         expected = twin(
             case.kind,
@@ -61,117 +131,90 @@ def test_updates_equal_those_of_one_big_batch_on_xla(ranks: list[list[list[torch
         assert_equal([weight.double().numpy() for weight in weights], expected, tolerance)
 
 
-def test_all_cores_have_identical_weights(ranks: list[list[list[torch.Tensor]]]) -> None:
-    for rank in ranks[1:]:
-        for weights, first in zip(rank, ranks[0], strict=True):
+@jobs("exact")
+def test_all_cores_have_identical_weights(job: str, folder_of: Launched) -> None:
+    first_rank, *ranks = weights_of(job, folder_of)
+    for rank in ranks:
+        for weights, first in zip(rank, first_rank, strict=True):
             assert all(map(torch.equal, weights, first))
 
 
-@pytest.mark.parametrize(
-    ("kind", "cores"),
-    [
-        (vbs.ConstantOptimizer, 1),
-        (vbs.ConstantOptimizer, 3),
-        (vbs.SqrtSDERuleOptimizer, 3),
-    ],  # the last one scales betas
-)
+def delta_of(job: str, folder_of: Launched) -> dict[str, int]:
+    """Return what was counted, after the check that an update takes one collective a rank, if there are several."""
+    delta: dict[str, int] = torch.load(folder_of(job) / "delta.pt")
+    cores = JOBS[job].cores
+    assert delta.pop("all_reduce") == ((len(MANY[0]) - WARM) * cores if cores > 1 else 0)
+    return delta
+
+
+@jobs("silent")
 def test_nothing_compiles_and_the_host_reads_nothing_while_batch_size_and_lr_change(
-    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
+    job: str, folder_of: Launched
 ) -> None:
-    sizes = tuple(random.Random(0).sample(range(1, SAMPLES + 1), 40))
-    assert len(set(sizes)) == len(sizes)
-    launch(watch, (tmp_path, Case(kind, sizes, minibatch_size=8), WARM), cores=cores)
-    delta = torch.load(tmp_path / "delta.pt")
-    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)  # one per update and rank
+    delta, cores = delta_of(job, folder_of), JOBS[job].cores
     # Several ranks read every 16 updates whether one had other parameters than agreed, of 16 updates ago.
     assert delta.pop("to host") == (cores if cores > 1 else 0)
     assert delta == dict.fromkeys(delta, 0)
-    rows = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
-    assert len(rows) == 1 + len(sizes) // 5
+    rows = (folder_of(job) / "log" / "scalars.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(MANY[0]) // 5
 
 
-@pytest.mark.parametrize(
-    ("kind", "cores"), [(vbs.ConstantOptimizer, 1), (vbs.LinearRuleOptimizer, 3), (vbs.AdaScaleOptimizer, 2)]
-)
-def test_logged_values_compile_nothing_and_are_read_later(
-    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
-) -> None:
-    sizes = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 40))
-    launch(watch, (tmp_path, Case(kind, sizes, minibatch_size=8), WARM, False, True), cores=cores)
-    delta = torch.load(tmp_path / "delta.pt")
-    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
-    rows = range(WARM - 2, len(sizes) - 2)  # those of the last 2 updates are read when the tracker is closed
-    numbers = 2 if kind is not vbs.AdaScaleOptimizer else 6  # means, norm; lr, progress (2 reads), noise
-    assert delta.pop("to host") <= numbers * len([update for update in rows if update % 5 == 0]) + cores
+@jobs("log")
+def test_logged_values_compile_nothing_and_are_read_later(job: str, folder_of: Launched) -> None:
+    delta, updates = delta_of(job, folder_of), len(MANY[2])
+    rows = range(WARM - 2, updates - 2)  # those of the last 2 updates are read when the tracker is closed
+    numbers = 6 if "noise" in job else 2  # means, norm; lr, progress (2 reads), noise
+    assert delta.pop("to host") <= numbers * len([update for update in rows if update % 5 == 0]) + JOBS[job].cores
     assert delta == dict.fromkeys(delta, 0)
-    table = (tmp_path / "log" / "scalars.csv").read_text().splitlines()
-    assert len(table) == 1 + len(sizes) // 5
+    table = (folder_of(job) / "log" / "scalars.csv").read_text().splitlines()
+    assert len(table) == 1 + updates // 5
     one = table[0].split(",").index("one")
     assert [float(row.split(",")[one]) for row in table[1:]] == pytest.approx([1.0] * 8)
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_token_means_on_xla(cores: int, tmp_path: Path) -> None:
-    sizes, lengths = [20, 7, 3], [3, 1, 4, 1, 5, 0, 0, 2, 6, 5] * (SAMPLES // 10)
-    launch(train_tokens, (tmp_path, sizes, lengths), cores=cores)
-    expected = plain(lengths, batches_of(sizes))
-    for rank in range(cores):
-        weights = torch.load(tmp_path / f"tokens{rank}.pt")
+@jobs("tokens")
+def test_token_means_on_xla(job: str, folder_of: Launched) -> None:
+    expected = plain(LENGTHS, batches_of([20, 7, 3]))
+    for rank in range(JOBS[job].cores):
+        weights = torch.load(folder_of(job) / f"tokens{rank}.pt")
         assert_equal([weight.double().numpy() for weight in weights], expected, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "cores"),
-    [(vbs.AdaScaleOptimizer, 1), (vbs.AdaScaleOptimizer, 3), (vbs.AdamScaleOptimizer, 2), (SurgeOptimizer, 2)],
-)
-def test_the_host_reads_only_the_progress_of_earlier_updates(
-    kind: type[vbs.CustomOptimizer], cores: int, tmp_path: Path
-) -> None:
-    sizes = tuple(random.Random(1).sample(range(1, SAMPLES + 1), 40))
-    by_progress = True
-    launch(watch, (tmp_path, Case(kind, sizes, minibatch_size=8), WARM, by_progress), cores=cores)
-    delta = torch.load(tmp_path / "delta.pt")
-    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
-    reads = len(sizes) - WARM + (cores > 1)  # and once whether one had other parameters than agreed
+@jobs("progress")
+def test_the_host_reads_only_the_progress_of_earlier_updates(job: str, folder_of: Launched) -> None:
+    delta, cores = delta_of(job, folder_of), JOBS[job].cores
+    reads = len(MANY[1]) - WARM + (cores > 1)  # and once whether one had other parameters than agreed
     assert delta.pop("to host") == reads * cores
     assert delta == dict.fromkeys(delta, 0)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(cores: int, tmp_path: Path) -> None:
-    sizes, every = tuple(random.Random(4).sample(range(1, SAMPLES + 1), 40)), 5
-    launch(watch, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, 8, every=every), WARM, True), cores=cores)
-    delta = torch.load(tmp_path / "delta.pt")
-    assert delta.pop("all_reduce") == ((len(sizes) - WARM) * cores if cores > 1 else 0)
-    questions = [update for update in range(WARM - 1, len(sizes) - 1) if update % every == 0]
-    reads = len(sizes) - WARM + (cores > 1)  # of the progress schedule, as above
+@jobs("controller")
+def test_a_controller_compiles_nothing_and_reads_noise_and_progress_later(job: str, folder_of: Launched) -> None:
+    delta, cores, updates = delta_of(job, folder_of), JOBS[job].cores, len(MANY[4])
+    questions = [update for update in range(WARM - 1, updates - 1) if update % EVERY == 0]
+    reads = updates - WARM + (cores > 1)  # of the progress schedule, as above
     assert delta.pop("to host") == reads * cores + 2 * len(questions)  # on rank 0 only
     assert delta == dict.fromkeys(delta, 0)
 
 
-@pytest.mark.parametrize(
-    ("cores", "noise"), [(1, "microbatches"), (2, "differenced"), (3, "microbatches"), (8, "microbatches")]
-)
-def test_gains_equal_those_of_one_process_on_the_cpu(cores: int, noise: str, tmp_path: Path) -> None:
-    sizes = (20, 7, 1, 33, 12, 50, 3)
-    run, expected = training(vbs.AdaScaleOptimizer, sizes, noise=noise, sampling={"fixed_shape": True}), []
-    for _ in sizes:
+@jobs("gains")
+def test_gains_equal_those_of_one_process_on_the_cpu(job: str, folder_of: Launched) -> None:
+    noise = JOBS[job].arguments[1]
+    run, expected = training(vbs.AdaScaleOptimizer, FEW, noise=noise, sampling={"fixed_shape": True}), []
+    for _ in FEW:
         expected.append(run.run(1).optimizer.lr_factor())
-    launch(gains, (tmp_path, Case(vbs.AdaScaleOptimizer, sizes, minibatch_size=4), noise), cores=cores)
-    for rank in range(cores):
-        found, measured, progress, lr = torch.load(tmp_path / f"gains{rank}.pt", weights_only=False)
+    for rank in range(JOBS[job].cores):
+        found, measured, progress, lr = torch.load(folder_of(job) / f"gains{rank}.pt", weights_only=False)
         assert found == pytest.approx(expected, rel=1e-12)
         assert dataclasses.astuple(measured) == pytest.approx(dataclasses.astuple(run.optimizer.noise()), rel=1e-12)
         assert progress == pytest.approx(run.optimizer.progress, rel=1e-12)
         assert lr == pytest.approx(run.optimizer.current_lr(), rel=1e-12)
 
 
-def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(tmp_path: Path) -> None:
-    case = Case(vbs.AdaScaleOptimizer, (20, 7, 33, 12, 50, 3), minibatch_size=4)
-    step = 3
-    launch(overflow, (tmp_path, case, step), cores=2)
-    for rank in range(2):
-        before, skipped, after = torch.load(tmp_path / f"overflow{rank}.pt")
+@jobs("overflow")
+def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(job: str, folder_of: Launched) -> None:
+    for rank in range(JOBS[job].cores):
+        before, skipped, after = torch.load(folder_of(job) / f"overflow{rank}.pt")
         assert all(map(torch.equal, before[0], skipped[0]))
         assert before[1:3] == skipped[1:3]
         assert not all(map(torch.equal, skipped[0], after[0]))
@@ -180,15 +223,12 @@ def test_a_nonfinite_gradient_leaves_weights_noise_and_progress_unchanged(tmp_pa
             assert all(map(torch.equal, weights, seen_by_hook))
 
 
-@pytest.mark.parametrize(("cores", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)])
-def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(
-    cores: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    sizes = tuple(random.Random(2).sample(range(1, SAMPLES + 1), 30))
-    used, x = list(batches(sizes, SAMPLES)), data(SAMPLES)[0][:, 0]
-    launch(measure, (tmp_path, Case(vbs.ConstantOptimizer, sizes, minibatch_size=8, dtype=dtype), WARM), cores=cores)
-    for rank in range(cores):
-        found, delta = torch.load(tmp_path / f"means{rank}.pt")
+@jobs("means")
+def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(job: str, folder_of: Launched) -> None:
+    case = JOBS[job].arguments[0]
+    used, x = list(batches(case.sizes, SAMPLES)), data(SAMPLES)[0][:, 0]
+    for rank in range(JOBS[job].cores):
+        found, delta = torch.load(folder_of(job) / f"means{rank}.pt")
         assert delta == dict.fromkeys(delta, 0)
         for means, updates in zip(found, (used[:WARM], used[WARM:]), strict=True):
             samples = np.concatenate(updates)
@@ -196,12 +236,12 @@ def test_means_equal_those_of_one_process_and_add_compiles_and_reads_nothing(
             uneven = (len(updates[0]) * 2**30 + 0.5 * (len(samples) - len(updates[0]))) / len(samples)
             assert means.pop("uneven") == pytest.approx(uneven, rel=1e-12)  # a float32 sum would be 1e-8 too small
             expected = {"x": float(x[samples].mean()), "number": 2, "samples": len(samples)}
-            assert means == pytest.approx(expected, rel=1e-12 if dtype is torch.float64 else 1e-6)
+            assert means == pytest.approx(expected, rel=1e-12 if case.dtype is torch.float64 else 1e-6)
 
 
-def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla(tmp_path: Path) -> None:
-    launch(unsupported_optimizers, (tmp_path,), cores=1)
-    *kinds, half, timescale = torch.load(tmp_path / "messages.pt")
+@jobs("unsupported")
+def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla(job: str, folder_of: Launched) -> None:
+    *kinds, half, timescale = torch.load(folder_of(job) / "messages.pt")
     for name, text in zip(("Rprop", "ASGD", "Adafactor"), kinds, strict=True):
         assert text.startswith("on xla a learning rate that depends on the noise needs an optimizer whose change is")
         assert f"that of {name} is not; use another" in text
@@ -210,30 +250,24 @@ def test_rejects_optimizers_and_parameters_that_adascale_does_not_support_on_xla
     assert timescale.endswith("use the rule without ConstantTimescale")
 
 
-@pytest.mark.parametrize(
-    ("cores", "options"), [(1, {}), (1, {"accumulation": "buffered"}), (2, {"find_unused_parameters": True})], ids=str
-)
-def test_a_parameter_without_a_gradient_does_not_move_on_xla(
-    cores: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    sizes = (3, 2, 9, 1, 2, 4, 3, 7)
-    launch(train_rare, (tmp_path, sizes, options), cores=cores)
+@jobs("rare 1", "rare 2", "rare buffered")
+def test_a_parameter_without_a_gradient_does_not_move_on_xla(job: str, folder_of: Launched) -> None:
     model = filled(Rare())
     inner, used = torch.optim.AdamW(model.parameters(), lr=0.05), []
-    for batch in batches(sizes, SAMPLES):
+    for batch in batches(RARE, SAMPLES):
         inner.zero_grad()
         rare_loss(model, batch.tolist(), torch.device("cpu")).backward()
         used.append(model.rare.weight.grad is not None)  # type: ignore[union-attr]
         inner.step()
     assert len(set(used)) == 2
-    for rank in range(cores):
-        weights, error = torch.load(tmp_path / f"rare{rank}.pt")
+    for rank in range(JOBS[job].cores):
+        weights, error = torch.load(folder_of(job) / f"rare{rank}.pt")
         assert error == ""
         assert_equal([weight.numpy() for weight in weights], [p.detach().numpy() for p in model.parameters()])
 
 
-def test_several_ranks_are_told_of_a_parameter_without_a_gradient_on_xla(tmp_path: Path) -> None:
-    launch(train_rare, (tmp_path, (20, 20, 1, 2, 3), {}), cores=2)
-    for rank in range(2):
-        _, error = torch.load(tmp_path / f"rare{rank}.pt")
+@jobs("rare and told")
+def test_several_ranks_are_told_of_a_parameter_without_a_gradient_on_xla(job: str, folder_of: Launched) -> None:
+    for rank in range(JOBS[job].cores):
+        _, error = torch.load(folder_of(job) / f"rare{rank}.pt")
         assert "pass find_unused_parameters=True to the optimizer" in error
