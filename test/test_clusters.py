@@ -137,6 +137,8 @@ def slurm(place: Path, flags: str, job: int, *, srun: str = SRUN, state: str = "
     return start([*command, "--checkpoint", "checkpoints/a"], place, f"log-{job}", SLURM_CPUS_PER_TASK="1", **settings)
 
 
+@pytest.mark.slow("restarts jobs")
+@pytest.mark.torch
 def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     job = free_port() - 20000  # so that the script computes a free port
     running = slurm(place, ENDLESS, job)
@@ -184,6 +186,8 @@ def machines(place: Path, flags: str) -> list[subprocess.Popen[bytes]]:
     ]
 
 
+@pytest.mark.slow("restarts jobs")
+@pytest.mark.torch
 def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
     place: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -198,6 +202,8 @@ def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
     assert_saved_and_resumed(place)
 
 
+@pytest.mark.slow("restarts jobs")
+@pytest.mark.torch
 def test_all_machines_exit_with_143_if_one_shuts_down(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     first = machines(place, ENDLESS)
     started += first
@@ -220,6 +226,8 @@ def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
     return start(command, place, "log")
 
 
+@pytest.mark.slow("restarts jobs")
+@pytest.mark.torch
 def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     running = torchrun(place, "import time; print('ready', flush=True); time.sleep(100)")
     started.append(running)
@@ -228,6 +236,8 @@ def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subpro
     assert running.wait(TIMEOUT) == STOPPED, logs(place)
 
 
+@pytest.mark.slow("restarts jobs")
+@pytest.mark.torch
 def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     (line,) = (line for line in commands(DOCS / "checkpoints.md") if "torchrun_143" in line)
     line = line.replace("--nproc-per-node=8", "--standalone --nproc-per-node=2")

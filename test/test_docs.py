@@ -37,6 +37,7 @@ ELSEWHERE = {
 }  # beginning of a command that no test runs as it is -> why
 
 
+@pytest.mark.slow("builds the site")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -75,6 +76,7 @@ def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> 
     assert f"It prints `{last}`" in (DOCS / "memory.md").read_text()
 
 
+@pytest.mark.slow("trains MNIST three times")
 def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
     short = ["--epochs", "1", "--samples", "2000", "--runs", str(tmp_path), "--out", str(tmp_path / "tour.svg")]
     command = [sys.executable, str(DOCS / "figures" / "tour.py"), *short]
@@ -85,6 +87,7 @@ def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
         assert all(label in text for text in texts)
 
 
+@pytest.mark.slow("simulates for minutes of a cluster")
 def test_the_picture_of_the_controllers_is_drawn_from_simulations(tmp_path: Path) -> None:
     figure = tmp_path / "controllers.svg"
     command = [sys.executable, str(DOCS / "figures" / "controllers.py"), "--out", str(figure)]

@@ -164,6 +164,7 @@ def test_rejects_a_damaged_gzip_stream(genuine: Path, tmp_path: Path) -> None:
         mnist.read(tmp_path, LABELS)
 
 
+@pytest.mark.slow("waits for servers")
 @pytest.mark.usefixtures("no_npm")
 def test_tries_the_next_mirror_after_any_failure(
     serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,6 +233,7 @@ def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, folder, mirror], cwd=Path(script.__file__).parent)
 
 
+@pytest.mark.slow("starts processes")
 def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path) -> None:
     both = threading.Barrier(2)  # neither process gets its last file before the other requests it
     page = f"/{LABELS}.gz"
@@ -250,6 +252,7 @@ def test_two_processes_can_fetch_at_the_same_time(serve: Callable[[Pages], str],
     assert sums(tmp_path) == mnist.MD5
 
 
+@pytest.mark.slow("starts processes")
 def test_a_process_killed_during_the_fetch_leaves_no_file(
     serve: Callable[[Pages], str], zipped: Pages, tmp_path: Path
 ) -> None:

@@ -252,6 +252,7 @@ def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
     assert verified_manifest(tmp_path / "saved" / match[1]) is not None
 
 
+@pytest.mark.slow("starts XLA")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 @pytest.mark.parametrize(

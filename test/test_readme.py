@@ -22,7 +22,17 @@ def tours() -> list[object]:
     """Return the command lines of the tour; those that use XLA if it is installed are marked `xla`."""
     lines = dict.fromkeys(line for page in PAGES for line in commands(page) if TOUR in line)
     lines = [line for line in lines if "--checkpoint" not in line]  # test_elastic.py runs others
-    return [pytest.param(line, marks=[] if "--device" in line else pytest.mark.xla) for line in lines]
+    quick = next(line for line in lines if "--device" in line)
+    return [
+        pytest.param(
+            line,
+            marks=[
+                *([] if "--device" in line else [pytest.mark.xla]),
+                *([] if line == quick else [pytest.mark.slow("trains MNIST")]),
+            ],
+        )
+        for line in lines
+    ]
 
 
 def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +54,8 @@ def test_the_tour_trains(line: str) -> None:
     assert re.search(r"^samples +12,000$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow("trains MNIST twice")
+@pytest.mark.torch
 def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
     flags += [*SHORT, "--epochs", "2", "--trace", "0:200 90:100"]  # 150 updates, saved after every 25
@@ -58,6 +70,7 @@ def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) 
     assert len(tables[0]) == 3
 
 
+@pytest.mark.slow("trains MNIST")
 def test_the_tour_exits_with_21_below_its_target() -> None:
     done = run(sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01", OMP_NUM_THREADS="1")
     assert done.returncode == 21, done.stderr
@@ -71,6 +84,7 @@ def test_make_has_the_target(target: str) -> None:
     assert {"train": TOUR, "test": "pytest"}[target] in done.stdout
 
 
+@pytest.mark.slow("trains MNIST")
 @pytest.mark.xla
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would install an environment first")
 def test_make_train_trains() -> None:

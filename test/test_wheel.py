@@ -16,6 +16,8 @@ import pytest
 import variable_batch_size as vbs
 from helpers.pages import README, ROOT, commands
 
+pytestmark = pytest.mark.slow("builds the wheel and an environment")
+
 PACKAGE = "variable_batch_size"
 IGNORED = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()] + [".git"]
 INDEX = f"""

@@ -45,7 +45,12 @@ def test_several_processes_without_a_process_group_are_refused(kind: str) -> Non
 
 @pytest.mark.parametrize(
     ("kind", "explicit", "world_size"),
-    [("sampler", True, "2"), ("init", False, "2"), ("sampler", False, "1"), ("sampler", False, None)],
+    [
+        ("sampler", True, "2"),
+        pytest.param("init", False, "2", marks=pytest.mark.slow("starts a process")),
+        pytest.param("sampler", False, "1", marks=pytest.mark.slow("starts a process")),
+        pytest.param("sampler", False, None, marks=pytest.mark.slow("starts a process")),
+    ],
 )
 def test_other_processes_are_not(kind: str, explicit: bool, world_size: str | None) -> None:
     found = run(kind, explicit, world_size)

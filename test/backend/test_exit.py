@@ -40,9 +40,16 @@ def train(optimizer):
 
 
 @pytest.mark.parametrize(
-    "end", ["raise SystemExit(143)", "dist.destroy_process_group(); raise SystemExit(143)", "raise ValueError"]
+    ("train", "end"),
+    [
+        ("train(optimizer)", "raise SystemExit(143)"),
+        *(
+            pytest.param(train, end, marks=[pytest.mark.slow("starts two processes"), pytest.mark.torch])
+            for train in ("train(optimizer)", "cycle.append(train); del optimizer; train(cycle.pop(0))")
+            for end in ("dist.destroy_process_group(); raise SystemExit(143)", "raise ValueError")
+        ),
+    ],
 )
-@pytest.mark.parametrize("train", ["train(optimizer)", "cycle.append(train); del optimizer; train(cycle.pop(0))"])
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_no_thread_is_left(tmp_path: Path, end: str, train: str) -> None:
     script = tmp_path / "script.py"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,24 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def worlds(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Reports]:
-    """Return the reports of the ranks of worlds of 1, 2 and 4."""
-    reports = {}
-    for cores in (1, 2, 4):
+def world(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Reports]:
+    """Return a function that returns the reports of the ranks of a world, which is launched once."""
+
+    @cache
+    def reports(cores: int) -> Reports:
         folder = tmp_path_factory.mktemp(f"world{cores}")
         launch(xla_jobs.report, (folder, UPDATES), cores=cores)
-        reports[cores] = [torch.load(folder / f"rank{rank}.pt") for rank in range(cores)]
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(cores)]
+
     return reports
 
 
-@pytest.fixture(params=[1, 2, 4])
-def ranks(request: pytest.FixtureRequest, worlds: dict[int, Reports]) -> Reports:
-    return worlds[request.param]
+other_world = pytest.mark.slow("launches another world")
+
+
+@pytest.fixture(params=[2, *(pytest.param(cores, marks=other_world) for cores in (1, 4))])
+def ranks(request: pytest.FixtureRequest, world: Callable[[int], Reports]) -> Reports:
+    return world(request.param)
 
 
 def test_sums_are_exact_in_every_dtype_on_all_ranks(ranks: Reports) -> None:
@@ -103,15 +108,18 @@ def test_a_training_ends_with_identical_parameters_on_all_ranks(ranks: Reports) 
         assert all(map(torch.equal, rank["parameters"], ranks[0]["parameters"]))
 
 
-def test_a_training_does_not_depend_on_the_world(worlds: dict[int, Reports]) -> None:
-    alone = worlds[1][0]["parameters"]
+@other_world
+def test_a_training_does_not_depend_on_the_world(world: Callable[[int], Reports]) -> None:
+    alone = world(1)[0]["parameters"]
     assert all(bool(parameter.isfinite().all()) for parameter in alone)
     assert not any(map(torch.equal, alone, xla_jobs.Net().parameters()))
     for cores in (2, 4):
-        torch.testing.assert_close(worlds[cores][0]["parameters"], alone, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(world(cores)[0]["parameters"], alone, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("job", [xla_jobs.fail_in_one_rank, xla_jobs.fail_in_one_loader])
+@pytest.mark.parametrize(
+    "job", [xla_jobs.fail_in_one_rank, pytest.param(xla_jobs.fail_in_one_loader, marks=other_world)]
+)
 def test_an_exception_ends_all_ranks_immediately_with_its_traceback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], job: Callable[[Path], None]
 ) -> None:
@@ -124,6 +132,7 @@ def test_an_exception_ends_all_ranks_immediately_with_its_traceback(
     assert "CPU_NUM_DEVICES" not in os.environ  # only the child had the variables
 
 
+@other_world
 def test_systemexit_in_one_rank_ends_a_script_that_has_used_xla_with_the_same_code(tmp_path: Path) -> None:
     script = """
 def work(code):
@@ -143,9 +152,9 @@ if __name__ == "__main__":
     ("script", "by", "code"),
     [
         (TRAIN, signal.SIGTERM, 128 + signal.SIGTERM),
-        (HANDLE + TRAIN, signal.SIGTERM, 0),
-        (HANDLE + TRAIN, signal.SIGINT, -signal.SIGINT),  # reaches the child as SIGTERM
-        (TRAIN, signal.SIGKILL, -signal.SIGKILL),
+        pytest.param(HANDLE + TRAIN, signal.SIGTERM, 0, marks=other_world),
+        pytest.param(HANDLE + TRAIN, signal.SIGINT, -signal.SIGINT, marks=other_world),  # reaches the child as SIGTERM
+        pytest.param(TRAIN, signal.SIGKILL, -signal.SIGKILL, marks=other_world),
     ],
     ids=["SIGTERM", "SIGTERM with a handler in the child", "Ctrl-C", "SIGKILL"],
 )
@@ -164,6 +173,7 @@ def test_a_signal_to_the_parent_leaves_no_child_training(
         parent.wait()
 
 
+@other_world
 def test_several_replicas_that_launch_did_not_start_raise() -> None:
     code = """
 import torch_xla, torch_xla.core.xla_model as xm
@@ -192,6 +202,7 @@ def test_a_rendezvous_raises_on_the_other_ranks_when_one_has_left() -> None:
     assert all("give all ranks the same number of updates" in message for message in messages)
 
 
+@other_world
 def test_learning_rates_do_not_compile_without_launch_either(tmp_path: Path) -> None:
     script = """
 if __name__ == "__main__":

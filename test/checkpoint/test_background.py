@@ -105,7 +105,12 @@ def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "del saves, run"])
+another = pytest.mark.slow("starts another process")
+
+
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("raise SystemExit(3)", marks=another), pytest.param("del saves, run", marks=another)]
+)
 def test_a_process_exits_after_the_background_save(end: str, tmp_path: Path) -> None:
     script = f"""
 run = training()

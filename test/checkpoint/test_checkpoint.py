@@ -320,6 +320,7 @@ dist.destroy_process_group()
         assert_equal(torch.load(tmp_path / f"{rank}.pt", weights_only=False), training().run(5).weights())
 
 
+@pytest.mark.slow("starts XLA twice")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 def test_cores_save_without_compiling_and_another_number_resumes(tmp_path: Path) -> None:

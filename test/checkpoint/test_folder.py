@@ -177,6 +177,7 @@ FULL = (
 )
 
 
+@pytest.mark.slow("saves at each limit in several processes")
 def test_a_save_on_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     script = """
 def train(backend):
@@ -208,6 +209,8 @@ print(names(folder), [len(rank) for rank in errors], *{text for rank in errors f
     assert text == FULL.format(2, tmp_path)
 
 
+@pytest.mark.slow("starts processes")
+@pytest.mark.torch
 def test_a_failed_background_save_raises_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
     script = """
 def limit(backend, size):
@@ -261,6 +264,8 @@ print(names(folder), *errors[0], sep="\\n")
     assert (out.splitlines(), err) == (["['update-00000001', 'update-00000003']", *texts], "")
 
 
+@pytest.mark.slow("starts processes")
+@pytest.mark.torch
 def test_no_rank_waits_for_another_while_an_exception_propagates(tmp_path: Path) -> None:
     script = """
 import warnings

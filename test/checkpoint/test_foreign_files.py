@@ -73,6 +73,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return two_saved(tmp_path_factory.mktemp("saved") / "saved")
 
 
+@pytest.mark.slow("saves for many examples")
 @examples(150)
 @given(foreign, st.integers(1, 2), st.booleans(), st.booleans())
 def test_nothing_foreign_disappears(saved: Path, others: dict[str, Any], keep: int, wait: bool, damage: bool) -> None:

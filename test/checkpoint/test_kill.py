@@ -35,6 +35,12 @@ def run_campaign(endings: Sequence[tuple[int, str, str]], last_world: int, folde
     campaign.finish(last_world)
 
 
+def test_a_killed_worker_ends_the_others_and_all_resume_exactly(tmp_path: Path) -> None:
+    run_campaign([(2, "a worker", "saved")], last_world=1, folder=tmp_path)
+
+
+@pytest.mark.slow("starts torchrun six times")
+@pytest.mark.torch
 def test_killed_workers_resume_exactly(tmp_path: Path) -> None:
     endings = [
         (1, "all", "training"),
@@ -46,6 +52,8 @@ def test_killed_workers_resume_exactly(tmp_path: Path) -> None:
     run_campaign(endings, last_world=2, folder=tmp_path)
 
 
+@pytest.mark.slow("starts torchrun six times")
+@pytest.mark.torch
 def test_workers_that_are_asked_to_stop_lose_no_update(tmp_path: Path) -> None:
     endings = [
         (2, "SIGTERM to a worker", "training"),
@@ -57,6 +65,7 @@ def test_workers_that_are_asked_to_stop_lose_no_update(tmp_path: Path) -> None:
     run_campaign(endings, last_world=1, folder=tmp_path)
 
 
+@pytest.mark.slow("starts XLA five times")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_killed_cores_resume_exactly(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow("waits for processes")
 def test_a_forked_child_that_exits_does_not_release_the_lock(tmp_path: Path) -> None:
     script = """
 import os
@@ -49,6 +50,7 @@ except RuntimeError:
     assert (out, err) == ("in use\n", "")
 
 
+@pytest.mark.slow("waits for processes")
 def test_a_forked_child_that_outlives_the_writer_does_not_hold_the_lock(tmp_path: Path) -> None:
     script = """
 import os, time

@@ -20,6 +20,8 @@ from variable_batch_size.testing import run_ranks
 NEWEST = "Checkpoint update-00000002 is the newest one; {}; restore() resumes from it."
 
 
+@pytest.mark.slow("starts torchrun")
+@pytest.mark.torch
 def test_the_other_rank_says_what_to_resume_from_if_a_worker_is_killed(tmp_path: Path) -> None:
     script = """
 import os, time

@@ -157,6 +157,8 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow("resumes with many loaders")
+@pytest.mark.torch
 @examples(100)
 @given(cases())
 def test_dropout_and_augmentation_resume_with_any_loader_without_workers(case: Case) -> None:

@@ -20,6 +20,8 @@ from variable_batch_size.checkpoint.folder import CheckpointFolder
 from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, verified_manifest
 from variable_batch_size.testing import run_ranks
 
+pytestmark = [pytest.mark.slow("starts processes in several worlds"), pytest.mark.torch]
+
 __all__ = ["always_sharded"]
 
 SCRIPT = """

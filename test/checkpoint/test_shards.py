@@ -79,6 +79,7 @@ def tensors_of(parts: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow("saves for many examples")
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.15, in torch.load
 @examples(80)
 @given(state=states(), world_size=st.integers(1, 4), wait=st.booleans(), data=st.data())

@@ -15,6 +15,7 @@ TRACES = "replayed", "spot"
 SHORT = ["--samples", "3000", "--epochs", "2", "--target", "0"]  # of the training
 
 
+@pytest.mark.slow("simulates for a page")
 def test_the_commands_of_the_page_of_controllers() -> None:
     for command in commands(DOCS / "controllers.md"):
         done = run(*shlex.split(command), cwd=ROOT)
@@ -30,6 +31,7 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.Monkey
     assert {"day", "own", "trace", "replayed", "measured", "same"} <= set(names)
 
 
+@pytest.mark.slow("trains")
 def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:
     for folder in ("traces", "test"):
         (tmp_path / folder).symlink_to(ROOT / folder)

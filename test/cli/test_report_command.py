@@ -54,6 +54,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow("kills an evaluation")
 def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     arguments = ["evaluate", *SMALL, "--samples", "2400", "--folder", tmp_path]
     stop(start(*arguments), tmp_path, signal.SIGKILL)
@@ -72,7 +73,7 @@ def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     assert len(Plan.read(tmp_path).keys) == 8
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow("starts processes"))])
 def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
     if jobs > 1:
         pytest.importorskip("joblib")

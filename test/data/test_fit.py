@@ -270,6 +270,8 @@ print(found, room // (4 * ROW))
 """
 
 
+@pytest.mark.slow("exhausts memory")
+@pytest.mark.torch
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
 def test_with_memory_that_is_really_exhausted() -> None:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is the system's again, unbroken

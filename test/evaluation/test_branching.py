@@ -240,6 +240,7 @@ print(json.dumps([killed, run().as_json()]))
 """
 
 
+@pytest.mark.slow("kills it several times")
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_killed_and_repeated_it_says_the_same(tmp_path: Path) -> None:
     trained(tmp_path)

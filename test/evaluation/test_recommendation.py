@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
+
 from helpers.evaluations import records
 from variable_batch_size.evaluation import Analysis, Record, recommend
 from variable_batch_size.evaluation.recommendation import Recommendation
@@ -117,6 +119,7 @@ def test_all_trainings_that_diverged_had_more_samples_to_go() -> None:
     assert "longer trainings than 20,000 samples" in only(divergence=dict.fromkeys(RULES, 1.0)).sentences[2]
 
 
+@pytest.mark.slow("analyses many random experiments")
 def test_a_rule_that_the_table_has_in_bold_is_not_called_alike() -> None:
     """If a rule is seen to be better than the baseline, that is not recommended, whatever is seen of the best one."""
     bold = alike = 0
@@ -150,6 +153,7 @@ def test_a_best_rate_at_the_edge_is_named() -> None:
     assert "at the edge of the grid" in only(grid=(0.25, 0.5, 1.0), noise=0.001).sentences[2]
 
 
+@pytest.mark.slow("analyses many random experiments")
 def test_the_best_rule_is_seldom_left_out() -> None:
     """Of equal rules each one is a best one: a given one is left out in at most 5% of all evaluations.
 

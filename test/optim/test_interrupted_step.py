@@ -79,6 +79,8 @@ OTHER_CALLS: list[Callable[[Training], Any]] = [
 ]
 
 
+@pytest.mark.slow("trains for each interrupted line")
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:The training goes on differently. rule was .*Trap")
 @given(
     where=st.sampled_from(EARLY + LATE),

@@ -25,6 +25,8 @@ def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     return saved(folder, request.param)
 
 
+@pytest.mark.slow("starts processes in several worlds")
+@pytest.mark.torch
 def test_buckets_leave_before_the_last_backward_of_a_rank_returns(ranks: list[dict[str, Any]]) -> None:
     buckets = len(list(deep().parameters()))
     for rank in ranks:
