@@ -6,13 +6,13 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.capacity_files import assert_same, parcae_line
+from helpers.capacity_files import parcae_line
 from helpers.reference import examples
-from helpers.slow_readers import gcloud
 from variable_batch_size.cluster import read
 
 
@@ -47,9 +47,9 @@ def error(tmp_path: Path):
 
 def test_own_columns_in_any_order_and_others_are_ignored(tmp_path):
     path = tmp_path / "own.csv"
-    path.write_text(",nodes,zone,price,seconds\n0,4,a,1.5,0\n1,2,b,2.5,60\n2,2,b,2.5,90\n")
+    path.write_text(f",nodes,zone,price,seconds\n0,{2**53},a,1.5,0\n1,2,b,2.5,60\n2,2,b,2.5,90\n")
     trace = read(path)
-    assert (trace.seconds.tolist(), trace.nodes.tolist(), trace.end) == ([0, 60], [4, 2], 90)
+    assert (trace.seconds.tolist(), trace.nodes.tolist(), trace.end) == ([0, 60], [2**53, 2], 90)
     assert trace.prices is not None
     assert trace.prices.tolist() == [1.5, 2.5]
 
@@ -115,14 +115,18 @@ SHAPE = (
         (HEAD + "[[0]]}", "2): data[0] must be an integer in [0, 2**53], got [0]; correct it"),
         (HEAD + "[]}", f"1): {SHAPE}, got "),
         (HEAD + "3}", f"1): {SHAPE}, got "),
-        ('{"data": [1]}', f"1): {SHAPE}, got "),
+        ('{"data": [1], "metadata": {}}', f"1): {SHAPE}, got "),
         ('{"data": [1], "metadata": 3}', f"1): {SHAPE}, got "),
         (HEAD + '[0, 1],\n"data": [1, 1]}', "3): an object must have each key once, got 'data'; leave one of them out"),
         (
             HEAD + '[0, 1],\n"prices": [1]}',
             "3): prices must be a list of 2 numbers, one for each tick, got '1 prices'; ",
         ),
-        (HEAD + '[0, 1],\n"prices": 1}', "3): prices must be a list of 2 numbers, one for each tick, got 1; "),
+        (
+            HEAD + '[0, 1],\n"prices": [1, 1, 1]}',
+            "3): prices must be a list of 2 numbers, one for each tick, got '3 prices'",
+        ),
+        (HEAD + '[0, 1],\n"prices": 0}', "3): prices must be a list of 2 numbers, one for each tick, got 0; "),
         (HEAD + '[0, 1],\n"prices": [1,\nnull]}', "4): prices[1] must be a finite number >= 0, got None; correct it"),
         (HEAD + '[0],\n"x": ' + "[" * 100_000, "1): the JSON must not be nested so deeply, got "),
         (HEAD + "[0,\n" + "9" * 5000 + "]}", "3): an integer must be <= 2**53, got '999"),
@@ -177,12 +181,14 @@ def test_parcae_lasts_for_the_duration_of_the_last_row(rows):
     [
         (parcae_line(5, "add", ["b", "b"]), KNOWN.format("b")),
         (parcae_line(5, "remove", ["a", "a"]), "a node that is removed " + UNKNOWN.format("a")),
-        (parcae_line(5, "migration", ["b"]), "a node that is named " + UNKNOWN.format("b")),
+        (parcae_line(5, "migration", ["a", "b"]), "a node that is named " + UNKNOWN.format("b")),
         (parcae_line(5, "lost", []), "the event must be one of add, remove, migration, no-op, got 'lost'; "),
         (parcae_line(5, "no-op", "a"), "nodes must be a list of names, got 'a'; "),  # type: ignore[arg-type]
         (parcae_line(5, "no-op", [3]), "nodes must be a list of names, got [3]; "),  # type: ignore[list-item]
         ('[5, "no-op", {"nodes": []}]', "duration must be a finite number >= 0, got None; correct it"),
         ('[5, "no-op", {"duration": 1, "duration": 2}]', "an object must have each key once, got 'duration'; "),
+        ('[5, null, {"nodes": []}]', "the event must be one of add, remove, migration, no-op, got None; "),
+        ('[5, "no-op", {"nodes": []}, 0]', "a row must have the form "),
         ('[5, "no-op", []]', 'a row must have the form [0, "add", {"nodes": ["node-0"], "duration": 60000}], got '),
         ('[5, "no-op", {"nodes": [', "the text must be JSON (expecting value, column 25), got 'the end'; "),
         (parcae_line(-5, "no-op", []), "milliseconds must be a finite number >= 0, got -5; correct it"),
@@ -227,7 +233,13 @@ def test_gcloud_gaps(rows):
 
 @pytest.mark.parametrize(
     "row",
-    ["2021-02-29, 13:07:45, 8", "2021-12-10, 24:00:00, 8", "2021-12-10, 13:07, 8", "10.12.2021, 13:07:45, 8"],
+    [
+        "2021-02-29, 13:07:45, 8",
+        "2021-12-10, 24:00:00, 8",
+        "2021-12-10, 13:07, 8",
+        "2021-12-10, 13:07:45Z, 8",
+        "10.12.2021, 13:07:45, 8",
+    ],
 )
 def test_gcloud_dates_that_are_none(row, error):
     found = row.rpartition(",")[0]
@@ -249,7 +261,12 @@ def test_gcloud_in_any_order_with_any_gap(tmp_path_factory, rows, gap):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         trace = read(path, max_gap=gap)
-    assert_same(trace, gcloud(path, gap))
+    start = min(second for second, _ in rows)
+    assert trace.end == 50 - start
+    for time in np.arange(start, 50, 0.25):
+        before = sorted((second, place) for place, (second, _) in enumerate(rows) if second <= time)
+        second, place = before[-1]
+        assert trace.at(time - start) == (rows[place][1] if time - second < gap else 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------- eth

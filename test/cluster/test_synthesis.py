@@ -1,23 +1,70 @@
-"""Synthetic capacity traces: exact properties, and the statistics of the formulas and of a slow twin.
+"""Synthetic capacity traces: exact properties, and the statistics of the formulas.
 
 A statistic has to be within 6 standard errors of what is expected; seeds are fixed.
 """
 
+from __future__ import annotations
+
+import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from helpers.slow_capacity import Process
 from helpers.traces import for_all
-from variable_batch_size.cluster import CapacityTrace, synthetic
+from variable_batch_size.cluster import synthetic
 
 HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """Nodes that go up and down, and bulk preemptions; the formulas are those of the docstring of `synthetic`."""
+
+    nodes: int
+    mean_up: float
+    mean_down: float
+    bulk_every: float | None = None
+    bulk_fraction: float = 1.0
+
+    @property
+    def bulk_rate(self) -> float:
+        return 0.0 if self.bulk_every is None else 1 / self.bulk_every
+
+    @property
+    def decay(self) -> float:
+        """Rate at which the autocovariance decays, in 1/s."""
+        return 1 / self.mean_up + self.bulk_fraction * self.bulk_rate + 1 / self.mean_down
+
+    @property
+    def up(self) -> float:
+        return 1 / self.mean_down / self.decay
+
+    @property
+    def mean(self) -> float:
+        return self.nodes * self.up
+
+    @property
+    def variance(self) -> float:
+        shared = self.bulk_rate * self.bulk_fraction**2
+        between = self.up**2 * shared / (2 * self.decay - shared)
+        return self.nodes * self.up * (1 - self.up) + self.nodes * (self.nodes - 1) * between
+
+    def covariance(self, lag: float) -> float:
+        return self.variance * math.exp(-lag * self.decay)
+
+    def arguments(self) -> dict[str, float | None]:
+        """Return the arguments of `synthetic` but `duration` and `seed`."""
+        fraction = None if self.bulk_every is None else self.bulk_fraction
+        return {**vars(self), "bulk_fraction": fraction}
+
+
 PROCESSES = {
     "independent": Process(nodes=8, mean_up=2 * HOUR, mean_down=HOUR),
     "one node": Process(nodes=1, mean_up=HOUR, mean_down=HOUR, bulk_every=HOUR, bulk_fraction=0.5),
-    "bulk": Process(nodes=5, mean_up=4 * HOUR, mean_down=HOUR, bulk_every=3 * HOUR, bulk_fraction=0.6),
+    "bulk": Process(nodes=60, mean_up=4 * HOUR, mean_down=2 * HOUR, bulk_every=HOUR, bulk_fraction=0.4),
     "only bulk": Process(nodes=6, mean_up=1e12, mean_down=HOUR, bulk_every=2 * HOUR),
     "frequent bulk": Process(nodes=4, mean_up=HOUR, mean_down=HOUR / 4, bulk_every=HOUR / 8, bulk_fraction=0.1),
 }
@@ -77,6 +124,11 @@ def test_mean_and_autocovariance_over_time_are_those_of_the_formulas(process):
     near(nodes.mean(axis=1), process.mean)
     spans = trace.lengths @ trace.nodes / trace.end  # exact over time, with the variance of a mean of correlated values
     assert abs(spans - process.mean) < 6 * np.sqrt(2 * process.variance / (process.decay * trace.end))
+    returns = trace.seconds[1:][np.diff(trace.nodes) == 1]
+    near(
+        np.histogram(returns, blocks, (0, trace.end))[0],
+        (process.nodes - process.mean) * steps * step / process.mean_down,
+    )
     excess = nodes - process.mean
     for lag in (0, 1, 2, 4, 8, 16):
         products = excess[:, : steps - lag] * excess[:, lag:]
@@ -91,25 +143,6 @@ def test_a_trace_begins_in_the_stationary_state(process):
     for values, expected in [(first, 0), (last, 0), (first**2, process.variance), (last**2, process.variance)]:
         near(values, expected)
     near(first * last, process.covariance(lag))
-
-
-@every_process
-def test_the_slow_twin_has_the_same_distribution(process):
-    runs, duration = 600, 2 / process.decay
-    fast = [synthetic(**process.arguments(), duration=duration, seed=seed) for seed in range(runs)]
-    slow = [CapacityTrace(*zip(*process.simulate(duration, seed), strict=True), end=duration) for seed in range(runs)]
-
-    def same(statistic):
-        ours, theirs = ([float(statistic(trace)) for trace in traces] for traces in (fast, slow))
-        near(np.subtract(ours, theirs), 0)
-
-    same(lambda trace: trace.mean)
-    same(lambda trace: trace.changes)
-    same(lambda trace: np.diff(trace.nodes).min(initial=0))  # the greatest loss at once
-    same(lambda trace: trace.nodes.max())
-    for nodes in range(process.nodes + 1):
-        for second in (0, duration / 3, duration):
-            same(lambda trace, nodes=nodes, second=second: trace.at(second) == nodes)
 
 
 def test_a_time_down_that_is_shorter_than_rounding_makes_no_second_node():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.splitting import split_batch
-from helpers.twins import TWINS, Array, NoiseTwin, clipped, gradient
+from helpers.twins import Array, Gradients, InnerTwin, NoiseTwin, PlainTraining, Rule
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.optim.named import NamedOptimizer
 
@@ -45,15 +44,20 @@ class Update:
 
     @staticmethod
     def of(
-        batch_size: int,
-        u: int,
-        dataset_size: int,
-        ref_batchsize: int = REF,
+        batch_size: float,
+        u: float,
+        dataset_size: float,
+        ref_batchsize: float = REF,
         gain: float = 1.0,
         noise_scale: float = math.nan,
     ) -> Update:
         k, epoch = batch_size / ref_batchsize, dataset_size / ref_batchsize
         return Update(k, u, epoch, gain, noise_scale / ref_batchsize)
+
+
+def rule_at(factors: Callable[[Update], vbs.Scaling], *at: float) -> Rule:
+    """The factors of an update, whose batch size, number and so on are those of `Update.of`, for the noise measured."""
+    return lambda gain, noise_scale: factors(Update.of(*at, gain=gain, noise_scale=noise_scale))
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,15 @@ def batches(sizes: Sequence[int], dataset_size: int, seed: int = 0) -> Iterator[
         epoch += 1
 
 
+def gradient(weights: Sequence[Array], x: Array, target: Array) -> list[Array]:
+    """The gradient of the mean over one big batch of |f(x) - target|^2, where f(x) = W tanh(V x + a) + b."""
+    v, a, w, b = weights
+    hidden = np.tanh(x @ v.T + a)
+    error = 2 * (hidden @ w.T + b - target) / len(x)
+    back = (error @ w) * (1 - hidden**2)
+    return [back.T @ x, back.sum(axis=0), error.T @ hidden, error.sum(axis=0)]
+
+
 # ------------------------------------------------------------------------------------- the training with the package
 
 SIZES = (20, 7, 1, 33, 12, 50, 3)
@@ -323,26 +336,23 @@ def twin(
 
     `factors`, `inner` and `hyperparameters` are by default the class's own; `taken` gets the factors of each update.
     """
+    taken = [] if taken is None else taken
     x, target = (tensor.to(dtype).double().numpy() for tensor in data(dataset_size))
     factors, inner = factors or EQUATIONS[kind].factors, inner or EQUATIONS[kind].inners[0]
-    noise, taken = NoiseTwin(REF), [] if taken is None else taken
+    weights = dict(enumerate(p.detach().double().numpy() for p in network(dtype).parameters()))
+    optimizer = InnerTwin(inner, weights, [(list(weights), HYPERPARAMETERS[inner] | hyperparameters)])
+    plain = PlainTraining(weights, optimizer.step, max_grad_norm, NoiseTwin(REF))
 
-    def update(weights: list[Array], batch: NDArray[np.int64], u: int) -> tuple[list[Array], vbs.Scaling]:
-        groups = [
-            (len(samples), np.concatenate([g.ravel() for g in gradient(weights, x[samples], target[samples])]))
-            for samples in split_batch(batch, minibatch_size, fixed_shape)
-        ]
-        gain = noise.update(groups)
-        taken.append(factors(Update.of(len(batch), u, dataset_size, gain=gain, noise_scale=noise.noise_scale)))
-        return clipped(gradient(weights, x[batch], target[batch]), max_grad_norm), taken[-1]
+    def mean_gradient(samples: NDArray[np.int64]) -> Gradients:
+        return dict(enumerate(gradient(list(weights.values()), x[samples], target[samples])))
 
-    updates = (
-        partial(update, batch=batch, u=step + 1)
-        for step, batch in enumerate(batches(sizes, dataset_size, seed))
-        if step not in skipped
-    )
-    start = [parameter.detach().double().numpy() for parameter in network(dtype).parameters()]
-    return TWINS[inner](start, updates, **(HYPERPARAMETERS[inner] | hyperparameters))
+    for step, batch in enumerate(batches(sizes, dataset_size, seed)):
+        if step not in skipped:
+            parts = split_batch(batch, minibatch_size, fixed_shape)
+            microbatches = [(len(part), mean_gradient(part)) for part in parts]
+            rule = rule_at(factors, len(batch), step + 1, dataset_size)
+            taken += plain.update(mean_gradient(batch), microbatches, [rule])
+    return list(weights.values())
 
 
 def factors_along(

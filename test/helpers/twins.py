@@ -1,11 +1,15 @@
-"""Slow, readable float64 twins: the gradient of one big batch, torch's optimizers with changing factors, the noise."""
+"""The slow, readable float64 twin of a training: torch's optimizers as equations, the noise, and one update of them.
+
+Only the gradients are not here: `reference` derives them by hand, `fuzz.twin` and `yardstick` take torch's.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,46 +18,27 @@ from numpy.typing import NDArray
 import variable_batch_size as vbs
 
 Array = NDArray[np.float64]
+Gradients: TypeAlias = Mapping[Any, Array]  # name of the parameter -> gradient; those without one are missing
+Rule: TypeAlias = Callable[[float, float], vbs.Scaling]  # of AdaScale's gain and B_noise
+State: TypeAlias = dict[str, Any]  # of one parameter
 
 
-def gradient(weights: Sequence[Array], x: Array, target: Array) -> list[Array]:
-    """The gradient of the mean over one big batch of |f(x) - target|^2, where f(x) = W tanh(V x + a) + b."""
-    v, a, w, b = weights
-    hidden = np.tanh(x @ v.T + a)
-    error = 2 * (hidden @ w.T + b - target) / len(x)
-    back = (error @ w) * (1 - hidden**2)
-    return [back.T @ x, back.sum(axis=0), error.T @ hidden, error.sum(axis=0)]
-
-
-def clipped(gradients: list[Array], max_norm: float | None) -> list[Array]:
-    """g min(1, max_norm / |g|), where |g| is the norm over all parameters; the 1e-6 is PyTorch's."""
-    if max_norm is None:
-        return gradients
-    norm = np.sqrt(sum((g**2).sum() for g in gradients))
-    return [g * min(1.0, max_norm / (norm + 1e-6)) for g in gradients]
-
-
-# Of each update: weights -> their gradients, and the factors.
-Updates = Iterable[Callable[[list[Array]], tuple[list[Array], vbs.Scaling]]]
+# ------------------------------------------------------------------------------------------------- the inner optimizers
 
 
 def sgd(
-    weights: list[Array], updates: Updates, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
-) -> list[Array]:
+    w: Array, g: Array, state: State, *, lr: float, momentum: float = 0, weight_decay: float = 0, nesterov: bool = False
+) -> Array:
     """u = m u + g + decay w, w -= lr u."""
-    velocity = [np.zeros_like(w) for w in weights]
-    for update in updates:
-        gradients, by = update(weights)
-        decay = by.weight_decay * weight_decay
-        entering = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
-        velocity = [momentum * u + e for u, e in zip(velocity, entering, strict=True)]
-        weights = [w - by.lr * lr * u for w, u in zip(weights, velocity, strict=True)]
-    return weights
+    g = g + weight_decay * w
+    state["u"] = u = momentum * state.get("u", 0.0) + g
+    return w - lr * (g + momentum * u if nesterov else u)
 
 
 def adam(
-    weights: list[Array],
-    updates: Updates,
+    w: Array,
+    g: Array,
+    state: State,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -62,68 +47,119 @@ def adam(
     decoupled: bool = False,
     amsgrad: bool = False,
     maximize: bool = False,
-) -> list[Array]:
+) -> Array:
     """Kingma & Ba 2015, algorithm 1, with betas that change: 1 - beta^t becomes 1 - the product of past betas.
 
     `decoupled`: AdamW (Loshchilov & Hutter 2019, algorithm 2). `amsgrad` as in torch: the largest v, then corrected.
     """
-    m, v, largest = ([np.zeros_like(w) for w in weights] for _ in range(3))
-    product1 = product2 = 1.0
-    for update in updates:
-        gradients, by = update(weights)
-        beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in betas)
-        beta2 **= by.beta2_power
-        rate, decay = by.lr * lr, by.weight_decay * weight_decay
-        gradients = [by.gradient * (-g if maximize else g) for g in gradients]
-        if decoupled:
-            weights = [w - rate * decay * w for w in weights]
-        else:
-            gradients = [g + decay * w for g, w in zip(gradients, weights, strict=True)]
-        m = [beta1 * old + (1 - beta1) * g for old, g in zip(m, gradients, strict=True)]
-        v = [beta2 * old + (1 - beta2) * g**2 for old, g in zip(v, gradients, strict=True)]
-        largest = [np.maximum(old, new) for old, new in zip(largest, v, strict=True)]
-        product1, product2 = product1 * beta1, product2 * beta2
-        means = [average / (1 - product1) for average in m]
-        squares = [average / (1 - product2) for average in (largest if amsgrad else v)]
-        weights = [
-            w - rate * mean / (np.sqrt(square) + by.eps * eps)
-            for w, mean, square in zip(weights, means, squares, strict=True)
-        ]
-    return weights
+    g = -g if maximize else g
+    if decoupled:
+        w = w - lr * weight_decay * w
+    else:
+        g = g + weight_decay * w
+    for moment, power, beta in (("m", g, betas[0]), ("v", g**2, betas[1])):
+        state[moment] = beta * state.get(moment, 0.0) + (1 - beta) * power
+        state[f"product {moment}"] = state.get(f"product {moment}", 1.0) * beta
+    state["largest"] = np.maximum(state.get("largest", 0.0), state["v"])
+    mean = state["m"] / (1 - state["product m"])
+    square = state["largest" if amsgrad else "v"] / (1 - state["product v"])
+    return w - lr * mean / (np.sqrt(square) + eps)
 
 
 def rmsprop(
-    weights: list[Array], updates: Updates, *, lr: float, alpha: float, eps: float, weight_decay: float = 0.0
-) -> list[Array]:
-    """v = alpha v + (1 - alpha) g^2, w -= lr g / (sqrt(v) + eps)."""
-    v = [np.zeros_like(w) for w in weights]
-    for update in updates:
-        gradients, by = update(weights)
-        moved = (1 - by.one_minus_beta * (1 - alpha)) ** by.beta2_power
-        decay = by.weight_decay * weight_decay
-        gradients = [by.gradient * g + decay * w for g, w in zip(gradients, weights, strict=True)]
-        v = [moved * old + (1 - moved) * g**2 for old, g in zip(v, gradients, strict=True)]
-        weights = [
-            w - by.lr * lr * g / (np.sqrt(square) + by.eps * eps)
-            for w, g, square in zip(weights, gradients, v, strict=True)
-        ]
-    return weights
+    w: Array,
+    g: Array,
+    state: State,
+    *,
+    lr: float,
+    alpha: float,
+    eps: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> Array:
+    """v = alpha v + (1 - alpha) g^2, u = m u + g / (sqrt(v) + eps), w -= lr u."""
+    g = g + weight_decay * w
+    state["v"] = alpha * state.get("v", 0.0) + (1 - alpha) * g**2
+    state["u"] = momentum * state.get("u", 0.0) + g / (np.sqrt(state["v"]) + eps)
+    return w - lr * state["u"]
 
 
-TWINS: dict[Any, Callable[..., list[Array]]] = {
+def adagrad(
+    w: Array, g: Array, state: State, *, lr: float, lr_decay: float, eps: float, weight_decay: float = 0.0
+) -> Array:
+    """v = v + g^2, w -= lr / (1 + (t - 1) lr_decay) g / (sqrt(v) + eps)."""
+    g = g + weight_decay * w
+    state["v"] = state.get("v", 0.0) + g**2
+    state["t"] = state.get("t", 0) + 1
+    return w - lr / (1 + (state["t"] - 1) * lr_decay) * g / (np.sqrt(state["v"]) + eps)
+
+
+TWINS: dict[Any, Callable[..., Array]] = {
     torch.optim.SGD: sgd,
     torch.optim.Adam: adam,
     torch.optim.AdamW: partial(adam, decoupled=True),
     torch.optim.RMSprop: rmsprop,
+    torch.optim.Adagrad: adagrad,
 }
 
 
-class NoiseTwin:
-    """The gradient's noise and AdaScale's gain (Johnson et al. 2020), one update at a time."""
+class InnerTwin:
+    """One of `TWINS` with its parameter groups, whose hyperparameters each update multiplies by the group's factors.
 
-    def __init__(self, ref_batchsize: int, differenced: bool = False) -> None:
+    A parameter without a gradient is left alone, as torch does.
+
+    Args:
+        kind: the class of torch.
+        weights: name of each parameter -> its numbers, which are changed in place.
+        groups: names and hyperparameters of each group.
+    """
+
+    def __init__(
+        self, kind: Any, weights: Mapping[Any, Array], groups: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+    ) -> None:
+        self.equation, self.weights, self.groups = TWINS[kind], weights, groups
+        self.states: dict[Any, State] = {name: {} for name in weights}
+
+    def step(self, gradients: Gradients, factors: Sequence[vbs.Scaling]) -> None:
+        """Update the weights."""
+        for (names, reference), by in zip(self.groups, factors, strict=True):
+            now = scaled(reference, by)
+            for name in names:
+                if name in gradients:
+                    w, g = self.weights[name], by.gradient * gradients[name]
+                    w[...] = self.equation(w, g, self.states[name], **now)
+
+
+def scaled(reference: Mapping[str, Any], by: vbs.Scaling) -> dict[str, Any]:
+    """The hyperparameters of an update."""
+    values = dict(reference)
+    values["lr"] *= by.lr
+    values["weight_decay"] = values.get("weight_decay", 0.0) * by.weight_decay
+    if "eps" in values:
+        values["eps"] *= by.eps
+    if "betas" in values:
+        beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in values["betas"])
+        values["betas"] = beta1, beta2**by.beta2_power
+    if "alpha" in values:
+        values["alpha"] = (1 - by.one_minus_beta * (1 - values["alpha"])) ** by.beta2_power
+    return values
+
+
+# ------------------------------------------------------------------------------------------------------------ the noise
+
+
+class NoiseTwin:
+    """The gradient's noise and AdaScale's gain (Johnson et al. 2020), one update at a time.
+
+    Args:
+        ref_batchsize: the reference.
+        differenced: whether an update of one microbatch is compared with the update before.
+        early_gain: whether the gain before the first estimate is min(1, k), or 1.
+    """
+
+    def __init__(self, ref_batchsize: int, differenced: bool = False, early_gain: bool = True) -> None:
         self.ref = ref_batchsize
-        self.differenced = differenced
+        self.differenced, self.early_gain = differenced, early_gain
         self.earlier: tuple[int, Array] | None = None  # samples and gradient of the last update
         self.updates = 0
         self.average_sigma2 = self.average_mu2 = 0.0  # biased towards 0, the initial value
@@ -174,9 +210,60 @@ class NoiseTwin:
         if len(groups) > 1:
             self.average(batch_size, *self.estimate(groups))
         self.earlier = now
+        early = min(1.0, batch_size / self.ref) if self.early_gain else 1.0
         if self.updates == 0:
-            return min(1.0, batch_size / self.ref)
+            return early
         sigma2, mu2 = max(self.sigma2, 0.0), max(self.mu2, 0.0)
         if sigma2 + mu2 == 0:
-            return min(1.0, batch_size / self.ref)
+            return early
         return float((sigma2 / self.ref + mu2) / (sigma2 / batch_size + mu2))
+
+
+# ----------------------------------------------------------------------------------------------------------- one update
+
+
+def clipped(gradients: Gradients, max_norm: float | None) -> Gradients:
+    """g min(1, max_norm / |g|), where |g| is the norm over all parameters; the 1e-6 is PyTorch's."""
+    if max_norm is None:
+        return gradients
+    norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+    return {name: g * min(1.0, max_norm / (norm + 1e-6)) for name, g in gradients.items()}
+
+
+@dataclass
+class PlainTraining:
+    """A training without ranks, microbatches and buffers: an update has one big batch.
+
+    Attributes:
+        weights: name of each parameter -> its numbers.
+        step: what updates them, given the gradients and the factors of each rule.
+        max_grad_norm: maximum norm of the gradient, before the factors.
+        noise: what measures the noise; None for rules that do not use it.
+    """
+
+    weights: Mapping[Any, Array]
+    step: Callable[[Gradients, list[vbs.Scaling]], None]
+    max_grad_norm: float | None = None
+    noise: NoiseTwin | None = None
+
+    def update(
+        self, gradients: Gradients, microbatches: Sequence[tuple[int, Gradients]], rules: Sequence[Rule]
+    ) -> list[vbs.Scaling]:
+        """Make one update; return the factors of each rule.
+
+        Args:
+            gradients: the mean gradient of the batch.
+            microbatches: samples and mean gradient of each microbatch, from which the noise is measured; a gradient
+                that is missing counts as 0.
+            rules: a rule for each parameter group.
+        """
+        gain = noise_scale = math.nan
+        if self.noise is not None:
+            gain = self.noise.update([(n, self.vector(own)) for n, own in microbatches])
+            noise_scale = self.noise.noise_scale
+        factors = [rule(gain, noise_scale) for rule in rules]
+        self.step(clipped(gradients, self.max_grad_norm), factors)
+        return factors
+
+    def vector(self, gradients: Gradients) -> Array:
+        return np.concatenate([gradients.get(name, np.zeros_like(w)).ravel() for name, w in self.weights.items()])

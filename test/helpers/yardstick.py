@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import variable_batch_size as vbs
 from helpers.processes import spawn
-from helpers.reference import batches
+from helpers.reference import EQUATIONS, OPTIMIZERS, batches, rule_at
 from helpers.splitting import split_batch
-from helpers.twins import NoiseTwin
+from helpers.twins import Gradients, NoiseTwin, PlainTraining
 
 SAMPLES, MICROBATCH, REF, EPOCHS = 203, 8, 16, 3
 TRACE = "0:24 3:10 9:37 12:9 18:50"
@@ -95,31 +95,33 @@ def by_hand(
         sizes: the batch size of each update, for as many as it takes.
         seed: that of the shuffle.
     """
-    noise, losses = NoiseTwin(REF), []
-    for _, batch in zip(range(updates), batches(sizes, SAMPLES, seed), strict=False):
-        gain = math.nan
-        if rule == "adascale":
-            groups = []
-            for part in split_batch(batch, MICROBATCH):
-                inner.zero_grad()
-                loss(model, part).backward()
-                flat = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-                groups.append((len(part), torch.cat(flat).numpy()))
-            gain = noise.update(groups)
-        k = len(batch) / REF
-        factor = {"constant": 1.0, "linear": k, "root": k**0.5, "adascale": gain}[rule]
+    parameters, losses = dict(enumerate(model.parameters())), []
+
+    def backward(batch: NDArray[np.int64]) -> tuple[float, Gradients]:
         inner.zero_grad()
         value = loss(model, batch)
         value.backward()
-        losses.append(value.item())
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        return value.item(), {i: p.grad.numpy() for i, p in parameters.items() if p.grad is not None}
+
+    def step(gradients: Gradients, factors: Sequence[vbs.Scaling]) -> None:
+        for i, gradient in gradients.items():
+            parameters[i].grad.copy_(torch.from_numpy(gradient))  # type: ignore[union-attr]
         reference = [group["lr"] for group in inner.param_groups]
         for group, lr in zip(inner.param_groups, reference, strict=True):
-            group["lr"] = lr * factor
+            group["lr"] = lr * factors[0].lr
         inner.step()
         for group, lr in zip(inner.param_groups, reference, strict=True):
             group["lr"] = lr
+
+    noise = NoiseTwin(REF) if rule == "adascale" else None
+    plain = PlainTraining({i: p.detach().numpy() for i, p in parameters.items()}, step, max_grad_norm, noise)
+    for number, batch in zip(range(updates), batches(sizes, SAMPLES, seed), strict=False):
+        parts = [] if noise is None else split_batch(batch, MICROBATCH)
+        microbatches = [(len(part), backward(part)[1]) for part in parts]
+        value, gradients = backward(batch)
+        losses.append(value)
+        factors = EQUATIONS[OPTIMIZERS[rule]].factors
+        plain.update(gradients, microbatches, [rule_at(factors, len(batch), number + 1, SAMPLES, REF)])
         if scheduler is not None:
             scheduler.step()
     return losses

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 import variable_batch_size as vbs
 from helpers.reference import (
+    EQUATIONS,
     REF,
     SGD,
     SIZES,
@@ -22,22 +22,21 @@ from helpers.reference import (
     Training,
     assert_equal,
     batches,
-    clipped,
     examples,
     gradient,
     network,
+    rule_at,
     training,
     twin,
 )
+from helpers.twins import InnerTwin, PlainTraining
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
-# k -> (factor on lr, factor on the gradient and on the weight decay)
-LINEAR, ROOT, MOMENTUM = (lambda k: (k, 1.0)), (lambda k: (k**0.5, 1.0)), (lambda k: (1.0, k))
-RULES: dict[vbs.Rule, Callable[[float], tuple[float, float]]] = {
-    vbs.LinearRule(): LINEAR,
-    vbs.RootRule(): ROOT,
-    vbs.LinearMomentumRule(): MOMENTUM,
+RULES: dict[vbs.Rule, type[vbs.CustomOptimizer]] = {
+    vbs.LinearRule(): vbs.LinearRuleOptimizer,
+    vbs.RootRule(): vbs.RootRuleOptimizer,
+    vbs.LinearMomentumRule(): vbs.LinearRuleMomentumOptimizer,
 }
 
 
@@ -52,16 +51,14 @@ def by_layer(
 ) -> list[Array]:
     """SGD with rules[0] for the two weights of the first layer and rules[1] for the second, one big batch an update."""
     run = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size)
-    x, target, weights = run.x.numpy(), run.target.numpy(), run.weights()
-    lr, momentum, decay = SGD["lr"], SGD["momentum"], SGD["weight_decay"]
-    velocity = [np.zeros_like(w) for w in weights]
+    x, target, weights = run.x.numpy(), run.target.numpy(), dict(enumerate(run.weights()))
+    inner = InnerTwin(torch.optim.SGD, weights, [([0, 1], SGD), ([2, 3], SGD)])
+    plain = PlainTraining(weights, inner.step, max_grad_norm)
     for batch in batches(sizes, dataset_size):
-        factors = [RULES[rules[layer]](len(batch) / REF) for layer in (0, 0, 1, 1)]
-        gradients = clipped(gradient(weights, x[batch], target[batch]), max_grad_norm)
-        for i, (on_lr, on_gradient) in enumerate(factors):
-            velocity[i] = momentum * velocity[i] + on_gradient * (gradients[i] + decay * weights[i])
-            weights[i] = weights[i] - on_lr * lr * velocity[i]
-    return weights
+        gradients = dict(enumerate(gradient(list(weights.values()), x[batch], target[batch])))
+        of_layers = [rule_at(EQUATIONS[RULES[rule]].factors, len(batch), 1, dataset_size) for rule in rules]
+        plain.update(gradients, [], of_layers)
+    return list(weights.values())
 
 
 @examples(40)
