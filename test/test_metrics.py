@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.measured import HITS, VALUES, Measured
-from helpers.reference import SIZES, batches, examples, training
+from helpers.properties import examples
+from helpers.reference import SIZES, batches, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.metrics import compensated_add, split_into_float32
 from variable_batch_size.testing import run_ranks

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.measured import Measured
-from helpers.reference import SIZES, examples
+from helpers.properties import examples
+from helpers.reference import SIZES
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

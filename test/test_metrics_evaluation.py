@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.measured import HITS, VALUES
-from helpers.reference import assert_equal, examples, training
+from helpers.properties import examples
+from helpers.reference import assert_equal, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
 import variable_batch_size as vbs
-from helpers.reference import REF, SGD, SIZES, examples, training
+from helpers.properties import examples
+from helpers.reference import REF, SGD, SIZES, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

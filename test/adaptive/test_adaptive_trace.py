@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.adaptive_training import SAMPLES, Setting, Wild, trained
+from helpers.properties import examples
 from variable_batch_size.adaptive import PerDevice
 
 
@@ -42,7 +43,7 @@ def until(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(size, sum(number for _, number in parts[: row + 1])) for row, (size, _) in enumerate(parts)]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(settings_(), PARTS)
 def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting: Setting, drawn: list[tuple[int, int]]) -> None:
     """Law 10: the same decisions; the replay of their record equals the training."""
@@ -62,7 +63,7 @@ def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting: Setting, d
     assert {name: again["vbs"][name] for name in position} == {name: state["vbs"][name] for name in position}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(settings_(), PARTS, st.integers(1, 20))
 def test_the_record_of_a_controller_that_reads_the_world_replays(
     setting: Setting, drawn: list[tuple[int, int]], samples: int

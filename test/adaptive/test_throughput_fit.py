@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.properties import examples
 from variable_batch_size.adaptive import Throughput
 
 DEVICES, ROWS, ROUNDS = (1, 2, 3, 4, 8, 16), (8, 16, 64, 256), (1, 2, 4)
@@ -34,7 +35,7 @@ def measure(model: Throughput, noise: float = 0.0, **where: Any) -> npt.NDArray[
     return np.stack([devices, rows, rounds, model.of_rounds(rounds * rows, rows, rounds, devices) * factors], axis=1)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(MODELS)
 def test_exact_measurements_give_the_parameters(model: Throughput) -> None:
     found = Throughput.fit(measure(model))
@@ -43,7 +44,7 @@ def test_exact_measurements_give_the_parameters(model: Throughput) -> None:
         assert getattr(found, name) == pytest.approx(getattr(model, name), rel=1e-3)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(MODELS)
 def test_predictions_from_noisy_measurements(model: Throughput) -> None:
     measured = measure(model, noise=0.05, devices=(1, 2, 4, 8))

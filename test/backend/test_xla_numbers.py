@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.reference import assert_equal, examples
+from helpers.properties import examples
+from helpers.reference import assert_equal
 from variable_batch_size.backend._xla_numbers import NumbersAsInputs
 
 KINDS: dict[str, dict[str, Any]] = {

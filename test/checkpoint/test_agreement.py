@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.checkpoints import checkpoint, names
-from helpers.reference import examples, training
+from helpers.properties import examples
+from helpers.reference import training
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.testing import run_ranks

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import StepLR
 
 from helpers.checkpoints import checkpoint, names, truncate_state
-from helpers.reference import Training, assert_equal, examples, training
+from helpers.properties import examples
+from helpers.reference import Training, assert_equal, training
 from helpers.sudden_death import dying_after
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint.manifest import MANIFEST, STATE

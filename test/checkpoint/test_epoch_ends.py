@@ -16,7 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
-from helpers.reference import Training, assert_equal, examples, training
+from helpers.properties import examples
+from helpers.reference import Training, assert_equal, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

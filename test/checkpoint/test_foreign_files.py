@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.checkpoints import checkpoint, names, truncate_state, two_saved
-from helpers.reference import examples, training
+from helpers.properties import examples
+from helpers.reference import training
 from variable_batch_size.checkpoint.manifest import MANIFEST, STATE
 
 # What a folder holds by path: contents of a file, target of a link, or None for an empty folder.

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.checkpoint import hashed_file
 from variable_batch_size.checkpoint.hashed_file import HashingReader
 

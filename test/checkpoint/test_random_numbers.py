@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers.checkpoints import checkpoint
-from helpers.reference import Training, assert_equal, data, examples, filled, training
+from helpers.properties import examples
+from helpers.reference import Training, assert_equal, data, filled, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

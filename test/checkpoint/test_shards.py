@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.checkpoint import publication, shards
 from variable_batch_size.checkpoint.folder import CheckpointFolder
 from variable_batch_size.checkpoint.manifest import sealed_manifest

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.capacity_files import COLLECTION, PLACES, TEXTS, meaning, parcae_line, with_number, with_time
 from helpers.commands import run
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.cluster import CapacityTrace, read
 from variable_batch_size.cluster.readers.base import Text
 from variable_batch_size.cluster.readers.table import READERS

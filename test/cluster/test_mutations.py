@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.capacity_files import COLLECTION, TEXTS
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.cluster import CapacityTrace, read
 from variable_batch_size.cluster.readers.base import Text
 from variable_batch_size.cluster.readers.table import READERS

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.capacity_files import parcae_line
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.cluster import read
 
 

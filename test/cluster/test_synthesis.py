@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.traces import for_all
 from variable_batch_size.cluster import synthetic
 
 HOUR = 3600.0
@@ -91,7 +91,7 @@ def near(values, expected):
     assert abs(values.mean() - expected) < 6 * error
 
 
-@for_all(processes, st.floats(1e-2, 1e3), st.integers(0, 2**70))
+@given(processes, st.floats(1e-2, 1e3), st.integers(0, 2**70))
 def test_a_trace_has_at_most_all_nodes_until_its_end_and_is_a_function_of_the_seed(process, cycles, seed):
     shortest = min(process.mean_up + process.mean_down, process.bulk_every or np.inf)
     arguments = {**process.arguments(), "duration": cycles * shortest, "seed": seed}

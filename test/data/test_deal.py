@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.splitting import rows_of, split_sizes
 from helpers.strategies import Case, cases, worlds
 from variable_batch_size._validation import IntArray

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 
 
 @examples(200)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 
 
 @examples(150)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.splitting import split_sizes
 
 # ------------------------------------------------------------------------------------------------- the best split

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.splitting import split_sizes
 from variable_batch_size.data.microbatching import Cut, cut, divisors, microbatch_counts, partial_sizes
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.strategies import Case, cases
 from variable_batch_size.data import plan as plan_module
 from variable_batch_size.data.epoch import Epoch

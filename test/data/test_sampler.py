@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.splitting import rows_of, split_sizes
 from helpers.strategies import Case, Run, cases, minibatch_sizes, read_ahead, together, worlds
 from variable_batch_size.data import iteration as iteration_module

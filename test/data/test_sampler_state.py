@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.strategies import Case, Run, cases, minibatch_sizes, sizes, together
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks

@@ -11,22 +11,22 @@ from functools import partial
 import numpy as np
 import pytest
 import scipy.stats  # type: ignore[import-untyped]
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.properties import examples
 from helpers.shuffle_twin import Twin
 from variable_batch_size.data.shuffle import Identity, Permutation, order
 
 SEEDS = st.integers(0, 2**64 - 1)
 EPOCHS = st.one_of(st.integers(0, 100), st.integers(0, 2**200))
 SIZES = st.one_of(st.integers(1, 3000), st.integers(1, 2**48), st.integers(2**28 - 5, 2**28 + 5))
-examples = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 
 
 # -------------------------------------------------------------------------------------------------------- the slow twin
 
 
-@examples
+@examples(100)
 @given(SIZES, SEEDS, EPOCHS, st.data())
 def test_equals_the_twin_whose_inverse_restores_positions(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
     positions = [0, n - 1, *data.draw(st.lists(st.integers(0, n - 1), max_size=5))]
@@ -78,7 +78,7 @@ def test_every_sample_is_used_once_around_powers_of_two(exponent: int) -> None:
         assert_bijection(n, seed=2**64 - 1 - n, epoch=exponent)
 
 
-@examples
+@examples(100)
 @given(st.integers(2**20, 2**48), SEEDS, EPOCHS, st.integers(0, 2**32))
 def test_no_sample_of_a_huge_dataset_is_used_twice(n: int, seed: int, epoch: int, draw: int) -> None:
     anywhere = np.random.default_rng(draw).integers(0, n, 3000)
@@ -108,7 +108,7 @@ def test_all_orders_of_few_samples_are_equally_frequent(n: int, keys: str) -> No
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-@examples
+@examples(100)
 @given(SIZES, SEEDS, EPOCHS, st.lists(st.integers(0, 20_000), max_size=4), st.booleans())
 def test_chunks_equal_parts_of_the_order(n: int, seed: int, epoch: int, cuts: list[int], shuffled: bool) -> None:
     positions = np.arange(max(0, n - 20_000), n)

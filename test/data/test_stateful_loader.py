@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.strategies import Case, Run, Steps, cases, error_of, read_ahead, together
 from variable_batch_size.backend import Backend
 from variable_batch_size.world import World

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -171,13 +170,6 @@ def _class_of(name: str) -> type[vbs.CustomOptimizer]:
 OPTIMIZERS = {name: _class_of(name) for name in vbs.RULES}
 EQUATIONS |= {kind: _own_equation(name) for name, kind in OPTIMIZERS.items() if kind not in EQUATIONS}
 LINEAR = EQUATIONS[vbs.LinearRuleOptimizer]
-
-
-def examples(number: int) -> settings:
-    """Hypothesis settings with the same examples in every run."""
-    return settings(
-        max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- the twin

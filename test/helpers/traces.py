@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 MAX_BATCH_SIZE = 2**53
@@ -18,12 +15,6 @@ runs = st.lists(st.tuples(any_size, st.integers(1, 9)), min_size=1, max_size=8) 
 any_sizes_or_runs = st.one_of(any_sizes, runs.map(lambda pairs: [size for size, count in pairs for _ in range(count)]))
 any_on_end = st.sampled_from(["error", "stop", "hold", "cycle"])
 hold_or_cycle = st.sampled_from(["hold", "cycle"])
-
-
-def for_all(*arguments: Any, **named: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the decorator `given(...)` without limits on time, for a machine that is busy."""
-    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    return lambda test: patient(given(*arguments, **named)(test))
 
 
 def schedule_of(sizes: list[int], separator: str = " ") -> str:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
-from helpers.reference import SIZES, Training, assert_equal, examples, filled, training, twin
+from helpers.properties import examples
+from helpers.reference import SIZES, Training, assert_equal, filled, training, twin
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.backward_check import WATCHED
 from variable_batch_size.testing import run_ranks

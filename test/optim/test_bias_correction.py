@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 import variable_batch_size as vbs
+from helpers.properties import examples
 from helpers.reference import (
     ADAM,
     HYPERPARAMETERS,
@@ -25,7 +26,6 @@ from helpers.reference import (
     Update,
     assert_equal,
     batches,
-    examples,
     network,
     training,
     twin,

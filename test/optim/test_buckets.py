@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.optim.buckets import SUMMED, make_buckets
 
 

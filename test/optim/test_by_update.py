@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.strategies import Case, Run, cases, read_ahead, together
 from variable_batch_size.testing import run_ranks
 

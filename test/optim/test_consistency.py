@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.models import Everything, everything, shifted
-from helpers.reference import REF, examples, training
+from helpers.properties import examples
+from helpers.reference import REF, training
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.consistency import check_same_on_all_ranks, checksum
 from variable_batch_size.testing import run_ranks

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import variable_batch_size as vbs
+from helpers.properties import examples
 from helpers.reference import (
     EQUATIONS,
     HYPERPARAMETERS,
@@ -23,7 +24,6 @@ from helpers.reference import (
     SIZES,
     Training,
     assert_equal,
-    examples,
     factors_along,
     network,
     training,

@@ -13,7 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import Training, assert_equal, examples, training
+from helpers.properties import examples
+from helpers.reference import Training, assert_equal, training
 from helpers.schedules import counter
 from helpers.strategies import Case, Run, cases, read_ahead, together
 from variable_batch_size.testing import run_ranks

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import ADAM, SGD, SIZES, assert_equal, examples, training
+from helpers.properties import examples
+from helpers.reference import ADAM, SGD, SIZES, assert_equal, training
 from variable_batch_size.optim.factors import scalings_of_groups
 
 KINDS: dict[str, Callable[[float], Any]] = {

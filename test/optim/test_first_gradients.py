@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.optim.first_gradients import FirstGradients
 
 

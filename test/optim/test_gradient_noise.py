@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import Array, NoiseTwin, examples
+from helpers.properties import examples
+from helpers.reference import Array, NoiseTwin
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.noise_estimate import (

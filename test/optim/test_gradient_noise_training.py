@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.models import Mixed, half_frozen
-from helpers.reference import SIZES, Array, Training, assert_equal, examples, filled, training
+from helpers.properties import examples
+from helpers.reference import SIZES, Array, Training, assert_equal, filled, training
 from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.testing import run_ranks
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.reference import Array, Training, assert_equal, examples, filled, network, training, twin, wrap
+from helpers.properties import examples
+from helpers.reference import Array, Training, assert_equal, filled, network, training, twin, wrap
 from helpers.splitting import split_sizes
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.iteration import Iteration

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread, begun, epoch_steps, take, with_prefetching
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.strategies import Case, Run, cases, read_ahead, together
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks

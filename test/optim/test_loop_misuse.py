@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.splitting import rows_of
 from helpers.strategies import Case, Run, error_of, read_ahead
 from variable_batch_size.data.shuffle import order

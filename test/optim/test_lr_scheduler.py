@@ -18,7 +18,8 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import variable_batch_size as vbs
-from helpers.reference import REF, SIZES, batches, examples, training
+from helpers.properties import examples
+from helpers.reference import REF, SIZES, batches, training
 from helpers.schedules import SCHEDULERS, counter, every_by, sequential
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.lr_scheduler import DELAY

@@ -14,7 +14,8 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
 import variable_batch_size as vbs
-from helpers.reference import SIZES, Training, examples, training
+from helpers.properties import examples
+from helpers.reference import SIZES, Training, training
 from helpers.schedules import SCHEDULERS, counter, every_by
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks

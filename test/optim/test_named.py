@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam, NAdam, Optimizer, RMSprop
 
 import variable_batch_size as vbs
-from helpers.reference import REF, SIZES, assert_equal, examples, network, training, twin
+from helpers.properties import examples
+from helpers.reference import REF, SIZES, assert_equal, network, training, twin
 
 
 def sqrt_sde(inner: Optimizer, trace: Any, dataset_size: int = 10**6, ref_batchsize: int = REF) -> vbs.CustomOptimizer:

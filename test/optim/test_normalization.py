@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.reference import examples
+from helpers.properties import examples
 from helpers.splitting import split_sizes
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.normalization import ENOUGH

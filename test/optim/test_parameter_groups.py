@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
+from helpers.properties import examples
 from helpers.reference import (
     EQUATIONS,
     REF,
@@ -22,7 +23,6 @@ from helpers.reference import (
     Training,
     assert_equal,
     batches,
-    examples,
     gradient,
     network,
     rule_at,

@@ -15,19 +15,8 @@ from torch import Tensor, nn
 
 import variable_batch_size as vbs
 from helpers.models import half_frozen
-from helpers.reference import (
-    ADAM,
-    SGD,
-    SIZES,
-    Array,
-    Training,
-    assert_equal,
-    batches,
-    examples,
-    filled,
-    network,
-    training,
-)
+from helpers.properties import examples
+from helpers.reference import ADAM, SGD, SIZES, Array, Training, assert_equal, batches, filled, network, training
 from variable_batch_size.backend import Backend, LocalBackend
 from variable_batch_size.optim.participation import READ_EVERY, AgreedParticipation
 from variable_batch_size.testing import run_ranks

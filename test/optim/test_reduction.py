@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
+from helpers.properties import examples
 from helpers.reference import (
     ADAM,
     HYPERPARAMETERS,
@@ -22,7 +23,6 @@ from helpers.reference import (
     SIZES,
     Training,
     assert_equal,
-    examples,
     filled,
     network,
     training,

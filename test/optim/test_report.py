@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import Training, batches, data, examples, gradient, training
+from helpers.properties import examples
+from helpers.reference import Training, batches, data, gradient, training
 from helpers.strategies import Case, Run, cases
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import SIZES, examples, network, training
+from helpers.properties import examples
+from helpers.reference import SIZES, network, training
 from variable_batch_size.optim.noise_estimate import gain
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import examples, training
+from helpers.properties import examples
+from helpers.reference import training
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.testing import run_ranks
 

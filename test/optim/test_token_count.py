@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import variable_batch_size as vbs
-from helpers.reference import Training, assert_equal, examples, training
+from helpers.properties import examples
+from helpers.reference import Training, assert_equal, training
 from helpers.tokens import DATASET, batches_of, plain
 from variable_batch_size.testing import run_ranks
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.reference import SGD, SIZES, Array, assert_equal, examples, filled, training, twin
+from helpers.properties import examples
+from helpers.reference import SGD, SIZES, Array, assert_equal, filled, training, twin
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 

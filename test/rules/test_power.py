@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.reference import examples, training
+from helpers.properties import examples
+from helpers.reference import training
 
 updates = st.builds(
     vbs.RuleInput,

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from rule_pages import description
 
 import variable_batch_size as vbs
-from helpers.reference import (
-    EQUATIONS,
-    EXPONENT,
-    OPTIMIZERS,
-    SIZES,
-    WARMUP,
-    Update,
-    assert_equal,
-    examples,
-    training,
-    twin,
-)
+from helpers.properties import examples
+from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, SIZES, WARMUP, Update, assert_equal, training, twin
 
 ARGUMENTS = {"legw": (WARMUP * 3,), "power": (EXPONENT,)}  # in a dataset of three reference batches
 RULES = {rule(*ARGUMENTS.get(name, ())): name for name, rule in vbs.RULES.items()}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.reference import examples
+from helpers.properties import examples
 from variable_batch_size.rules.base import Scaling
 
 betas = st.floats(0, 1, exclude_max=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.properties import examples
 from helpers.slow_simulation import SlowSimulation
 from variable_batch_size.adaptive import ConstantBatch, ControlInput, PerDevice, Throughput
 from variable_batch_size.cluster import CapacityTrace
@@ -139,13 +140,13 @@ def check_conservation(run: Run) -> None:
         assert productive[total].sum() == pytest.approx(run.summary[total], rel=1e-9)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(cases(grid=True))
 def test_the_twin_agrees_where_times_coincide(case: dict[str, Any]) -> None:
     check(case, exact=True)
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(cases(grid=False))
 def test_the_twin_agrees_with_other_numbers(case: dict[str, Any]) -> None:
     check(case, exact=False)
@@ -173,7 +174,7 @@ def restart_of(case: dict[str, Any], nodes: int, cause: Any) -> float:
     return costs.restart_seconds(nodes, cause)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(cases(grid=True), st.sampled_from([0.1, 1 / 3, 1e-3, 0.7, 86400 / 7]))
 def test_rounding_changes_no_event(case: dict[str, Any], unit: float) -> None:
     run, other = simulate(**case), simulate(**in_other_units(case, unit))

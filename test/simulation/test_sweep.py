@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from helpers.properties import examples
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.cluster import CapacityTrace, synthetic
 from variable_batch_size.simulation import Overheads, compare, means, simulate, sweep
@@ -57,7 +58,7 @@ def test_a_sweep_of_one_is_a_simulation(capacity: CapacityTrace) -> None:
         assert row["cost_per_progress"] == math.inf
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(capacities, min_size=2, max_size=5), st.randoms(use_true_random=False))
 def test_the_order_of_the_traces_does_not_matter(found: list[CapacityTrace], random: Any) -> None:
     traces = list(several(*found).items())
@@ -68,7 +69,7 @@ def test_the_order_of_the_traces_does_not_matter(found: list[CapacityTrace], ran
         pd.testing.assert_frame_equal(statistic(table), statistic(other), atol=1e-9)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(capacities, min_size=2, max_size=5))
 def test_intervals_are_those_of_the_t_tests_and_contain_the_mean(found: list[CapacityTrace]) -> None:
     table = sweep(several(*found), POLICIES, **ARGUMENTS)

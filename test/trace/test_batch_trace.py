@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.traces import (
@@ -13,7 +14,6 @@ from helpers.traces import (
     any_on_end,
     any_sizes,
     any_sizes_or_runs,
-    for_all,
     hold_or_cycle,
     schedule_of,
 )
@@ -23,7 +23,7 @@ from variable_batch_size.trace import BatchTrace, TraceEndError
 # Queries
 
 
-@for_all(any_sizes_or_runs, st.data())
+@given(any_sizes_or_runs, st.data())
 def test_queries_within_the_trace_equal_those_of_a_list(sizes, data):
     trace, offsets = BatchTrace.from_sizes(sizes), [0, *accumulate(sizes)]
     assert len(trace) == trace.steps == len(sizes)
@@ -38,7 +38,7 @@ def test_queries_within_the_trace_equal_those_of_a_list(sizes, data):
     assert trace.offset(step) <= sample < trace.offset(step + 1)
 
 
-@for_all(any_sizes_or_runs, hold_or_cycle)
+@given(any_sizes_or_runs, hold_or_cycle)
 def test_queries_beyond_the_last_step_equal_those_of_a_list(sizes, on_end):
     horizon = 3 * len(sizes) + 5
     trace, twin = BatchTrace.from_sizes(sizes, on_end=on_end), TraceTwin(sizes, on_end, horizon)
@@ -49,7 +49,7 @@ def test_queries_beyond_the_last_step_equal_those_of_a_list(sizes, on_end):
             assert trace.step_at(sample) == twin.step_at(sample)
 
 
-@for_all(any_sizes_or_runs, any_on_end)
+@given(any_sizes_or_runs, any_on_end)
 def test_the_batch_size_is_constant_until_a_later_step_where_it_changes_or_the_sizes_end(sizes, on_end):
     trace, count = BatchTrace.from_sizes(sizes, on_end=on_end), len(sizes)
     for step in range(count if on_end in ("error", "stop") else 3 * count):
@@ -62,7 +62,7 @@ def test_the_batch_size_is_constant_until_a_later_step_where_it_changes_or_the_s
         assert until % count == 0 or sizes[until % count] != trace.batch_size(step)
 
 
-@for_all(any_sizes_or_runs, hold_or_cycle, st.integers(0, 2**80))
+@given(any_sizes_or_runs, hold_or_cycle, st.integers(0, 2**80))
 def test_queries_beyond_int64_are_exact(sizes, on_end, step):
     trace, total, count = BatchTrace.from_sizes(sizes, on_end=on_end), sum(sizes), len(sizes)
     if on_end == "cycle":
@@ -74,7 +74,7 @@ def test_queries_beyond_int64_are_exact(sizes, on_end, step):
     assert trace.step_at(expected) == trace.step_at(expected + trace.batch_size(step) - 1) == step
 
 
-@for_all(any_sizes_or_runs, hold_or_cycle, st.lists(st.integers(0, 2**62), max_size=20))
+@given(any_sizes_or_runs, hold_or_cycle, st.lists(st.integers(0, 2**62), max_size=20))
 def test_batch_sizes_equals_batch_size_of_each_step(sizes, on_end, far):
     trace = BatchTrace.from_sizes(sizes, on_end=on_end)
     steps = np.array([*far, *range(2 * len(sizes))], np.int64)  # (steps,)
@@ -92,7 +92,7 @@ def test_batch_sizes_accepts_every_dtype_of_integers(dtype):
     assert trace.batch_sizes([2**70]).tolist() == [2**70 % 1000 + 1]
 
 
-@for_all(any_sizes, any_on_end, st.integers(0, 2**70))
+@given(any_sizes, any_on_end, st.integers(0, 2**70))
 def test_an_infinite_trace_holds_its_last_size_for_every_on_end(sizes, on_end, step):
     infinite = BatchTrace.parse(schedule_of(sizes), on_end=on_end)
     held = BatchTrace.from_sizes(sizes, on_end="hold")
@@ -104,7 +104,7 @@ def test_an_infinite_trace_holds_its_last_size_for_every_on_end(sizes, on_end, s
     assert infinite.max_batch_size == max(sizes)
 
 
-@for_all(any_sizes_or_runs, st.integers(0, 2**70))
+@given(any_sizes_or_runs, st.integers(0, 2**70))
 def test_on_end_error_rejects_positions_beyond_the_last_step(sizes, beyond):
     trace = BatchTrace.from_sizes(sizes)
     end, total = len(sizes), sum(sizes)
@@ -153,7 +153,7 @@ def test_an_infinite_trace_has_no_length(query, error):
 # Equality
 
 
-@for_all(any_sizes_or_runs, any_on_end)
+@given(any_sizes_or_runs, any_on_end)
 def test_equal_traces_have_equal_hashes_and_fingerprints_however_created(sizes, on_end):
     trace = BatchTrace.from_sizes(sizes, on_end=on_end)
     others = [
@@ -171,7 +171,7 @@ def test_equal_traces_have_equal_hashes_and_fingerprints_however_created(sizes, 
         assert other.batch_sizes(range(len(sizes))).tolist() == sizes
 
 
-@for_all(any_sizes_or_runs, any_on_end)
+@given(any_sizes_or_runs, any_on_end)
 def test_different_traces_have_different_fingerprints(sizes, on_end):
     trace = BatchTrace.from_sizes(sizes, on_end=on_end)
     others = [BatchTrace.from_sizes(sizes, on_end=end) for end in ("error", "hold", "cycle") if end != on_end]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.traces import any_sizes, any_sizes_or_runs, for_all, hold_or_cycle
+from helpers.traces import any_sizes, any_sizes_or_runs, hold_or_cycle
 from variable_batch_size.trace import BatchTrace, csv_file
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -52,7 +53,7 @@ def lines(sizes, row="{},{}", end="\n"):
 # Valid files
 
 
-@for_all(any_sizes_or_runs, hold_or_cycle)
+@given(any_sizes_or_runs, hold_or_cycle)
 def test_to_csv_is_the_inverse_of_from_csv(tmp_path_factory, sizes, on_end):
     folder = tmp_path_factory.mktemp("trace")
     trace = BatchTrace.from_sizes(sizes, on_end=on_end)
@@ -68,9 +69,7 @@ LAST = ["", "\n", "\r\n\r\n", "\n   \n\n"]
 
 
 @pytest.mark.parametrize("row", ROWS)
-@for_all(
-    column=columns, sizes=any_sizes, between=st.sampled_from(BETWEEN), last=st.sampled_from(LAST), bom=st.booleans()
-)
+@given(column=columns, sizes=any_sizes, between=st.sampled_from(BETWEEN), last=st.sampled_from(LAST), bom=st.booleans())
 def test_ignores_spaces_quotes_line_ends_blank_lines_and_a_byte_order_mark(
     tmp_path_factory, row, column, sizes, between, last, bom
 ):
@@ -257,7 +256,7 @@ def test_the_message_names_row_and_line(tmp_path, monkeypatch):
         BatchTrace.from_csv("traces/a.csv")
 
 
-@for_all(column=columns, sizes=any_sizes, data=st.data(), blank=st.lists(st.integers(0, 40), max_size=5))
+@given(column=columns, sizes=any_sizes, data=st.data(), blank=st.lists(st.integers(0, 40), max_size=5))
 def test_the_line_of_an_error_counts_every_line_of_the_file(tmp_path_factory, column, sizes, data, blank):
     bad = data.draw(st.integers(0, len(sizes) - 1))
     rows = [f"step,{column}", *(f"{step},{0 if step == bad else size}" for step, size in enumerate(sizes))]
@@ -326,7 +325,7 @@ def test_the_readme_describes_every_trace():
 
 
 @pytest.mark.parametrize("reader", READERS)
-@for_all(epochs=st.lists(st.integers(2, 6), min_size=2, max_size=4))
+@given(epochs=st.lists(st.integers(2, 6), min_size=2, max_size=4))
 def test_steps_that_are_numbered_from_0_in_each_epoch_are_read_on(tmp_path_factory, reader, epochs):
     """The example trace of the evaluation module of ETH has such a column."""
     rows = [f"{step},{7 + step}" for length in epochs for step in range(length)]

@@ -1,13 +1,14 @@
 """Traces of multiples that stay closest to another trace."""
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.traces import for_all, schedule_of
+from helpers.traces import schedule_of
 from variable_batch_size.trace import BatchTrace
 
 
-@for_all(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 400))
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 400))
 def test_rounded_sizes_are_multiples_that_keep_the_cumulative_samples(pairs, multiple):
     sizes = [multiple + more for more, count in pairs for _ in range(count)]
     trace = BatchTrace.from_sizes(sizes, on_end="cycle")
@@ -24,7 +25,7 @@ def test_rounded_sizes_are_multiples_that_keep_the_cumulative_samples(pairs, mul
     assert trace.round_to(1) == trace
 
 
-@for_all(sizes=st.lists(st.integers(8, 99), max_size=9), last=st.integers(1, 20), step=st.integers(0, 2**70))
+@given(sizes=st.lists(st.integers(8, 99), max_size=9), last=st.integers(1, 20), step=st.integers(0, 2**70))
 def test_an_infinite_trace_is_rounded_if_its_last_size_is_a_multiple(sizes, last, step):
     trace = BatchTrace.parse(schedule_of([*sizes, 8 * last]))
     rounded = trace.round_to(8)

@@ -3,11 +3,11 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from helpers.megatron import FACTORS, LinearRamp, StepSchedule, play
-from helpers.traces import MAX_BATCH_SIZE, for_all
+from helpers.traces import MAX_BATCH_SIZE
 from variable_batch_size.trace import BatchTrace
 
 any_entries = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), max_size=8)  # (gap, batch size)
@@ -32,7 +32,7 @@ def written(value):
     return st.sampled_from([str(value), *short, *(text.lower() for text in short)])
 
 
-@for_all(any_entries, st.integers(1, 40), st.sampled_from([None, 1, 2, 7]))
+@given(any_entries, st.integers(1, 40), st.sampled_from([None, 1, 2, 7]))
 def test_each_step_has_the_batch_size_of_megatron(gaps, size, sequence_length):
     threshold, schedule = 0, f"0:{size}"
     for gap, size in gaps:
@@ -44,7 +44,7 @@ def test_each_step_has_the_batch_size_of_megatron(gaps, size, sequence_length):
     assert trace.batch_sizes(range(99)).tolist() == play(twin, 99)
 
 
-@for_all(any_schedule(), st.sampled_from([None, 1, 1000, 4096, 8191]))
+@given(any_schedule(), st.sampled_from([None, 1, 1000, 4096, 8191]))
 def test_a_schedule_as_it_is_agrees_with_megatron_wherever_the_batch_size_changes(schedule, sequence_length):
     twin = StepSchedule(schedule, sequence_length)
     if not twin.valid:
@@ -96,12 +96,12 @@ ramps = st.builds(
 )
 
 
-@for_all(ramps)
+@given(ramps)
 def test_each_step_of_a_ramp_has_the_batch_size_of_megatron(ramp):
     assert BatchTrace.ramp(*ramp).batch_sizes(range(120)).tolist() == play(LinearRamp(*ramp), 120)
 
 
-@for_all(small, st.integers(1, 2000), small, st.integers(1, 10**9))
+@given(small, st.integers(1, 2000), small, st.integers(1, 10**9))
 def test_a_ramp_agrees_with_the_floats_of_megatron_if_an_increment_has_whole_samples(
     start, increments, increment, samples_per_increment
 ):
@@ -115,7 +115,7 @@ def test_a_ramp_agrees_with_the_floats_of_megatron_if_an_increment_has_whole_sam
     assert trace.batch_size(2**60) == trace.max_batch_size == ramp[1]
 
 
-@for_all(ramps)
+@given(ramps)
 def test_a_ramp_is_the_schedule_of_its_batch_sizes(ramp):
     start, end, increment, samples = ramp
     increments = (end - start) // increment
