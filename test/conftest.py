@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 from hypothesis import settings
 
 import helpers.properties  # noqa: F401
 from helpers.collection import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
 settings.load_profile("default")  # before --hypothesis-profile, which overrides it
-
-
-def pytest_collection_finish() -> None:
-    """Keep what was imported out of garbage collections: some tests make one for each of many trials."""
-    gc.collect()
-    gc.freeze()

@@ -141,6 +141,12 @@ def test_finds_the_largest_size_from_any_start(rows: int, start: int, limit: int
     assert len(set(tried)) <= 2 + 2 * max(rows, start).bit_length()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Keep what earlier tests have imported out of the garbage collections, of which there is one a trial."""
+    gc.freeze()
+
+
 OUT_OF_MEMORY: list[Callable[[], Exception]] = [
     torch.OutOfMemoryError,
     MemoryError,
