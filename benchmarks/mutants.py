@@ -212,14 +212,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("folder", type=Path)
-    add("options", nargs="*", help="of pytest, after --")
     add("--repository", type=Path, default=ROOT, help="whose last commit is tested")
     add("--places", type=Path, help="FOLDER of the search whose faults are planted")
     add("--number", type=int, default=40)
     add("--seed", type=int, default=29)
     add("--reach", action="store_true", help="note which tests come by, and plant nothing")
     add("--label", default="", help="name of these tests in records.csv; without it nothing is recorded")
-    return parser.parse_args()
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    flags = parser.parse_args(sys.argv[1:split])
+    flags.options = sys.argv[split + 1 :]
+    return flags
 
 
 def main() -> None:
