@@ -6,7 +6,7 @@ compared with the linear rule; and so is the linear rule with logging: the loss,
 `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the library also draws indices
 from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio. Memory is
 the peak of a new process. `--keep-memory` sets two variables with which glibc keeps freed memory instead of returning
-it to the kernel. step_xla.py compares on PyTorch/XLA.
+it to the kernel. `--device cuda` compares times on a GPU, in one process. step_xla.py compares on PyTorch/XLA.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def by_hand(
     make: Make, batches: Batches, *, hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
 ) -> Callable[[], None]:
     """Return a function that makes one update without the library; `hook`: how DDP communicates."""
-    model = make()
+    model = make().to(batches[0][0].device)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
         if hook is not None:
@@ -177,8 +177,8 @@ def compare(
                     record("time of an update", ratio, found, **own)
 
 
-def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str]) -> None:
-    """Compare in this process, which is one of `world`, for models of these sizes."""
+def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str], device: str = "cpu") -> None:
+    """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
 
     def chosen(models: dict[str, Make]) -> dict[str, Make]:
         return {name: make for name, make in models.items() if name.split()[0] in sizes}
@@ -187,14 +187,16 @@ def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str]) -
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    barrier = dist.barrier if world > 1 else (lambda: None)
-    where, counts = f"CPU, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
+    on_gpu = device == "cuda"
+    barrier = torch.cuda.synchronize if on_gpu else dist.barrier if world > 1 else (lambda: None)
+    machine = torch.cuda.get_device_name() if on_gpu else "CPU"
+    where, counts = f"{machine}, {world} process{'es' if world > 1 else ''}", [1, 4, 16]
     if world == 1:
         sides["linear rule / accumulation by hand"] = (linear, by_hand)
     else:
         with_ddp = {f"{name} / DDP with no_sync": (side, by_hand) for name, side in LIBRARY.items()}
         compare(chosen(BY_SIZE), pairs, where, with_ddp, counts, barrier=barrier)
-    compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier)
+    compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier, device=torch.device(device))
     if world > 1:
         dist.destroy_process_group()
 
@@ -228,7 +230,8 @@ def memory(xla: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=41, help="pairs of blocks per ratio")
-    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks, on the CPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compare")
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
@@ -239,6 +242,9 @@ if __name__ == "__main__":
         raise SystemExit
     if flags.keep_memory and not kept():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)
+    if flags.device == "cuda":
+        processes(0, 1, "", flags.pairs, flags.sizes, flags.device)
+        raise SystemExit
     for world in flags.worlds:
         if world == 1:
             processes(0, 1, "", flags.pairs, flags.sizes)
