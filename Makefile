@@ -1,7 +1,9 @@
 # ARGS is passed to the training script, to pytest, to the search or to the evaluation. JOBS=1 runs the tests in one
 # process instead of one a core; an evaluation has two. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
+# GPU_PYTHON is an interpreter for test-gpu, which then installs nothing.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
+GPU_PYTHON ?=
 ARGS ?=
 JOBS ?= auto
 TAG ?=
@@ -17,7 +19,7 @@ DIST := .venv-dist
 SETUP := setup.cfg pyproject.toml
 
 # Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
-test test-all test-newest test-integrations: export OMP_NUM_THREADS := 1
+test test-all test-newest test-integrations test-gpu: export OMP_NUM_THREADS := 1
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
 .PHONY: help train evaluate lint test test-all test-newest test-integrations test-gpu docs fuzz bench bench-trainers dist check-tag clean
@@ -77,6 +79,22 @@ test-newest:
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/$(PYTEST) -m "not xla and not cuda and (not slow or torch)" $(ARGS)
+
+# Without a GPU this target says so and installs nothing. It tests the checkout; GPU_PYTHON needs the packages that
+# setup.cfg requires, hypothesis and pytest>=9.
+GPUS = $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
+
+test-gpu:
+	$(if $(GPUS),$(call on-gpu,$(or $(GPU_PYTHON),$(NEWEST)/bin/python)),@echo "No GPU was found (nvidia-smi -L): nothing was tested or measured.")
+
+# on-gpu(interpreter): the tests and, even if some fail, the measurements, which go to benchmarks/records.csv.
+define on-gpu
+	$(if $(GPU_PYTHON),,$(call install,$(NEWEST),--upgrade torch ".[test]",test))
+	@$(1) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch %s cannot use this GPU: update its driver, or pass GPU_PYTHON=..." % torch.__version__)'
+	@code=0; set -x; PYTHONPATH=. $(1) -m pytest test/gpu -m cuda $(ARGS) || code=1; \
+	PYTHONPATH=.:test $(1) benchmarks/gpu.py || code=1; \
+	PYTHONPATH=. $(1) benchmarks/step.py --device cuda --pairs 21 || code=1; exit $$code
+endef
 
 # The newest versions of the trainers and of torch, apart from all other tests: none of them may be needed elsewhere.
 # JAX has threads, with which the workers of loaders may not be forked: its tests run apart.

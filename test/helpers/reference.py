@@ -242,7 +242,7 @@ class Training:
         return self
 
     def weights(self) -> list[Array]:
-        return [parameter.detach().double().numpy() for parameter in self.model.parameters()]
+        return [parameter.detach().cpu().double().numpy() for parameter in self.model.parameters()]
 
 
 def data(number: int) -> tuple[Tensor, Tensor]:
@@ -284,6 +284,7 @@ def training(
     inner: Callable[..., torch.optim.Optimizer] | None = None,
     hyperparameters: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> Training:
     """A training whose trace holds its last size; `options` are the optimizer's, `sampling` the sampler's.
@@ -294,7 +295,7 @@ def training(
     inner = inner or usual
     hyperparameters = HYPERPARAMETERS.get(inner, HYPERPARAMETERS[usual]) if hyperparameters is None else hyperparameters
     backend = backend or vbs.LocalBackend()
-    model = model or network(dtype)
+    model = (model or network(dtype)).to(device)
     sampler = vbs.CustomSampler(
         dataset_size,
         list(sizes),
@@ -303,7 +304,7 @@ def training(
         minibatch_size,
         **{"on_end": "hold", "fixed_shape": False, **(sampling or {})},
     )
-    x, target = (tensor.to(dtype) for tensor in data(dataset_size))
+    x, target = (tensor.to(device, dtype) for tensor in data(dataset_size))
     optimizer = wrap(kind, inner(model.parameters(), **hyperparameters), sampler, backend=backend, **options)
     return Training(model, sampler, optimizer, x, target)
 

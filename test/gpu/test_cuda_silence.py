@@ -1,0 +1,80 @@
+"""An update on a GPU makes the host neither wait nor start many kernels: one process, without a GradScaler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.gpu import MARKS, ON_GPU, PARAMETERS, ROWS, VARYING, launches, make, updates, updates_by_hand
+from helpers.reference import OPTIMIZERS
+
+pytestmark = [*MARKS, pytest.mark.skipif(not ON_GPU, reason="a CPU neither synchronizes nor launches kernels")]
+
+WARM_UP = 8  # updates: hooks watch the first ones, and memory is allocated
+
+
+def set_mode(mode: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def synchronizing_raises() -> Iterator[None]:
+    torch.cuda.synchronize()
+    set_mode("error")
+    try:
+        yield
+    finally:
+        set_mode("default")
+
+
+def test_a_read_of_the_gpu_raises_in_this_mode() -> None:
+    norm = torch.ones(3, device="cuda").sum()
+    with synchronizing_raises(), pytest.raises(RuntimeError, match="synchron"):
+        norm.item()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 1.0}, {"noise": "differenced"}], ids=lambda one: "".join(one)
+)
+def test_the_host_does_not_wait_within_an_update(kind: type[vbs.CustomOptimizer], options: dict[str, Any]) -> None:
+    """Also if the noise is measured: only `noise()`, `progress`, a tracker's rows, a controller and a state read it."""
+    each = updates(kind, VARYING, **options)
+    make(each, WARM_UP)
+    with synchronizing_raises():
+        make(each, 2 * len(VARYING))
+
+
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "of_update", "of_microbatch"),
+    [
+        # A kernel multiplies all gradients by the weight of the microbatches. By hand each loss is divided, which takes
+        # two kernels for each microbatch.
+        (vbs.ConstantOptimizer, {}, 2, 1),
+        (vbs.LinearRuleOptimizer, {}, 2, 1),
+        # About 15 more: the norms, which are stacked, squared and summed, the coefficient, and two products.
+        (vbs.LinearRuleOptimizer, {"max_grad_norm": 1.0}, 30, 1),
+        # About 10 of a microbatch: its norm and its sum with the others. Of an update: about 60 of single numbers, and
+        # of each parameter a copy, a selection in case of a non-finite gradient, and the change.
+        (vbs.AdaScaleOptimizer, {}, 80 + 6 * PARAMETERS, 12),
+    ],
+    ids=["constant", "linear", "linear, clipped", "AdaScale"],
+)
+def test_an_update_launches_few_kernels_more_than_a_loop_by_hand(
+    kind: type[vbs.CustomOptimizer], options: dict[str, Any], of_update: int, of_microbatch: int
+) -> None:
+    sizes = [MICROBATCHES * ROWS]
+    by_hand = launches(updates_by_hand(sizes))
+    assert by_hand > 4 * MICROBATCHES  # a forward and a backward are more
+    assert launches(updates(kind, sizes, **options)) <= by_hand + of_update + MICROBATCHES * of_microbatch
