@@ -8,8 +8,9 @@ comparison that includes or excludes its bound, a call that is left out, a facto
 the tests once, with a note at each of these places of the tests that come by. The second one plants one fault at a time
 and runs the tests that come by, the quick ones first, until one fails. What follows `--` selects the tests of pytest.
 
-FOLDER gets a copy of the repository, the notes, and the outcomes; `--repository` names another one, and `--places` the
-FOLDER of another search, with whose faults two versions of the tests are compared.
+FOLDER gets a copy of the repository and the notes; `--repository` names another one, and `--places` the FOLDER of
+another search, with whose faults and notes two versions of the tests are compared. A fault is found by a test that
+fails with it and passes without it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -35,7 +38,7 @@ KINDS = ("operator", "bound", "call", "weight")
 OPERATORS: dict[Any, Any] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 BOUNDS: dict[Any, Any] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 SECONDS = 600.0  # after which a fault counts as found, because a test hangs
-BATCH = 25  # tests of one run of pytest
+BATCH = 50  # tests of one run of pytest
 PROBE = """
 import os
 seen = set()
@@ -99,7 +102,7 @@ def fault(kind: str, node: Any) -> Any:
 
 def note(number: int, node: Any) -> Any:
     """Return a node that notes that it was reached, and then does what it did."""
-    call = ast.parse(f"__import__('mutant_probe').note({number})", mode="eval").body
+    call = ast.parse(f"__import__('variable_batch_size._probe')._probe.note({number})", mode="eval").body
     if isinstance(node, ast.Expr):
         return [ast.Expr(call), node]
     return ast.Subscript(ast.Tuple([call, node], ast.Load()), ast.Constant(1), ast.Load())
@@ -128,21 +131,22 @@ class Bench:
 
     Args:
         repository: what is copied.
-        folder: for the copy, the notes and the outcomes.
+        folder: for the copy.
+        noted: that of the notes.
         options: of pytest.
     """
 
-    def __init__(self, repository: Path, folder: Path, options: list[str]) -> None:
-        self.folder, self.options, self.copy = folder, options, folder / "copy"
+    def __init__(self, repository: Path, folder: Path, noted: Path, options: list[str]) -> None:
+        self.folder, self.noted, self.options, self.copy = folder, noted, options, folder / "copy"
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.copy, ignore_errors=True)
         subprocess.run(["git", "clone", "--quiet", str(repository), str(self.copy)], check=True)
         self.package = self.copy / "variable_batch_size"
 
-    def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def pytest(self, *arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
         """Run pytest on the copy, with its programs first on PATH."""
         variables = {
-            "PYTHONPATH": os.pathsep.join([str(self.copy), str(self.folder)]),
+            "PYTHONPATH": str(self.copy),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "MUTANT_NOTES": str(self.folder / "notes.tsv"),
             "OMP_NUM_THREADS": "1",
@@ -155,12 +159,12 @@ class Bench:
             env=os.environ | variables,
             capture_output=True,
             text=True,
-            timeout=None if "--junitxml" in " ".join(arguments) else SECONDS,
+            timeout=timeout,
         )
 
     def reach(self, drawn: list[Place]) -> None:
         """Run all tests, and note which ones come by each place."""
-        (self.folder / "mutant_probe.py").write_text(PROBE)
+        (self.package / "_probe.py").write_text(PROBE)  # where every process finds it
         (self.folder / "notes.tsv").unlink(missing_ok=True)
         for file in {place.file for place in drawn}:
             path = self.package / file
@@ -173,38 +177,48 @@ class Bench:
         done = self.pytest("-n", "auto", "--dist", "loadgroup", f"--junitxml={self.folder / 'times.xml'}")
         print("\n".join(done.stdout.splitlines()[-15:]))
 
+    @cached_property
+    def selected(self) -> set[str]:
+        """The tests that the options select."""
+        return set(self.pytest("--collect-only").stdout.splitlines())
+
     def tests(self, number: int) -> list[str]:
-        """Return the tests that come by a place, the quick ones first."""
+        """Return the selected tests that come by a place, the quick ones first."""
         times = {
             (case.get("classname"), case.get("name")): float(case.get("time") or 0)
-            for case in ElementTree.parse(self.folder / "times.xml").iter("testcase")
+            for case in ElementTree.parse(self.noted / "times.xml").iter("testcase")
         }
 
         def seconds(test: str) -> float:
             file, _, name = test.partition("::")
             return times.get((file.removesuffix(".py").replace("/", "."), name), 0.0)
 
-        notes = (line.split("\t") for line in (self.folder / "notes.tsv").read_text().splitlines())
-        return sorted({test for found, test in notes if int(found) == number and test}, key=seconds)
+        notes = (line.split("\t") for line in (self.noted / "notes.tsv").read_text().splitlines())
+        return sorted({test for found, test in notes if int(found) == number} & self.selected, key=seconds)
 
     def killer(self, number: int, place: Place) -> str:
         """Return the test that finds a fault, "" if none does."""
         path = self.package / place.file
         source = path.read_text()
-        path.write_text(rewrite(source, [(place.node, lambda node: fault(place.kind, node))]))
-        try:
-            found = self.tests(number)
-            for begin in range(0, len(found), BATCH):
-                try:
-                    done = self.pytest("-n", "0", "-x", *found[begin : begin + BATCH])
-                except subprocess.TimeoutExpired:
-                    return "one that hangs"
-                if done.returncode not in (0, 5):  # 5: none of these is selected
-                    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                    return (failed or done.stdout.splitlines()[-1:] or ["?"])[0]
-            return ""
-        finally:
-            path.write_text(source)
+        faulty = rewrite(source, [(place.node, lambda node: fault(place.kind, node))])
+        found = self.tests(number)
+        while found:
+            batch, found = found[:BATCH], found[BATCH:]
+            path.write_text(faulty)
+            try:
+                done = self.pytest("-n", "0", "-x", *batch, timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                return "a test that hangs"
+            finally:
+                path.write_text(source)
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)  # a test, or a file
+            if done.returncode and not failed:
+                raise RuntimeError(f"pytest must run, got {done.returncode}:\n{done.stdout}\n{done.stderr}")
+            if failed and self.pytest("-n", "0", failed[1]).returncode == 0:
+                return failed[1]
+            if failed:  # without the fault, too
+                found = [test for test in batch + found if not test.startswith(failed[1])]
+        return ""
 
 
 def parse() -> argparse.Namespace:
@@ -226,8 +240,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     flags = parse()
-    bench = Bench(flags.repository, flags.folder.resolve(), flags.options)
-    listed = (flags.places or flags.folder) / "places.json"
+    folder = flags.folder.resolve()
+    noted = (flags.places or folder).resolve()
+    bench = Bench(flags.repository, folder, noted, flags.options)
+    listed = noted / "places.json"
     if not listed.exists():
         listed.write_text(json.dumps(draw(bench.package, flags.number, flags.seed), indent=1))
     drawn = [Place(*row) for row in json.loads(listed.read_text())]
