@@ -200,13 +200,17 @@ class Bench:
         notes = (line.split("\t") for line in (self.noted / "notes.tsv").read_text().splitlines())
         reached = {test for found, test in notes if int(found) == number}
         files = {test.partition("::")[0] for test in reached}
-        others = {test for test in self.selected - reached if test.partition("::")[0] in files}
-        return sorted(reached & self.selected, key=seconds) + sorted(others, key=seconds)
+        pages = {file for file in files if file.endswith(".md")}  # whose blocks need those before them
+        others = {test for test in self.selected - reached if test.partition("::")[0] in files - pages}
+        alone = {test for test in reached & self.selected if test.partition("::")[0] not in pages}
+        return sorted(alone, key=seconds) + sorted(others, key=seconds) + sorted(pages)
 
     def killer(self, number: int, place: Place) -> str:
         """Return the test that finds a fault, "" if none does."""
         path = self.package / place.file
         source = path.read_text()
+        if ast.unparse(list(ast.walk(ast.parse(source)))[place.node]) != place.text:
+            raise RuntimeError(f"{place.file}:{place.line} must be {place.text!r}: note the tests again, with --reach")
         faulty = rewrite(source, [(place.node, lambda node: fault(place.kind, node))])
         found = self.tests(number)
         while found:
@@ -251,7 +255,7 @@ def main() -> None:
     folder = flags.folder.resolve()
     noted = (flags.places or folder).resolve()
     bench = Bench(flags.repository, folder, noted, flags.options)
-    listed = noted / "places.json"
+    listed = noted / f"places-{flags.number}-{flags.seed}.json"
     if not listed.exists():
         listed.write_text(json.dumps(draw(bench.package, flags.number, flags.seed), indent=1))
     drawn = [Place(*row) for row in json.loads(listed.read_text())]

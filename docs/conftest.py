@@ -12,7 +12,7 @@ from typing import Any
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-from helpers.collection import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
+from helpers.collection import pytest_xdist_make_scheduler  # noqa: F401
 from helpers.frameworks import missing
 
 DOCS = Path(__file__).parent

@@ -83,6 +83,13 @@ def test_actions_are_pinned_by_their_commit() -> None:
     assert not [action for action in used if not re.search(r"^\./|@[0-9a-f]{40}$", action)]
 
 
+def test_a_slow_test_says_why() -> None:
+    texts = {path: path.read_text() for path in (ROOT / "test").rglob("test_*.py")}
+    marks = {path: re.findall(r"\bmark\.slow\b(?:\(\"([^\"]*)\"\))?", text) for path, text in texts.items()}
+    assert sum(map(len, marks.values())) > 50
+    assert [path.name for path, reasons in marks.items() if not all(reason.strip() for reason in reasons)] == []
+
+
 def test_workflows_upload_what_the_targets_build() -> None:
     paths = [step["with"]["path"] for step in steps() if "upload" in step.get("uses", "")]
     assert sorted(paths) == ["build/docs", "dist/"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -122,3 +123,20 @@ def test_what_cannot_be_written_or_is_not_there(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError):
         read_records(tmp_path / "a.csv.gz")
+
+
+def test_a_table_with_a_record_twice_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "joined.csv.gz"
+    write_table([row(), row(key="b"), row()], path)
+    with pytest.raises(
+        ValueError, match=rf"the table {re.escape(str(path))} must have different keys, got \w+ twice; leave"
+    ):
+        read_records(path)
+
+
+def test_a_folder_may_have_the_name_of_a_table(tmp_path: Path) -> None:
+    folder = tmp_path / "runs.csv.gz"
+    folder.mkdir()
+    (record, *_) = records(seeds=1, traces=["64"])
+    record.write(folder)
+    assert read_records(folder) == [record]

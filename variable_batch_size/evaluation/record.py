@@ -97,9 +97,7 @@ def write_records(records: Iterable[Record], path: str | os.PathLike[str]) -> No
         ValueError: if the name does not end with ".csv.gz", there is no record, or two have the same key.
     """
     rows = [{"format": FORMAT, **asdict(record)} for record in records]
-    twice = [key for key, number in Counter(row["key"] for row in rows).items() if number > 1]
-    if twice:
-        raise value_error("the records of a table must have different keys", f"{twice[0]} twice", "pass each once")
+    _check_keys([row["key"] for row in rows], path, "pass each once")
     write_table(rows, path)
 
 
@@ -115,13 +113,21 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """
     if is_table(path):
         rows, remedy = read_table(path), "write the table again, by write_records of this version"
-        return [_record_of(row, f"{path}, row {number},", remedy) for number, row in enumerate(rows, 1)]
+        found = [_record_of(row, f"{path}, row {number},", remedy) for number, row in enumerate(rows, 1)]
+        _check_keys([record.key for record in found], path, "leave out one of the rows")
+        return found
     records = {key: Record.read(path_of(path, key)) for key in sorted(keys_in(path))}
     for key, record in records.items():
         if record.key != key:
             remedy = "rename or delete the file"
             raise value_error(f"{path_of(path, key)} must be the record of its name", f"that of {record.key}", remedy)
     return list(records.values())
+
+
+def _check_keys(keys: Iterable[str], path: str | os.PathLike[str], remedy: str) -> None:
+    twice = [key for key, number in Counter(keys).items() if number > 1]
+    if twice:
+        raise value_error(f"the records of the table {path} must have different keys", f"{twice[0]} twice", remedy)
 
 
 def _record_of(content: Any, where: object, remedy: str) -> Record:

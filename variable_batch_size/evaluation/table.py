@@ -22,8 +22,8 @@ SUFFIX = ".csv.gz"
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Return whether the name of a file is that of a table."""
-    return Path(path).name.endswith(SUFFIX)
+    """Return whether a path is that of a table, which may not be there yet: by its name, and not a folder."""
+    return Path(path).name.endswith(SUFFIX) and not Path(path).is_dir()
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
