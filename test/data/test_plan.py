@@ -59,6 +59,19 @@ def test_an_epoch_uses_every_position_once_except_a_dropped_tail(case: Case) -> 
             )
 
 
+@given(cases(epochs=4))
+@examples(60)
+def test_the_fraction_of_a_training_that_lies_before_a_step(case: Case) -> None:
+    plan, epochs = case.plan(), len(case.updates)
+    for number, steps in enumerate(case.updates):
+        epoch = plan.epoch(number)
+        for known in steps:
+            of_epochs = (number + known.start / (epoch.samples if epoch.complete else case.dataset_size)) / epochs
+            fraction = plan.fraction(epoch, known.step, epochs)
+            assert of_epochs - 1e-12 <= fraction <= 1
+            assert plan.ends or fraction == pytest.approx(of_epochs)
+
+
 def map_steps(plan: Plan, epoch: Epoch) -> Iterator[plan_module.Step]:
     return (plan.step(epoch, number) for number in range(epoch.first_step, epoch.end_step))
 
