@@ -29,6 +29,7 @@ PYTEST := pytest -n $(JOBS) --dist loadgroup
 help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make evaluate     compare rules on MNIST under three traces, and write a report to runs/evaluate"
+	@echo "make lint         run ruff and mypy"
 	@echo "make test         run ruff, mypy and the tests, in ten minutes on two cores"
 	@echo "make test-all     run the slow tests, too, with more examples of each property"
 	@echo "make test-newest  run the tests that need no XLA, with the newest torch"

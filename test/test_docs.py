@@ -47,6 +47,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert not missing, f"add these to docs/api.md: {missing}"
 
 
+def test_the_reference_lists_every_public_name() -> None:
+    text = (DOCS / "api.md").read_text()
+    assert not [name for name in vbs.__all__ if not re.search(rf"\b{name}\b", text)], "add these to docs/api.md"
+
+
 def test_each_command_runs_here_or_says_why_not() -> None:
     for page in PAGES:
         for line in commands(page):

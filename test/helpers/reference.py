@@ -40,6 +40,7 @@ class Update:
     epoch: float  # dataset_size / ref_batchsize: an epoch in updates at the reference
     gain: float = 1.0  # AdaScale's
     noise: float = math.nan  # B_noise / ref_batchsize; nan before the first estimate
+    ref: float = REF  # ref_batchsize
 
     @staticmethod
     def of(
@@ -51,7 +52,7 @@ class Update:
         noise_scale: float = math.nan,
     ) -> Update:
         k, epoch = batch_size / ref_batchsize, dataset_size / ref_batchsize
-        return Update(k, u, epoch, gain, noise_scale / ref_batchsize)
+        return Update(k, u, epoch, gain, noise_scale / ref_batchsize, ref_batchsize)
 
 
 def rule_at(factors: Callable[[Update], vbs.Scaling], *at: float) -> Rule:
@@ -154,7 +155,8 @@ def _own_equation(name: str) -> Equation:
     rule = vbs.RULES[name]()
 
     def factors(at: Update) -> vbs.Scaling:
-        return rule(vbs.RuleInput(round(at.k * REF), REF, at.u - 1, noise=vbs.Noise(1.0, 1.0, at.gain)))
+        update = round(at.k * at.ref), round(at.ref), round(at.u - 1)
+        return rule(vbs.RuleInput(*update, noise=vbs.Noise(at.noise * at.ref, 1.0, at.gain)))
 
     return Equation(factors, noise=bool(getattr(rule, "needs_noise", False)))
 

@@ -65,16 +65,17 @@ def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
     table.write_text(text)
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(tmp_path), str(root / "test"), str(root / "docs")])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(package / "__init__.py")
+
+    def run(*arguments: str) -> str:
+        variables = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("-c", SCRIPT).strip() == str(package / "__init__.py")
+    rules = str(root / "test" / "rules" / "test_rules.py")
+    assert " passed" in run("-m", "pytest", "-p", "no:cacheprovider", rules, "-k", "CubeRoot")
 
 
 def test_every_rule_describes_itself() -> None:
