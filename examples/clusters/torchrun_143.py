@@ -27,6 +27,13 @@ def stop_workers(signum: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def exit_stopped() -> None:
+    """Exit at once: a thread of torchrun's store may abort an interpreter that shuts down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(STOPPED)
+
+
 def main() -> None:
     """Run torchrun with the arguments of this program."""
     signal.signal(signal.SIGTERM, stop)
@@ -40,11 +47,11 @@ def main() -> None:
         run.main()
     except SignalException as error:  # this node got the signal
         if error.sigval in (signal.SIGTERM, signal.SIGUSR1):
-            sys.exit(STOPPED)
+            exit_stopped()
         raise
     except ChildFailedError as error:  # a worker got it, or a worker of another node: all of them stop together
         if error.get_first_failure()[1].exitcode == STOPPED:
-            sys.exit(STOPPED)
+            exit_stopped()
         raise
 
 

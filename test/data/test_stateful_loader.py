@@ -198,6 +198,12 @@ def rest_of(case: Case, moment: Moment, *snapshot: Any, minibatch_size: int | No
     return together([run.log])
 
 
+def test_a_loader_that_resumes_where_the_training_ends_reads_nothing() -> None:
+    case = Case(vbs.BatchTrace.from_sizes([2] * 20), 2, 1, False, False, seed=0, epochs=3, max_updates=1)
+    first, last = moments(case)
+    assert rest_of(case, last, first.iterator, 1, 0) == []
+
+
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())
 @examples(60)
 def test_reading_forward_from_an_older_snapshot_reaches_the_update(case: Case, ahead: int, data: st.DataObject) -> None:

@@ -286,7 +286,7 @@ def training(
     inner: Callable[..., torch.optim.Optimizer] | None = None,
     hyperparameters: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     **options: Any,
 ) -> Training:
     """A training whose trace holds its last size; `options` are the optimizer's, `sampling` the sampler's.
@@ -297,7 +297,8 @@ def training(
     inner = inner or usual
     hyperparameters = HYPERPARAMETERS.get(inner, HYPERPARAMETERS[usual]) if hyperparameters is None else hyperparameters
     backend = backend or vbs.LocalBackend()
-    model = (model or network(dtype)).to(device)
+    model = model or network(dtype)
+    model = model if device is None else model.to(device)
     sampler = vbs.CustomSampler(
         dataset_size,
         list(sizes),
@@ -306,7 +307,7 @@ def training(
         minibatch_size,
         **{"on_end": "hold", "fixed_shape": False, **(sampling or {})},
     )
-    x, target = (tensor.to(device, dtype) for tensor in data(dataset_size))
+    x, target = (tensor.to(device=device, dtype=dtype) for tensor in data(dataset_size))
     optimizer = wrap(kind, inner(model.parameters(), **hyperparameters), sampler, backend=backend, **options)
     return Training(model, sampler, optimizer, x, target)
 

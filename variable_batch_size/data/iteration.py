@@ -145,7 +145,8 @@ class Iteration:
 
     @property
     def _next_epoch_is_due(self) -> bool:
-        return self._source.clock.position == (self._epoch.number + 1, self._epoch.end_step)
+        ends = self.plan.ends_with(self._epoch)  # the next epoch would have no step
+        return not ends and self._source.clock.position == (self._epoch.number + 1, self._epoch.end_step)
 
     def state_dict(self) -> dict[str, int]:
         """Return which microbatch comes next, for loaders that save the position of their iterator."""
