@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import variable_batch_size as vbs
-from helpers.reference import Training, network, training
+from helpers.reference import Training, training
 from variable_batch_size.backend.xla import launch
 from variable_batch_size.checkpoint import shards
 
@@ -38,20 +38,20 @@ class Run:
     every: int  # updates from one checkpoint to the next
     numbers: int  # in a further part of each checkpoint, which makes saves take longer
 
-    def start(self, minibatch_size: int, backend: vbs.Backend | None = None, device: Any = "cpu") -> Training:
+    def start(
+        self, minibatch_size: int, backend: vbs.Backend | None = None, device: torch.device | None = None
+    ) -> Training:
         """Return the training before its first update."""
-        run = training(
+        return training(
             getattr(vbs, self.kind),
             self.sizes,
             dataset_size=self.dataset_size,
             minibatch_size=minibatch_size,
-            model=network().to(device),
             inner=getattr(torch.optim, self.inner),
             backend=backend,
             sampling={"seed": self.seed, "on_end": "cycle"},
+            device=device,
         )
-        run.x, run.target = run.x.to(device), run.target.to(device)
-        return run
 
 
 @dataclass(frozen=True)

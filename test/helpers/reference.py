@@ -286,7 +286,7 @@ def training(
     inner: Callable[..., torch.optim.Optimizer] | None = None,
     hyperparameters: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
-    device: str | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Training:
     """A training whose trace holds its last size; `options` are the optimizer's, `sampling` the sampler's.
