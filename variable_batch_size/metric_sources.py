@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from typing import Protocol, final
 
-import torch
-from torch import Tensor
-
-from variable_batch_size.backend import Backend, XlaBackend, detect
+from variable_batch_size.backend import Agreement, Backend, XlaBackend, detect
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
 from variable_batch_size.data.microbatching import Microbatch
@@ -27,6 +24,10 @@ class Source(Protocol):
 
     backend: Backend
 
+    @property
+    def agreement(self) -> Agreement:
+        """Through which the hosts exchange their sums; every rank has to ask for it."""
+
     def starts_over(self) -> bool:
         """Return whether the next value is the first one of a new pass, so that earlier ones do not count any more."""
 
@@ -40,14 +41,14 @@ class Source(Protocol):
     def end_add(self) -> bool:
         """Handle that these values were added; return whether all values of the pass count from now on."""
 
+    def settle(self) -> None:
+        """Let what is committed count."""
+
     def discard(self) -> None:
         """Handle that values were dropped."""
 
     def missing(self) -> int:
         """Return how many values a name lacks before sums may be read."""
-
-    def device(self, parts: Iterable[Tensor]) -> torch.device:
-        """Return the device on which ranks communicate, given the sums of this one."""
 
 
 @final
@@ -59,6 +60,11 @@ class TrainingSource:
         self._optimizer = optimizer
         self._microbatch: Microbatch | None = None  # of the last value
         self._names: frozenset[str] = frozenset()  # that have a value for it
+
+    @property
+    def agreement(self) -> Agreement:
+        """That of the optimizer."""
+        return self._optimizer.agreement
 
     def starts_over(self) -> bool:
         """Return False: the user decides that, by `set_epoch` or `reset`."""
@@ -82,6 +88,10 @@ class TrainingSource:
         """Return False: the optimizer commits."""
         return False
 
+    def settle(self) -> None:
+        """Let the optimizer commit what an exception has kept it from."""
+        self._optimizer.settle()
+
     def discard(self) -> None:
         """Forget the microbatch of the last value."""
         self._microbatch, self._names = None, frozenset()
@@ -89,11 +99,6 @@ class TrainingSource:
     def missing(self) -> int:
         """Return 0: a name may have values for some microbatches only."""
         return 0
-
-    def device(self, parts: Iterable[Tensor]) -> torch.device:
-        """Return the device of the first parameter."""
-        device: torch.device = self._optimizer.param_groups[0]["params"][0].device
-        return device
 
     def _current_microbatch(self) -> Microbatch:
         try:
@@ -126,9 +131,17 @@ class EvaluationSource:
                 f"whole dataset on one rank"
             )
         self.backend = backend
+        self._agreement: Agreement | None = None
         self._sampler = sampler
         self._added: Counter[str] = Counter()  # name -> values in this pass
         self._pass = sampler.passes
+
+    @property
+    def agreement(self) -> Agreement:
+        """One for these values."""
+        if self._agreement is None:
+            self._agreement = Agreement(self.backend)
+        return self._agreement
 
     def starts_over(self) -> bool:
         """Return whether the sampler is in another pass than that of the last value."""
@@ -155,6 +168,9 @@ class EvaluationSource:
         self.backend.mark_step()
         return self.missing() == 0
 
+    def settle(self) -> None:
+        """Do nothing: values count when a pass is complete."""
+
     def discard(self) -> None:
         """Expect the first batch of a pass."""
         self._added.clear()
@@ -163,7 +179,3 @@ class EvaluationSource:
     def missing(self) -> int:
         """Return the largest number of batches for which a name has no value; 0 before the first value."""
         return max((len(self._sampler) - values for values in self._added.values()), default=0)
-
-    def device(self, parts: Iterable[Tensor]) -> torch.device:
-        """Return the device on which values were added, or that of the backend if all were on the host."""
-        return next((part.device for part in parts if part.device.type != "cpu"), self.backend.device)

@@ -7,6 +7,7 @@ evaluation is complete, and each is weighted by the number of distinct samples i
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -19,7 +20,7 @@ from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
 from variable_batch_size.metric_sources import SAMPLES, EvaluationSource, Source, TrainingSource
-from variable_batch_size.optim.consistency import different_names, names_checksum
+from variable_batch_size.optim.consistency import check_names
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 _WITHOUT_FLOAT64 = ("mps", "xla")  # device types that lack float64, or emulate it
@@ -117,7 +118,7 @@ class Accumulator:
     def read(self) -> dict[str, float]:
         """Return the mean of each name over the samples that count, and under "samples" their number.
 
-        Every rank has to call it: it takes two small all-reduces.
+        Every rank has to call it: the hosts exchange their sums.
 
         Raises:
             RuntimeError: on every rank, if ranks have added values under other names, or an evaluation is incomplete.
@@ -129,7 +130,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the samples and sums over all ranks, as numbers that do not depend on the world.
 
-        Every rank has to call it: it takes two small all-reduces. Save it with the optimizer's state of the update.
+        Every rank has to call it: the hosts exchange their sums. Save it with the optimizer's state of the update.
 
         Raises:
             RuntimeError: as `read` does.
@@ -173,21 +174,26 @@ class Accumulator:
         weighted = torch.where(weight > 0, value * weight, 0.0)  # the value of a replay may be infinite: 0 * inf is nan
         return _Sum(number, compensated_add(high, low, weighted))
 
-    @torch.inference_mode(False)  # the backend reuses the tensors of a message
     def _sums_over_ranks(self) -> dict[str, tuple[int, float]]:
         """Return name -> number of samples and sum of the value, over all ranks, with those of the checkpoint."""
-        backend, committed = self._source.backend, dict(sorted(self._committed.items()))
-        device = self._source.device(part for own in self._pending.values() for part in own.parts)
-        _check_ranks([*committed], self._source.missing(), backend, device)
+        self._source.settle()
+        committed = dict(sorted(self._committed.items()))
+        own = [(name, sums.samples, self._to_float(sums.parts)) for name, sums in committed.items()]
+        message = json.dumps([self._source.missing(), own])
+        by_rank = [json.loads(text) for text in self._source.agreement.gather("Accumulator.read()", message)]
+        for rank, (missing, _) in enumerate(by_rank):
+            if missing:
+                raise RuntimeError(
+                    f"an evaluation needs a value of each name for every batch, but rank {rank} lacks {missing}; read "
+                    f"after a loop over the whole loader, or call reset() to start again (to use fewer samples, "
+                    f"evaluate a torch.utils.data.Subset)"
+                )
+        check_names("add()", [[name for name, *_ in rows] for _, rows in by_rank])
         sums = dict(self._restored)
-        if not committed:
-            return sums
-        numbers = [number for own in committed.values() for number in (own.samples, self._to_float(own.parts))]
-        rows = backend.all_gather_floats(split_into_float32(numbers), device).double()  # (ranks, 3 * numbers)
-        totals = rows.view(backend.world.size, 3, len(committed), 2).sum(dim=1).sum(dim=0)  # (names, 2)
-        for name, (samples, total) in zip(committed, totals.tolist(), strict=True):
-            restored_samples, restored_sum = sums.get(name, (0, 0.0))
-            sums[name] = restored_samples + int(samples), restored_sum + total
+        for _, rows in by_rank:
+            for name, samples, total in rows:
+                before = sums.get(name, (0, 0.0))
+                sums[name] = before[0] + samples, before[1] + total
         return sums
 
     def _to_float(self, parts: Sequence[Tensor]) -> float:
@@ -227,22 +233,6 @@ def _check(name: str, mean: Tensor | float) -> None:
         raise type_error(f"{name} must be a number or a tensor with one element", mean, "pass a mean over the rows")
 
 
-def _check_ranks(names: Sequence[str], missing: int, backend: Backend, device: torch.device) -> None:
-    """Check that all ranks have all values, under the same names; otherwise raise RuntimeError on every rank."""
-    crc = names_checksum(names)
-    # (ranks, 3): halves of the checksum, which float32 represents, and the number of values
-    rows = backend.all_gather_floats([*crc, missing], device)
-    if rows[:, 2].any():
-        rank = int(rows[:, 2].argmax())
-        raise RuntimeError(
-            f"an evaluation needs a value of each name for every batch, but rank {rank} lacks {int(rows[rank, 2])}; "
-            f"read after a loop over the whole loader, or call reset() to start again (to use fewer samples, evaluate "
-            f"a torch.utils.data.Subset)"
-        )
-    if not (rows == rows[0]).all():
-        raise different_names(names, "add()", backend)
-
-
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return high + low + value as such a pair again, with twice the digits of one number.
 
@@ -251,21 +241,3 @@ def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, T
     total = high + value
     added = total - high  # what `total` has of `value` after rounding
     return total, low + ((high - (total - added)) + (value - added))
-
-
-def split_into_float32(numbers: Sequence[float]) -> list[float]:
-    """Return three float32 numbers for each float64 number, whose sum is exact in the range of float32.
-
-    Args:
-        numbers: n finite numbers.
-
-    Returns:
-        3 * n numbers: the leading parts of all numbers, then the second parts, then the third parts. A sum of them and
-        zeros is exact on any device.
-    """
-    residual, rows = torch.tensor(numbers, dtype=torch.float64), []  # (n,)
-    for _ in range(3):
-        row = residual.float()
-        residual = torch.where(row.isfinite(), residual - row.double(), 0.0)
-        rows += row.tolist()
-    return rows

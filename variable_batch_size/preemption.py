@@ -11,13 +11,14 @@ import functools
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, final
+
+from variable_batch_size._log import tell
 
 EXIT_CODE = 128 + signal.SIGTERM  # 143
 
@@ -146,7 +147,7 @@ class Preemption:
         _, first_time = self._record(signum)
         if not self._announced:  # here and not in `_record`: the main thread may wait in a collective
             self._announced = True
-            print(f"{signum.name}: Checkpoint.step() saves after this update, and exits.", file=sys.stderr, flush=True)
+            tell(f"{signum.name}: Checkpoint.step() saves after this update, and exits.")
         if self._forward is not None:
             self._forward(signum)
         if time.monotonic() - first_time >= _DUPLICATE_SECONDS:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.backend.channel import Channel
+from variable_batch_size.backend.agreement import AbsentRankError
 from variable_batch_size.backend.xla import launch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -34,25 +34,28 @@ class ThreadBackend(Backend):
     """One of several ranks that are threads of this process. `run_ranks` makes them.
 
     Attributes:
-        collectives: number of calls of `all_reduce_sum` so far; sums that overlap with `backward()` are not among them.
+        collectives: number of calls of `all_reduce_sum` so far.
     """
-
-    overlaps = True
 
     def __init__(self, world: World, rendezvous: _Rendezvous) -> None:
         super().__init__(world)
         self._rendezvous = rendezvous
-        self._channels = 0  # that were opened
         self.collectives = 0
-
-    def open_channel(self) -> Channel:
-        """Return a channel through the memory that all ranks share."""
-        self._channels += 1
-        return _ThreadChannel(self.world.rank, self._channels, self._rendezvous)
 
     def store(self) -> dist.Store:
         """Return a key-value store in the memory that all ranks share."""
         return self._rendezvous.store
+
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        counted = self.collectives
+        messages = super()._gather_bytes(message)
+        self.collectives = counted
+        return messages
+
+    @property
+    def rank_has_ended(self) -> bool:
+        """Whether another rank has failed."""
+        return self._rendezvous.barrier.broken
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over all ranks, in place and in the order of the ranks; wait at most a minute for them.
@@ -73,9 +76,7 @@ class _Rendezvous:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT)
         self.store = dist.HashStore()
-        self._started: defaultdict[tuple[int, int], dict[int, Tensor]] = defaultdict(dict)  # by channel and number
-        self._read: Counter[tuple[int, int]] = Counter()  # ranks that have their sum
-        self._change = threading.Condition()
+        self.store.set_timeout(timedelta(seconds=_TIMEOUT))
         self._inputs: list[Sequence[Tensor]] = [()] * size  # by rank
 
     def sums(self, rank: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -87,32 +88,6 @@ class _Rendezvous:
         self.barrier.wait()  # no rank overwrites its inputs while others read them
         return sums
 
-    def start(self, rank: int, key: tuple[int, int], tensor: Tensor) -> None:
-        """Contribute to the sum of this channel and number."""
-        with self._change:
-            self._started[key][rank] = tensor.detach().clone()
-            self._change.notify_all()
-
-    def sum(self, key: tuple[int, int]) -> Tensor:
-        """Wait for all ranks, and return their sum, in the order of the ranks."""
-        size = len(self._inputs)
-        with self._change:
-            parts = self._started[key]
-            self._change.wait_for(lambda: len(parts) == size or self.barrier.broken, _TIMEOUT)
-            if len(parts) < size:
-                raise threading.BrokenBarrierError
-            _check_same([[parts[rank]] for rank in range(size)])
-            self._read[key] += 1
-            if self._read[key] == size:
-                del self._read[key], self._started[key]
-        return sum((parts[rank] for rank in range(1, size)), start=parts[0].clone())
-
-    def abort(self) -> None:
-        """Wake the ranks that wait."""
-        self.barrier.abort()
-        with self._change:
-            self._change.notify_all()
-
 
 def _check_same(inputs: Sequence[Sequence[Tensor]]) -> None:
     """Raise RuntimeError unless all ranks sum tensors of the same shapes and dtypes; `inputs`: by rank."""
@@ -123,31 +98,6 @@ def _check_same(inputs: Sequence[Sequence[Tensor]]) -> None:
                 f"all ranks must sum tensors of the same shapes and dtypes, but rank 0 has {described[0]} and rank "
                 f"{rank} {own}; train the same parameters on all ranks"
             )
-
-
-@final
-class _ThreadChannel:
-    """The sums of one channel, which are numbered."""
-
-    def __init__(self, rank: int, number: int, rendezvous: _Rendezvous) -> None:
-        self._rank, self._number, self._rendezvous = rank, number, rendezvous
-        self._sums = 0  # that were started
-
-    def start_sum(self, flat: Tensor) -> _ThreadSum:
-        """Begin to replace a tensor by its sum over all ranks."""
-        self._sums += 1
-        key = self._number, self._sums
-        self._rendezvous.start(self._rank, key, flat)
-        return _ThreadSum(flat, key, self._rendezvous)
-
-
-class _ThreadSum(NamedTuple):
-    flat: Tensor
-    key: tuple[int, int]
-    rendezvous: _Rendezvous
-
-    def wait(self) -> None:
-        self.flat.detach().copy_(self.rendezvous.sum(self.key))
 
 
 def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
@@ -171,8 +121,8 @@ def run_ranks(train: Callable[[Backend], Result], size: int) -> list[Result]:
             results[rank] = train(ThreadBackend(World(rank, size), rendezvous))
         except BaseException as error:
             if not isinstance(error.__cause__ or error, threading.BrokenBarrierError):
-                errors.insert(0, error)
-                rendezvous.abort()
+                errors.insert(len(errors) if isinstance(error, AbsentRankError) else 0, error)
+                rendezvous.barrier.abort()
                 return
             errors.append(
                 RuntimeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple, final
 
 from variable_batch_size._validation import value_error
@@ -28,15 +27,13 @@ class Argument(NamedTuple):
     make: Callable[..., Controller]
 
 
-POLICIES: Mapping[str, Argument] = MappingProxyType(
-    {
-        "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(int(samples))),
-        "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(int(samples))),
-        "noise-scale": Argument("FACTOR", f"({NUMBER})", lambda factor: NoiseScale(float(factor))),
-        "norm-test": Argument("ETA", f"({NUMBER})", lambda eta: NormTest(float(eta))),
-        "goodput": Argument("LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((int(low), int(high)))),
-    }
-)
+POLICIES: Mapping[str, Argument] = {
+    "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(int(samples))),
+    "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(int(samples))),
+    "noise-scale": Argument("FACTOR", f"({NUMBER})", lambda factor: NoiseScale(float(factor))),
+    "norm-test": Argument("ETA", f"({NUMBER})", lambda eta: NormTest(float(eta))),
+    "goodput": Argument("LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((int(low), int(high)))),
+}
 *_OTHERS, _LAST = (f"{policy}:{argument.name}" for policy, argument in POLICIES.items())
 FORMS = f"{', '.join(_OTHERS)} or {_LAST}"
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
 from variable_batch_size.adaptive.fitting import fitted, measured_updates
 from variable_batch_size.adaptive.scalars import updates_in
-from variable_batch_size.data.microbatching import fixed_counts
+from variable_batch_size.data.microbatching import count_microbatches
 
 LEAST_SECONDS = 1e-15  # of a microbatch of one row: 2**53 updates, the most that are counted, take some seconds
 
@@ -93,8 +93,8 @@ class Throughput:
             batch_size: samples of the update, >= 1.
             devices: number of devices, >= 1.
             minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
-            spread: whether a batch of fewer microbatches than devices is split further, so that each device has a
-                share; a sampler does it unless the gradient noise is measured. Without `minibatch_size` it always is.
+            spread: whether a batch is split further, so that all devices have equally many microbatches; a sampler does
+                it unless the gradient noise is measured. Without `minibatch_size` it always is.
             fixed_shape: whether every microbatch has exactly `minibatch_size` rows, see `CustomSampler`.
 
         Raises:
@@ -118,12 +118,12 @@ class Throughput:
         if fixed_shape:
             if minibatch_size is None:
                 raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
-            rounds = -(-fixed_counts(batch_sizes, minibatch_size) // devices)
+            rounds = -(-count_microbatches(batch_sizes, minibatch_size, fixed_shape=True) // devices)
             return self.of_rounds(rounds * minibatch_size, minibatch_size, rounds, devices)
         largest = int(batch_sizes.max())
-        most = batch_sizes if minibatch_size is None else min(minibatch_size, largest)
-        least = min(devices, largest) if spread or minibatch_size is None else 1
-        microbatches = np.maximum(-(-batch_sizes // most), np.minimum(batch_sizes, least))
+        most = largest if minibatch_size is None else min(minibatch_size, largest)
+        multiple_of = min(devices, largest) if spread or minibatch_size is None else 1
+        microbatches = count_microbatches(batch_sizes, most, fixed_shape=False, multiple_of=multiple_of)
         smallest, larger = np.divmod(batch_sizes, microbatches)
         rounds = -(-microbatches // devices)
         busiest = rounds * smallest + -(-larger // devices)  # the smaller microbatches are dealt first

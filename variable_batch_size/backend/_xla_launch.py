@@ -132,18 +132,20 @@ def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
 
 @final
 class Rendezvous:
-    """Barrier and all-gather on the host for the ranks of one process, without a timeout.
+    """Barrier on the host for the ranks of one process, without a timeout.
 
     A rank that has returned cannot be waited for: the others raise.
 
     Args:
         size: number of ranks.
+
+    Attributes:
+        left: whether a rank has returned.
     """
 
     def __init__(self, size: int) -> None:
-        self._size, self._arrived, self._barriers, self._left = size, 0, 0, False
+        self._size, self._arrived, self._barriers, self.left = size, 0, 0, False
         self._change = threading.Condition()
-        self._messages = [b""] * size  # by rank
 
     def wait(self) -> None:
         """Return when all ranks have called it.
@@ -157,29 +159,17 @@ class Rendezvous:
             if self._arrived == self._size:
                 self._arrived, self._barriers = 0, self._barriers + 1
                 self._change.notify_all()
-            self._change.wait_for(lambda: self._barriers != barrier or self._left)
+            self._change.wait_for(lambda: self._barriers != barrier or self.left)
             if self._barriers == barrier:
                 raise RuntimeError(
                     f"every rank must take part in each update, but {threading.current_thread().name} waits for a rank "
                     f"that has returned; give all ranks the same number of updates"
                 )
 
-    def all_gather_bytes(self, rank: int, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank.
-
-        Raises:
-            RuntimeError: if a rank has left, or leaves during the call.
-        """
-        self._messages[rank] = message
-        self.wait()
-        messages = list(self._messages)
-        self.wait()  # no rank writes its next message before all have read this one
-        return messages
-
     def leave(self) -> None:
         """Release the ranks that wait, now or later, with an error: this rank has returned."""
         with self._change:
-            self._left = True
+            self.left = True
             self._change.notify_all()
 
 

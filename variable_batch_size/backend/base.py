@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size.backend.channel import Channel
 from variable_batch_size.world import World
+
+_servers: list[dist.Store] = []  # until this process ends: other ranks may read later than this one
 
 
 class Backend(ABC):
     """What differs between one process, `torch.distributed` and PyTorch/XLA.
 
-    A subclass implements `all_reduce_sum`, on which the other collectives are built. It overrides these if its
-    device needs or has a better way.
+    A subclass implements `all_reduce_sum`, through which ranks find a store. It overrides the others if its device
+    needs or has a better way.
 
     Args:
         world: this rank, and the number of ranks.
@@ -30,14 +31,15 @@ class Backend(ABC):
         world: this rank, and the number of ranks.
         static_graph: whether every update must issue the same operations, whatever its numbers are. If so, numbers
             are passed to the device as tensors (see `scalars`).
-        overlaps: whether it has `open_channel`, with which sums run beside a computation.
+        while_waiting: called every second while the host waits in a sum, if the backend can; what it raises ends that.
+            Another thread passes a function that returns whether the host still waits.
     """
 
     static_graph: ClassVar[bool] = False
-    overlaps: bool = False
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.while_waiting: Callable[..., object] = lambda *waits: None
 
     # Collectives: every rank has to call them, in the same order. -------------------------------------------------
 
@@ -49,40 +51,9 @@ class Backend(ABC):
             tensors: of the same shapes and dtypes on every rank.
         """
 
-    @final
-    def all_gather_floats(self, row: Sequence[float], device: torch.device) -> Tensor:
-        """Return the rows of all ranks.
-
-        Args:
-            row: numbers that float32 represents exactly, or that may be rounded to it; of the same length on every
-                rank.
-            device: device on which ranks communicate.
-
-        Returns:
-            float32 tensor of shape (world size, len(row)) in host memory.
-        """
-        # A sum of rows that are 0 except on one rank: the only collective that every backend has.
-        rows = torch.zeros(self.world.size, len(row), dtype=torch.float32)
-        rows[self.world.rank] = torch.tensor(row, dtype=torch.float32)
-        rows = rows.to(device)
-        self.all_reduce_sum([rows])
-        return self.host(rows)
-
-    @final
-    def any_rank(self, mask: Sequence[bool], device: torch.device) -> list[bool]:
-        """Return, for each entry of `mask`, whether it is true on any rank.
-
-        Args:
-            mask: of the same length on every rank.
-            device: device on which ranks communicate.
-        """
-        return self.all_gather_floats([int(entry) for entry in mask], device).any(dim=0).tolist()
-
-    def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank. Messages may differ in length."""
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, by rank, before they have a store; `Agreement.gather` does it with one."""
         world = self.world
-        if world.size == 1:
-            return [message]
         lengths = torch.zeros(world.size, dtype=torch.int64)
         lengths[world.rank] = len(message)
         self.all_reduce_sum([lengths])
@@ -91,23 +62,27 @@ class Backend(ABC):
         self.all_reduce_sum([rows])
         return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
-    def open_channel(self) -> Channel:
-        """Return a way to sum tensors while the caller computes; every rank has to call it.
-
-        Raises:
-            NotImplementedError: unless `overlaps`.
-        """
-        raise NotImplementedError
-
     def store(self) -> dist.Store:
         """Return a key-value store that all ranks share, through which they communicate without a collective."""
         if self.world.size == 1:
             return dist.HashStore()
-        hosts = self.all_gather_bytes(socket.gethostname().encode())
+        hosts = self._gather_bytes(socket.gethostname().encode())
         host = hosts[0].decode() if len(set(hosts)) > 1 else "localhost"
         server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.world.rank == 0 else None
-        port = int(self.all_gather_bytes(b"%d" % (server.port if server else 0))[0])
+        port = int(self._gather_bytes(b"%d" % (server.port if server else 0))[0])
+        if server is not None:
+            _servers.append(server)
         return server or dist.TCPStore(host, port, is_master=False)
+
+    @property
+    def job(self) -> Backend:
+        """The backend of all ranks that agree on when to stop, to save and what comes next; as a rule this one."""
+        return self
+
+    @property
+    def rank_has_ended(self) -> bool:
+        """Whether it is known that a rank has ended, so that a wait for it would not end."""
+        return False
 
     # The device. --------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,15 @@ from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
 
 
-def detect(parameters: Iterable[Tensor], world: World | None = None) -> Backend:
+def detect(
+    parameters: Iterable[Tensor], world: World | None = None, process_group: dist.ProcessGroup | None = None
+) -> Backend:
     """Return the backend that fits the parameters and the process.
 
     Args:
         parameters: parameters of the model.
         world: the world that a sampler deals for, if it is known.
+        process_group: ranks that share a batch, if not all of a job do.
 
     Returns:
         `XlaBackend` if any parameter is on an XLA device; otherwise `DistributedBackend` if a default process group is
@@ -31,6 +34,8 @@ def detect(parameters: Iterable[Tensor], world: World | None = None) -> Backend:
         RuntimeError: if a launcher has started several processes, `torch.distributed` is not initialized, and no world
             is given.
     """
+    if process_group is not None:
+        return DistributedBackend(process_group, job=True)
     if any(parameter.device.type == "xla" for parameter in parameters):
         return XlaBackend()
     if dist.is_available() and dist.is_initialized():
@@ -54,6 +59,22 @@ def current_world() -> World:
         return XlaBackend().world
     _check_not_launched()
     return World()
+
+
+def world_of(rank: int | None, num_replicas: int | None) -> World:
+    """Return the world that a user passes, by default that of the current thread.
+
+    Raises:
+        ValueError: if only one of the arguments is given.
+    """
+    if rank is None and num_replicas is None:
+        return current_world()
+    if rank is None or num_replicas is None:
+        raise ValueError(
+            f"num_replicas and rank must be passed together, got num_replicas={num_replicas} and rank={rank}; pass "
+            f"both, or neither to take them from torch.distributed or PyTorch/XLA"
+        )
+    return World(rank, num_replicas)
 
 
 def runs_on_xla() -> bool:

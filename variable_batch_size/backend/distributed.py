@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from itertools import groupby
 from typing import Any, final
 
@@ -11,9 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
-from variable_batch_size.backend.channel import Channel, open_channel, used_numbers
-from variable_batch_size.backend.ending import end_threads_at_exit
-from variable_batch_size.backend.flat import split_flat
 from variable_batch_size.world import World
 
 
@@ -23,18 +22,15 @@ class DistributedBackend(Backend):
 
     Args:
         group: process group to which this process belongs. Default: the default process group.
+        job: whether hosts agree over the default process group, although `group` sums.
 
     Raises:
         ValueError: if no process group is initialized, or this process does not belong to `group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, job: bool = False) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
-        end_threads_at_exit()
-        self._group = group
-        # Other groups cannot be created without all ranks; and with all checks of torch, starting a sum waits for them.
-        detail = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[no-untyped-call]
-        self.overlaps = group in (None, dist.group.WORLD) and not detail
+        self._group, self._of_job = group, job
         # The flat messages, by device, dtype and length. They are reused: allocation takes as long as the sum.
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
@@ -50,25 +46,29 @@ class DistributedBackend(Backend):
             parts = list(same_key)
             flat = self._buffer(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
             torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
-            dist.all_reduce(flat, group=self._group)
-            torch._foreach_copy_(parts, split_flat(flat, parts))
+            self._wait(dist.all_reduce(flat, group=self._group, async_op=True), flat)
+            views = torch.split(flat, [part.numel() for part in parts])
+            torch._foreach_copy_(parts, [view.view(part.shape) for view, part in zip(views, parts, strict=True)])
 
-    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Gather every rank's message, by rank; torch chooses the device."""
         messages: list[Any] = [message] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(messages, message, group=self._group)
+        dist.all_gather_object(messages, message, group=self._group)
         return messages
-
-    def open_channel(self) -> Channel:
-        """Return a channel in a process group of all ranks that no other open channel uses on any rank."""
-        group = self._own_group()
-        used = self.any_rank([*used_numbers(group), False], self.device)
-        return open_channel(group, used.index(False))
 
     def store(self) -> dist.Store:
         """Return the store through which the ranks of the group found one another."""
         return self._own_group().get_group_store()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the group, as the default process group numbers them."""
+        return dist.get_process_group_ranks(self._own_group())
+
+    @property
+    def job(self) -> Backend:
+        """All ranks of the default process group, if that was asked for."""
+        return DistributedBackend() if self._of_job else self
 
     @property
     def device(self) -> torch.device:
@@ -80,6 +80,17 @@ class DistributedBackend(Backend):
         group = self._group or dist.group.WORLD
         assert group is not None  # for mypy: the constructor has raised otherwise
         return group
+
+    def _wait(self, work: Any, flat: Tensor) -> None:
+        """Wait for a sum; where the host waits, on the CPU, look every second why a rank does not come."""
+        while flat.device.type == "cpu":
+            with suppress(RuntimeError):  # the time is over, or the sum has failed
+                work.wait(timedelta(seconds=1))
+                return
+            self.while_waiting()  # also if it has failed: a rank that has ended has said why before
+            if work.is_completed():
+                break
+        work.wait()
 
     def _buffer(self, like: Tensor, length: int) -> Tensor:
         """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""

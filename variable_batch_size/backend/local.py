@@ -17,10 +17,19 @@ class LocalBackend(Backend):
 
     >>> LocalBackend().world
     World(rank=0, size=1)
+
+    Args:
+        job: how all ranks of a job agree, if it has several, which all compute the same samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: Backend | None = None) -> None:
         super().__init__(World())
+        self._job = job
+
+    @property
+    def job(self) -> Backend:
+        """The backend of all ranks of the job."""
+        return self._job or self
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing: there is only one rank."""

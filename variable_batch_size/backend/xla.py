@@ -87,12 +87,15 @@ class XlaBackend(Backend):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, by rank; without a graph if the replicas are threads of one process."""
-        if _rendezvous is not None:
-            return _rendezvous.all_gather_bytes(self.world.rank, message)
         if self.world.size == 1:
             return [message]
+        if _store is not None:
+            number = _store.add(f"messages/{self.world.rank}", 1)
+            keys = [f"message {number}/{rank}" for rank in range(self.world.size)]
+            _store.set(keys[self.world.rank], message.decode())
+            return [_store.get(key) for key in keys]
         messages: list[bytes] = _torch_xla("torch_xla.core.xla_model").rendezvous("variable_batch_size", message)
         return messages
 
@@ -106,6 +109,11 @@ class XlaBackend(Backend):
     def store(self) -> dist.Store:
         """Return a key-value store that all ranks share; in memory if the replicas are threads of one process."""
         return super().store() if _store is None else _store
+
+    @property
+    def rank_has_ended(self) -> bool:
+        """Whether a replica has returned, of those that are threads of one process."""
+        return _rendezvous is not None and _rendezvous.left
 
     # The device. --------------------------------------------------------------------------------------------------
 

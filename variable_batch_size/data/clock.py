@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, final
 
 from variable_batch_size._validation import check_int
+from variable_batch_size.data.epoch import Epoch
 from variable_batch_size.data.plan import Plan
 
 
@@ -27,6 +28,19 @@ class Skipped(NamedTuple):
     samples: int
 
 
+class _State(NamedTuple):
+    """What a clock shows, as one value: an interrupt finds the old one or the new one."""
+
+    plan: Plan
+    epoch: Epoch  # the epoch under way; or the one that has just ended
+    step: int  # the next update in the trace
+    samples: int  # of the committed updates, over all ranks
+    committed: tuple[Epoch, int]  # epoch and step from which on `set_epoch` may choose
+    just_loaded: bool = True  # whether no update was committed since the clock was made or loaded
+    end_pending: bool = False  # whether the epoch has ended, but what the loop does at its end is to come
+    commits: int = 0  # of this clock
+
+
 @final
 class Clock:
     """A position in the training, which only a commit moves on and only `load_state_dict` moves back.
@@ -34,24 +48,49 @@ class Clock:
     There are two kinds: the sampler's clock tells where its next iteration begins, and each optimizer's clock counts
     its own committed updates. They are separate because several optimizers may share a sampler, as the two of a GAN do:
     one of them commits a step before the other. A commit of any of them advances the sampler's clock.
-
-    Attributes:
-        plan: the plan.
-        epoch: the epoch under way; or the one that has just ended.
-        step: the next update in the trace.
-        samples: number of samples of the committed updates, over all ranks.
-        just_loaded: whether no update was committed since the clock was made or loaded.
-        end_pending: whether the epoch has ended, but what the loop does at its end is to come: the state was saved in
-            the loop, after the last update.
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.epoch = plan.epoch(plan.first_epoch)
-        self.step = self.epoch.first_step
-        self.samples = 0
-        self.just_loaded, self.end_pending = True, False
-        self._committed = self.epoch, self.step  # from which on `set_epoch` may choose
+        epoch = plan.epoch(plan.first_epoch)
+        self._state = _State(plan, epoch, epoch.first_step, 0, (epoch, epoch.first_step))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self._state.plan
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch under way; or the one that has just ended."""
+        return self._state.epoch
+
+    @property
+    def step(self) -> int:
+        """The next update in the trace."""
+        return self._state.step
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the committed updates, over all ranks."""
+        return self._state.samples
+
+    @property
+    def just_loaded(self) -> bool:
+        """Whether no update was committed since the clock was made or loaded."""
+        return self._state.just_loaded
+
+    @property
+    def end_pending(self) -> bool:
+        """Whether the epoch has ended, but what the loop does at its end is to come.
+
+        The state was saved in the loop, after the last update.
+        """
+        return self._state.end_pending
+
+    @property
+    def commits(self) -> int:
+        """How many updates this clock itself has committed."""
+        return self._state.commits
 
     @property
     def position(self) -> Position:
@@ -90,12 +129,11 @@ class Clock:
             RuntimeError: if all updates of that epoch are committed.
         """
         number = check_int(number, "epoch", 0, remedy="count epochs from 0")
-        epoch, step = self._committed
+        epoch, step = self._state.committed
         if number > epoch.number:
-            before = self.plan.samples_before(epoch, step)
-            self.epoch = self.plan.epoch(number)
-            self.step, self.end_pending = self.epoch.first_step, False
-            return Skipped(self.step - step, self.epoch.samples_before - before)
+            before, later = self.plan.samples_before(epoch, step), self.plan.epoch(number)
+            self._state = self._state._replace(epoch=later, step=later.first_step, end_pending=False)
+            return Skipped(later.first_step - step, later.samples_before - before)
         if number < epoch.number or (step == epoch.end_step and not self.end_pending):
             due = epoch.number + (step == epoch.end_step)
             raise RuntimeError(
@@ -103,26 +141,28 @@ class Clock:
                 f"update is in epoch {due}; loop over range(optimizer.epoch, epochs), and to go back load an earlier "
                 f"state, or create sampler and optimizer again"
             )
-        self.epoch, self.step = epoch, step
+        self._state = self._state._replace(epoch=epoch, step=step)
         return Skipped(0, 0)
 
     def advance(self, samples: int) -> None:
         """Commit the next update, of so many samples."""
-        self.step += 1
-        self.samples += samples
-        self._committed, self.just_loaded, self.end_pending = (self.epoch, self.step), False, False
+        now, step = self._state, self.step + 1
+        ahead, total = (now.epoch, step), now.samples + samples
+        self._state = _State(now.plan, *ahead, total, ahead, just_loaded=False, commits=now.commits + 1)
 
     def follow(self, other: Clock) -> None:
         """Take the plan and the position of another clock."""
-        self.plan = other.plan
-        self.epoch, self.step, self.samples = other.epoch, other.step, other.samples
-        self._committed, self.just_loaded, self.end_pending = other._committed, other.just_loaded, other.end_pending
+        self._state = other._state._replace(commits=self.commits)
+
+    def end(self) -> None:
+        """Note that what the loop does at the end of the epoch has begun."""
+        self._state = self._state._replace(end_pending=False)
 
     def replan(self, plan: Plan) -> None:
         """Go on in a plan that has the same past."""
-        begun, step = self._committed
+        begun, step = self._state.committed
         begun = plan.epoch(begun.number) if begun.number >= plan.first_epoch else begun
-        self.plan, self.epoch, self._committed = plan, plan.epoch(self.epoch.number), (begun, step)
+        self._state = self._state._replace(plan=plan, epoch=plan.epoch(self.epoch.number), committed=(begun, step))
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, the samples and the past of the epoch as plain integers, valid in every world."""
@@ -146,7 +186,7 @@ class Clock:
                 f"{epoch.first_step} to {epoch.end_step - 1} and the state is at step {position.step}; restore it "
                 f"with the trace and the dataset size that it was saved with"
             )
-        self.epoch, self.step = epoch, position.step
-        self.samples = check_int(state["samples"], "samples")
-        self._committed, self.just_loaded = (self.epoch, self.step), True
-        self.end_pending = self.finished and bool(state["end_pending"])
+        samples = check_int(state["samples"], "samples")
+        pending = position.step == epoch.end_step and bool(state["end_pending"])
+        here = epoch, position.step
+        self._state = _State(self.plan, *here, samples, here, end_pending=pending, commits=self.commits)

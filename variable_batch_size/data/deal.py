@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from variable_batch_size._validation import IntArray
 from variable_batch_size.data.microbatching import partial_sizes
 from variable_batch_size.world import World
+
+
+class Dealing(NamedTuple):
+    """What the split of steps into microbatches, and of these into rounds, depends on besides the plan.
+
+    Attributes:
+        multiple_of: number of which that of a step's microbatches is a multiple, if there are as many samples.
+        padded: whether every rank computes equally many microbatches in a step: replays come first on those that have
+            one fewer.
+    """
+
+    multiple_of: int = 1
+    padded: bool = False
+
+    def replays(self, microbatches: Any, world: World) -> Any:
+        """Return how many replays a rank computes before its own microbatches in a step, or in each of several.
+
+        >>> [Dealing(padded=True).replays(5, World(rank, 4)) for rank in range(4)]
+        [0, 1, 1, 1]
+        """
+        last = (microbatches - 1) % world.size  # the rank of the last microbatch
+        return (world.rank > last) * self.padded
 
 
 @final
@@ -33,6 +55,7 @@ class Deal:
     world: World
     minibatch_size: int
     fixed_shape: bool
+    dealing: Dealing
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -59,7 +82,9 @@ class Deal:
         Returns:
             Two arrays, (microbatches,).
         """
-        number = (self.world.rank + round_index * self.world.size) % self.counts[index]  # (microbatches,)
+        counts = self.counts[index]  # (microbatches,)
+        own_round = round_index - self.dealing.replays(counts, self.world)
+        number = (self.world.rank + own_round * self.world.size) % counts  # (microbatches,)
         start, size = self._fixed(index, number) if self.fixed_shape else self._balanced(index, number)
         return self.starts[index] + start, size
 

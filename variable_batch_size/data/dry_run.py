@@ -83,8 +83,8 @@ class DryRun:
 
         Args:
             world_size: number of ranks, >= 1.
-            spread: whether a batch that is small is split further, so that each rank has a share; the sampler does it
-                without a fixed shape, unless the noise is measured or the model has batch normalization.
+            spread: whether a batch is split further, so that all ranks have equally many microbatches; the sampler
+                does it without a fixed shape, unless the noise is measured or the model has batch normalization.
 
         Raises:
             TypeError: if `world_size` is not an integer.

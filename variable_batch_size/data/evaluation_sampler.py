@@ -13,10 +13,10 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int
-from variable_batch_size.backend.detection import runs_on_xla
+from variable_batch_size.backend.detection import runs_on_xla, world_of
+from variable_batch_size.data.dataset import number_of_samples
 from variable_batch_size.data.iteration import INDICES_PER_CHUNK
 from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.sampler import world_of
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 
@@ -73,8 +73,8 @@ class EvaluationSampler(Sampler[list[int]]):
         super().__init__()
         self.world = world_of(rank, num_replicas)
         self.passes = 0
-        size = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
-        size = check_int(size, "dataset_size", 1, remedy="pass a dataset with a length and at least one sample")
+        remedy = "pass a dataset with a length and at least one sample"
+        size = check_int(number_of_samples(dataset_size), "dataset_size", 1, remedy=remedy)
         fixed_shape = runs_on_xla() if fixed_shape is None else bool(fixed_shape)
         plan = Plan(BatchTrace.constant(size), size, minibatch_size, fixed_shape=fixed_shape)
         self._deal = plan.deal(plan.epoch(0), 0, self.world)

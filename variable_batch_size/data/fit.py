@@ -43,8 +43,9 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fix
     Ties are broken by the fewest rows computed beyond the batch, including the replays of ranks without a share, so
     that a small batch is spread over the ranks; then by the smallest microbatch, whose rounds are the shortest. If B
     samples are split into c microbatches, for W ranks, the first criterion is ceil(c / W). With a fixed shape of m rows
-    the second one is m max(c, W) - B; otherwise it does not depend on m, because `CustomSampler` splits a step into at
-    least min(B, W) microbatches. If the noise is measured, it makes ceil(B / m) of them, in as many rounds.
+    the second one is m max(c, W) - B; otherwise it does not depend on m, because `CustomSampler` splits a step of so
+    many rounds into min(B, W rounds) microbatches. If the noise is measured, it makes ceil(B / m) of them, in as many
+    rounds.
 
     Args:
         global_batch_size: B, samples of a step.
@@ -73,8 +74,8 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fix
     sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,)
     rows = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), in float64, which does not overflow
     size = int(sizes[rows.argmin() if fixed else 0])  # the smallest one of several
-    microbatches = max(int(counts[size - 1]), 1 if fixed else min(batch, world))
-    return Fit(size, int(rounds[size - 1]), microbatches)
+    least = int(rounds[size - 1])
+    return Fit(size, least, int(counts[size - 1]) if fixed else min(batch, world * least))
 
 
 def find_minibatch_size(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol, final
 
+from torch import Tensor
+
 from variable_batch_size._validation import MAX_INT, IntArray
 from variable_batch_size.data.clock import Clock, Position
-from variable_batch_size.data.deal import Deal
+from variable_batch_size.data.deal import Deal, Dealing
+from variable_batch_size.data.equal_rounds import check_equal_rounds
 from variable_batch_size.data.known_steps import AbandonedError
 from variable_batch_size.data.planning import Planning
 from variable_batch_size.data.read_ahead import ReadAhead
@@ -21,13 +24,20 @@ class Source(Protocol):
     """What an iteration needs of its sampler."""
 
     world: World
-    clock: Clock
     planning: Planning
     iteration: Iteration | None
 
     @property
-    def min_microbatches(self) -> int:
-        """The minimum number of microbatches of a step, over all ranks."""
+    def clock(self) -> Clock:
+        """The position of the sampler."""
+
+    @property
+    def dealing(self) -> Dealing:
+        """How steps are split into microbatches and rounds."""
+
+    @property
+    def equal_rounds(self) -> bool:
+        """Whether every rank must compute the same number of microbatches in every step, and no replay."""
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset."""
@@ -35,8 +45,8 @@ class Source(Protocol):
     def check_readable(self) -> None:
         """Raise RuntimeError if continuing to iterate would be wrong."""
 
-    def begin_reading(self) -> None:
-        """Prepare for the first read of an iteration."""
+    def begin_reading(self) -> list[Tensor]:
+        """Prepare for the first read of an iteration, and return the gradients that there are."""
 
     def end_reading(self) -> None:
         """Note that an iteration was read to its end."""
@@ -65,16 +75,18 @@ class Iteration:
         start: position of the first step.
         first_round: round of that step at which it starts.
         counts: what was read, and what reached `optimizer.step()`.
-        min_microbatches: minimum number of microbatches of a step, over all ranks.
+        dealing: how steps are split into microbatches and rounds.
         resumed: whether its loader may have resumed from a snapshot before the optimizer's position.
         use: what the optimizer has made of it.
+        gradients: those that there were when it was first read, of which none may be that of a microbatch.
     """
 
     def __init__(self, source: Source, start: Position) -> None:
-        self.plan, self.world, self.min_microbatches = source.planning.plan, source.world, source.min_microbatches
+        self.plan, self.world, self.dealing = source.planning.plan, source.world, source.dealing
         self.counts = ReadAhead()
         self.resumed = False
         self.use = Use.NEW
+        self.gradients: Sequence[Tensor] = ()
         self._source = source
         self._start_at(start, 0)
 
@@ -89,7 +101,7 @@ class Iteration:
     def __next__(self) -> list[int]:
         if not self.counts.begun:
             self._source.check_readable()
-            self._source.begin_reading()
+            self.gradients = self._source.begin_reading()
         self._source.iteration = self
         self.counts.count_read()
         if self._row == len(self._rows):
@@ -98,6 +110,15 @@ class Iteration:
         self._row += 1
         self.counts.yielded += 1
         return row
+
+    def left_over(self) -> RuntimeError:
+        """Return the error for microbatches that were read and did not reach `optimizer.step()`."""
+        return RuntimeError(
+            f"every microbatch of an epoch must reach optimizer.step(), but epoch {self.start.epoch} was read from "
+            f"{self.start} to the end, {self.counts.yielded} microbatches, with {self.counts.stepped} calls of step(); "
+            f"call it once per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
+            f"optimizer.discard_step(); to look at the data, use another sampler)"
+        )
 
     def _start_at(self, position: Position, round_index: int) -> None:
         """Let the next microbatch be that of a round of a step."""
@@ -138,7 +159,9 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
             self.counts = ReadAhead()
             self.counts.count_read()
-        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.min_microbatches, end_step)
+        if self._source.equal_rounds and (self._deal is None or planning.growing is not None):  # else all were checked
+            check_equal_rounds(self.plan, self._epoch, self._next_step, self.world, self.dealing, end_step)
+        deal = self.plan.deal(self._epoch, self._next_step, self.world, self.dealing, end_step)
         self._next_step += len(deal.ends)
         self._converted = self._converted if self._deal is None else 0
         return deal
@@ -169,14 +192,16 @@ class Iteration:
             ValueError: if the position is within a step that is split differently here, or before what the resumed
                 training knows.
         """
-        saved = {key: state_dict[key] for key in self._split()}
-        if state_dict["round"] and saved != self._split():
+        own = self._split()
+        saved = {**Dealing()._asdict(), **state_dict}  # older states lack it
+        saved = {key: saved[key] for key in own}
+        if state_dict["round"] and saved != own:
             raise ValueError(
                 f"a loader saved within a step can resume only with the same split, but it was {saved} and is "
-                f"{self._split()}; restore these arguments, or save when optimizer.step() has returned True, with "
+                f"{own}; restore these arguments, or save when optimizer.step() has returned True, with "
                 f"snapshot_every_n_steps=1"
             )
-        self.resumed = saved == self._split()
+        self.resumed = saved == own
         position = Position(state_dict["epoch"], state_dict["step"])
         here = self._source.clock.position
         if self.resumed and position == (self.plan.first_epoch - 1, here.step) and not state_dict["round"]:
@@ -191,10 +216,7 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
 
     def _split(self) -> dict[str, int]:
-        """Return what determines the microbatches of this rank within a step.
-
-        `min_microbatches` does not: it changes only steps with one microbatch for each rank.
-        """
+        """Return what determines the microbatches of this rank within a step."""
         world, plan = self.world, self.plan
         split = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
-        return {**split, "num_replicas": world.size, "rank": world.rank}
+        return {**split, **self.dealing._asdict(), "num_replicas": world.size, "rank": world.rank}

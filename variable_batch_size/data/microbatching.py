@@ -2,7 +2,7 @@
 
 With a fixed shape, a batch is split into full microbatches and a remainder in partial ones, whose samples are repeated.
 Otherwise the microbatches have sizes that differ by at most one, so that no normalization layer sees a single sample;
-there may be more of them than necessary, so that each rank has one.
+there may be more of them than necessary, so that every rank computes the same number.
 """
 
 from __future__ import annotations
@@ -85,28 +85,30 @@ class Cut:
         return sum(self.small) + (number - len(self.small)) * self.size, self.size
 
 
-def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, min_microbatches: int = 1) -> Cut:
+def cut(batch_size: int, minibatch_size: int, *, fixed_shape: bool, multiple_of: int = 1) -> Cut:
     """Return how a step is split into microbatches.
 
     With a fixed shape: `partial_sizes` of the remainder, then full microbatches. Otherwise
-    max(ceil(B / m), min(B, c)) microbatches whose sizes differ by at most one, the smaller ones first; for c = 1 and
-    m >= 3 none has a single sample unless B = 1.
+    min(B, ceil(ceil(B / m) / c) * c) microbatches whose sizes differ by at most one, the smaller ones first; for c = 1
+    and m >= 3 none has a single sample unless B = 1.
 
     Args:
         batch_size: B, samples of the step.
         minibatch_size: m, maximum number of rows of a microbatch.
         fixed_shape: whether every microbatch has `minibatch_size` rows.
-        min_microbatches: c, minimum number of microbatches without a fixed shape, if there are as many samples.
+        multiple_of: c, of which the number of microbatches without a fixed shape is a multiple, if there are as many
+            samples.
 
     >>> cut(33, 32, fixed_shape=False)
     Cut(small=(16,), size=17, count=1)
-    >>> cut(33, 32, fixed_shape=False, min_microbatches=4)
+    >>> cut(33, 32, fixed_shape=False, multiple_of=4)
     Cut(small=(8, 8, 8), size=9, count=1)
     """
     if fixed_shape:
         full, remainder = divmod(batch_size, minibatch_size)
         return Cut(partial_sizes(remainder, minibatch_size), minibatch_size, full)
-    microbatches = max(-(-batch_size // minibatch_size), min(batch_size, min_microbatches))
+    necessary = -(-batch_size // minibatch_size)
+    microbatches = min(batch_size, -(-necessary // multiple_of) * multiple_of)
     size, larger = divmod(batch_size, microbatches)
     if larger == 0:
         return Cut((), size, microbatches)
@@ -142,12 +144,19 @@ def microbatch_counts(batch_size: int, max_minibatch_size: int, *, fixed_shape: 
     return found[1:]
 
 
-def fixed_counts(batch_sizes: IntArray, minibatch_size: int) -> IntArray:
-    """Return the number of microbatches of steps with a fixed shape, for batch sizes of any shape.
+def count_microbatches(
+    batch_sizes: IntArray, minibatch_size: int, *, fixed_shape: bool, multiple_of: int = 1
+) -> IntArray:
+    """Return the number of microbatches of steps, `cut(...).microbatches`, for batch sizes of any shape.
 
-    >>> fixed_counts(np.array([27, 32, 33, 64]), 32)
+    >>> count_microbatches(np.array([27, 32, 33, 64]), 32, fixed_shape=True)
     array([4, 1, 2, 2])
+    >>> count_microbatches(np.array([2, 27, 33, 129]), 32, fixed_shape=False, multiple_of=4)
+    array([2, 4, 4, 8])
     """
+    if not fixed_shape:
+        necessary = -(-batch_sizes // minibatch_size)
+        return np.minimum(batch_sizes, -(-necessary // multiple_of) * multiple_of)
     left, found = batch_sizes, np.zeros_like(batch_sizes)
     for divisor in divisors(minibatch_size):
         times, left = np.divmod(left, divisor)

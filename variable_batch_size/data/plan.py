@@ -13,13 +13,14 @@ from typing import Any, final
 import numpy as np
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
-from variable_batch_size.data.deal import Deal
+from variable_batch_size.data.deal import Deal, Dealing
 from variable_batch_size.data.epoch import Epoch
-from variable_batch_size.data.microbatching import Cut, Microbatch, cut, partial_sizes
+from variable_batch_size.data.microbatching import Cut, Microbatch, count_microbatches, cut
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.trace.past import Past
 from variable_batch_size.world import World
 
+_SIMPLE = Dealing()
 STEPS_PER_DEAL = 4096  # large enough for NumPy to be fast, small enough for the first microbatch to be ready soon
 
 
@@ -34,6 +35,7 @@ class Step:
     minibatch_size: int
     cut: Cut
     fixed_shape: bool
+    dealing: Dealing
 
     @property
     def num_microbatches(self) -> int:
@@ -41,17 +43,20 @@ class Step:
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
-        """Return how many microbatches this rank computes: its share, or one replay if it has none."""
-        return max(1, -(-(self.num_microbatches - world.rank) // world.size))
+        """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
+        return max(1, -(-(self.num_microbatches - world.rank) // world.size) + self._replays(world))
+
+    def _replays(self, world: World) -> int:
+        return int(self.dealing.replays(self.num_microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
-        """Return this rank's microbatch of a round: number `rank + round_index * size` of the step."""
-        number = world.rank + round_index * world.size
+        """Return this rank's microbatch of a round: number `rank + round_index * size` of the step, after replays."""
+        number = world.rank + (round_index - self._replays(world)) * world.size
         start, size = self.cut.locate(number % self.num_microbatches)
         return Microbatch(
             step=self.number,
             batch_size=self.batch_size,
-            samples=0 if number >= self.num_microbatches else size,
+            samples=size if 0 <= number < self.num_microbatches else 0,
             rows=self.minibatch_size if self.fixed_shape else size,
             start=self.start + start,
             ends_step=round_index == self.rounds(world) - 1,
@@ -333,19 +338,20 @@ class Plan:
             f'of an epoch counts as a whole one), shorten the training, or pass on_end="stop", "hold" or "cycle"'
         )
 
-    def step(self, epoch: Epoch, number: int, min_microbatches: int = 1) -> Step:
+    def step(self, epoch: Epoch, number: int, dealing: Dealing = _SIMPLE) -> Step:
         """Return update `number` of the trace, which lies in `epoch`, split as by `cut`."""
         start = self._held.offset(number) - epoch.trace_offset
         batch_size = min(self.trace.batch_size(number), epoch.samples - start)
-        sizes = cut(batch_size, self.minibatch_size, fixed_shape=self.fixed_shape, min_microbatches=min_microbatches)
-        return Step(number, batch_size, start, self.minibatch_size, sizes, self.fixed_shape)
+        m, fixed = self.minibatch_size, self.fixed_shape
+        sizes = cut(batch_size, m, fixed_shape=fixed, multiple_of=dealing.multiple_of)
+        return Step(number, batch_size, start, m, sizes, fixed, dealing)
 
     def samples_before(self, epoch: Epoch, number: int) -> int:
         """Return the samples of all updates before step `number` of `epoch`, over all epochs and ranks."""
         return epoch.samples_before + min(epoch.samples, self._held.offset(number) - epoch.trace_offset)
 
     def deal(
-        self, epoch: Epoch, first_step: int, world: World, min_microbatches: int = 1, end_step: int = MAX_INT
+        self, epoch: Epoch, first_step: int, world: World, dealing: Dealing = _SIMPLE, end_step: int = MAX_INT
     ) -> Deal:
         """Return a rank's microbatches in the next `STEPS_PER_DEAL` steps of `epoch`, up to its end or `end_step`."""
         steps = np.arange(first_step, min(end_step, epoch.end_step, first_step + STEPS_PER_DEAL))  # (steps,), as below
@@ -353,23 +359,24 @@ class Plan:
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts
-        counts = self.microbatches(sizes, min_microbatches)
-        rounds = np.maximum(1, -(-(counts - world.rank) // world.size))
-        return Deal(first_step, np.cumsum(rounds), counts, starts, sizes, world, self.minibatch_size, self.fixed_shape)
+        counts = self.microbatches(sizes, dealing.multiple_of)
+        rounds = np.maximum(1, -(-(counts - world.rank) // world.size) + dealing.replays(counts, world))
+        ends, how = np.cumsum(rounds), (self.minibatch_size, self.fixed_shape, dealing)
+        return Deal(first_step, ends, counts, starts, sizes, world, *how)
 
-    def microbatches(self, batch_sizes: IntArray, at_least: int) -> IntArray:
-        """Return the number of microbatches of steps of these sizes, (steps,); `at_least`: as for `cut`."""
-        if not self.fixed_shape:
-            return np.maximum(-(-batch_sizes // self.minibatch_size), np.minimum(batch_sizes, at_least))
-        full, remainders = np.divmod(batch_sizes, self.minibatch_size)
-        used, which = np.unique(remainders, return_inverse=True)  # (splits,), (steps,)
-        partial = np.array([len(partial_sizes(int(r), self.minibatch_size)) for r in used])  # (splits,)
-        counts: IntArray = full + partial[which]
-        return counts
+    def deals(
+        self, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT
+    ) -> Iterator[Deal]:
+        """Yield a rank's microbatches from `first_step` to the end of `epoch`, or to `end_step`."""
+        for step in range(first_step, min(end_step, epoch.end_step), STEPS_PER_DEAL):
+            yield self.deal(epoch, step, world, dealing, end_step)
 
-    def count(self, epoch: Epoch, first_step: int, world: World) -> int:
-        """Return how many microbatches this rank computes from `first_step` to the end of `epoch`.
+    def microbatches(self, batch_sizes: IntArray, multiple_of: int) -> IntArray:
+        """Return the number of microbatches of steps of these sizes, (steps,), as `cut` makes them."""
+        return count_microbatches(
+            batch_sizes, self.minibatch_size, fixed_shape=self.fixed_shape, multiple_of=multiple_of
+        )
 
-        A minimum number of microbatches that is at most the size of the world does not change it.
-        """
-        return sum(len(self.deal(epoch, step, world)) for step in range(first_step, epoch.end_step, STEPS_PER_DEAL))
+    def count(self, epoch: Epoch, first_step: int, world: World, dealing: Dealing) -> int:
+        """Return how many microbatches this rank computes from `first_step` to the end of `epoch`."""
+        return sum(map(len, self.deals(epoch, first_step, world, dealing)))

@@ -13,6 +13,7 @@ from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.epoch import Epoch
 from variable_batch_size.data.known_steps import KnownSteps
 from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.state import VERSION
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.trace.growing import ADOPTED_AFTER, GrowingTrace, Growth, Question, so_far
 
@@ -71,6 +72,16 @@ class Planning:
         clock = Clock(self.plan)
         self._clocks.add(clock)
         return clock
+
+    def fix_shape(self, devices: int) -> None:
+        """Cut all steps into microbatches of one shape, on so many devices, before any is read."""
+        self.plan = replace(self.plan, fixed_shape=True)
+        if self.growing is not None:
+            trace = self.growing.trace
+            growth = trace.begin(devices, self.plan.minibatch_size, fixed_shape=True)
+            self.growing, self.plan = Growing(trace, growth), replace(self.plan, trace=growth.trace)
+        for clock in self._clocks:
+            clock.replan(self.plan)
 
     def trace(self, updates: int) -> BatchTrace:
         """Return the batch trace; of a growing one, the first `updates` steps."""
@@ -199,7 +210,13 @@ def _resumed_growth(trace: GrowingTrace, state: dict[str, Any], devices: int, da
         return trace.constant_until(updates)
     # With drop_last, the size of the next step has ended an epoch of which a rest is left: it stays.
     by_size = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
-    return trace.restored(state["growth"], devices, updates, updates + by_size)
+    try:
+        return trace.restored(state["growth"], devices, updates, updates + by_size)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"a state of version {VERSION} must hold growth as it was saved, but its decisions cannot be read "
+            f"({error!r:.80}); restore another state"
+        ) from error
 
 
 def growing_at_start(

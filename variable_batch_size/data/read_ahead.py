@@ -1,18 +1,11 @@
-"""How far a loader reads ahead of the training, and what follows from it: heuristics, all in one place.
+"""Which microbatches of an iteration were read, and which of them reached `step()`.
 
-A sampler sees when microbatches are read, and an optimizer when they reach `step()`. In between a loader may prefetch,
-and nobody tells either of them how many. Three heuristics tell prefetched microbatches from lost ones:
-
-1. Loaders prefetch a constant number. The lead of the reads over the calls of `step()`, as the first of these calls
-   finds it, stays the same until the sampler is exhausted: if it grows, the loop has skipped microbatches. A loop may
-   read a whole update before it steps through it, so that the lead may be greater by what is left of the update. At
-   the last microbatch nothing is left; so nothing that was skipped gets into an update.
-2. A loader that reads in a thread of its own, like the device loader of torch_xla, may be ahead by any number. Nothing
-   is concluded from its lead.
-3. Where the lead is unknown, an epoch that was read to its end is incomplete if at most half of it reached `step()`.
-
-`vbs.updates` reads whole updates, of any number of microbatches, and compares itself what it has read with the updates
-that were made; nothing is concluded from the lead then, either.
+A sampler sees when microbatches are read, and an optimizer when they reach `step()`. In between a loader may prefetch.
+`vbs.updates` stands behind the loader and says what the loop has got. Without it there is one check: a loader that
+reads in the thread of the loop is ahead by a constant number of reads, 1 for a DataLoader without workers and
+num_workers * prefetch_factor + 1 with some. If that lead grows, the loop has skipped microbatches; if it shrinks before
+the end, `step()` was called too often. The first call of `step()` tells the constant, so that a microbatch that is
+skipped before it is noticed only when the loop has ended. A loader that reads in a thread of its own has no constant.
 """
 
 from __future__ import annotations
@@ -29,53 +22,80 @@ class ReadAhead:
         yielded: number of microbatches that were read.
         stepped: number of microbatches that reached `step()`.
         exhausted: whether a read has met the end.
-        all_updates_read: whether a loop over `vbs.updates` has got all updates.
+        handed: number of microbatches that the loop has got from `vbs.updates`; None in a plain loop.
     """
 
     def __init__(self) -> None:
         self.yielded, self.stepped = 0, 0
         self.exhausted = False
+        self.handed: int | None = None
+        self._before = 0  # microbatches of the updates that the loop has got, but for the last one
         self._reads = 0  # including those that met the end
-        self._lead: int | None = None  # reads that had not reached step() when the first one did
+        self._lead: int | None = None  # of the reads over the calls of step(); None before the first one
         self._reader = 0  # the thread of the last read
-        self._by_update, self.all_updates_read = False, False
 
     @property
     def begun(self) -> bool:
         """Whether there was a read."""
         return self._reads > 0
 
+    @property
+    def available(self) -> int:
+        """How many microbatches may have reached `step()`."""
+        return self.yielded if self.handed is None else self.handed
+
+    def hand(self, *, begins_update: bool) -> None:
+        """Count a microbatch that the loop gets; `begins_update`: all those before it must have reached `step()`."""
+        self._before = self.handed or 0 if begins_update else self._before
+        self.handed = 1 if self.handed is None else self.handed + 1
+
+    def pass_over(self, number: int) -> None:
+        """Count microbatches that a resumed loader has read on past, before the first one that the loop gets."""
+        if self.handed is not None:
+            self.handed, self._before = self.handed + number, self._before + number
+
     def count_read(self) -> None:
         """Count a read, before it is known whether there is a microbatch left."""
         self._reader = threading.get_ident()
         self._reads += 1
 
-    def read_by_update(self) -> None:
-        """Conclude nothing from the lead, because whole updates are read."""
-        self._by_update = True
-
-    def count_step(self, received: int, ends_at: int) -> int:
+    def count_step(self, received: int) -> int:
         """Count a microbatch that reached `step()` after `received` others; return how many were skipped before it.
 
-        The result is 0 if it is not known (heuristics 1 and 2).
-
-        Args:
-            received: number of microbatches that reached `step()` before.
-            ends_at: that number at the end of the update of this microbatch.
+        The result is negative if `step()` was called too often, and 0 if nothing is wrong or known.
         """
         self.stepped = max(self.stepped, received + 1)
-        if self._by_update or self._reader != threading.get_ident():
+        if self.handed is not None:
+            return max(0, self._before - received)
+        if self._in_thread:
             return 0
         lead = self._reads - received
         self._lead = lead if self._lead is None else self._lead
-        left = ends_at - received - 1
-        return lead - self._lead if lead > self._lead + left else 0
+        at_end = lead < self._lead and self.exhausted  # where a loader reads no further
+        return 0 if at_end else lead - self._lead
+
+    @property
+    def left_over(self) -> bool:
+        """Whether the loop has certainly read on after a microbatch that did not reach `step()`."""
+        return self.stepped < self.yielded and self._taken > self.yielded
 
     @property
     def incomplete(self) -> bool:
-        """Whether it was read to the end without a call of `step()` for all of it, as far as that is known."""
-        if not self.exhausted or 0 < self.stepped == self.yielded:
+        """Whether the loop, if it has ended, got a microbatch that did not reach `step()`, and all after it.
+
+        How many a loop got from a loader that reads in a thread is not known: all, if they were read. A loader that
+        prefetches does not tell a loop that leaves with the last one in hand from one that skips it: it counts as the
+        latter.
+        """
+        if not self.exhausted or self.handed is not None or 0 < self.stepped == self.yielded:
             return False
-        if self._lead is None:
-            return 2 * self.stepped <= self.yielded  # heuristic 3
-        return self._reads - self._lead > self.stepped  # a loop that breaks may have read one more
+        return self._lead is None or self._in_thread or self._taken >= self.yielded + (self._lead == 1)
+
+    @property
+    def _taken(self) -> int:
+        """How many microbatches the loop has got, as far as that is known, or one more than there are."""
+        return 0 if self._lead is None or self._in_thread else self._reads - (self._lead - 1)
+
+    @property
+    def _in_thread(self) -> bool:
+        return self._reader != threading.get_ident()

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from collections.abc import Callable, Sequence, Sized
-from types import FrameType
-from typing import Any, final
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any, TypeGuard, final
 
+from torch import Tensor
 from torch.utils.data import Sampler
 
-from variable_batch_size._validation import IntArray, check_int, type_error
-from variable_batch_size.backend import current_world
-from variable_batch_size.backend.detection import runs_on_xla
+from variable_batch_size._validation import IntArray, check_int, type_error, value_error
+from variable_batch_size.backend.detection import world_of
 from variable_batch_size.data.clock import Clock, Position
+from variable_batch_size.data.dataset import number_of_samples
+from variable_batch_size.data.deal import Dealing
+from variable_batch_size.data.equal_rounds import check_constant
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.planning import Planning, Resumed, growing_at_start
-from variable_batch_size.data.random_states import RandomStates, starts_persistent_workers
+from variable_batch_size.data.random_states import RandomStates
 from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.state import VERSION, check_position, check_same_samples
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.trace.growing import GrowingTrace
-from variable_batch_size.world import World
-
-REGARDLESS = "pass strict=False to resume regardless"  # the remedy that callers without a `strict` replace
 
 TraceLike = BatchTrace | GrowingTrace | str | os.PathLike[str] | int | Sequence[int]
 
@@ -35,12 +35,13 @@ class CustomSampler(Sampler[list[int]]):
 
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
     `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch. A step of B
-    samples is split into ceil(B / `minibatch_size`) microbatches whose sizes differ by at most one, or into
-    min(B, `num_replicas`) if that is more; or, with a fixed shape, into full ones and partial ones whose sizes divide
-    `minibatch_size`, in which each sample is repeated, so that the mean loss over the rows is the mean over the
-    samples. If a `CustomOptimizer` measures the gradient noise, or has parameters of a batch normalization, the result
-    depends on the split, which then does not depend on `num_replicas`. A rank without a share in a step replays one of
-    its microbatches, which `CustomOptimizer` weighs with 0.
+    samples takes ceil(B / (`minibatch_size` * `num_replicas`)) rounds, in each of which every rank computes a
+    microbatch; their sizes differ by at most one. With fewer samples than microbatches there is one for each sample. If
+    a `CustomOptimizer` measures the gradient noise, or has parameters of a batch normalization, the result depends on
+    the split, which then is ceil(B / `minibatch_size`) microbatches in every world. With a fixed shape there are full
+    ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so that the mean loss
+    over the rows is the mean over the samples. A rank without a share in a step replays one of its microbatches, which
+    `CustomOptimizer` weighs with 0.
 
     Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
     microbatches.
@@ -60,9 +61,11 @@ class CustomSampler(Sampler[list[int]]):
         on_end: what follows the last step of the trace: "error", "stop", "hold" or "cycle". Default: what the trace
             says. "stop" ends the training there, also inside an epoch.
         fixed_shape: whether every microbatch has exactly `minibatch_size` rows, so that XLA compiles one graph.
-            Default: whether this process trains with PyTorch/XLA, that is, torch_xla is imported and no process group
-            of another backend is initialized. A restored state brings its own, because the noise and normalization
-            layers depend on it.
+            Default: whether the parameters of the optimizer that attaches live on a device that compiles shapes, xla or
+            tpu; False before. A restored state brings its own, because the noise and normalization layers depend on it.
+        equal_rounds: whether every rank must compute the same number of microbatches in every step, and no replay, as
+            layers and losses that communicate in forward need. A step that breaks it raises ValueError when an epoch
+            with it is read; if the trace is constant, now.
         epochs: number of epochs that will be trained, if known. A trace with `on_end="error"` that ends before them, or
             before `max_updates` or `max_samples`, raises now.
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
@@ -72,7 +75,7 @@ class CustomSampler(Sampler[list[int]]):
     Raises:
         TypeError: if a number is not an integer, or `trace` has another type.
         ValueError: if a number is out of range, only one of `num_replicas` and `rank` is given, a batch size of the
-            trace exceeds the dataset, or the trace is too short.
+            trace exceeds the dataset, the trace is too short, or `equal_rounds` are not possible.
         RuntimeError: if neither is given, and a launcher has started several processes without an initialized
             `torch.distributed`.
 
@@ -94,14 +97,15 @@ class CustomSampler(Sampler[list[int]]):
         drop_last: bool = False,
         on_end: OnEnd | None = None,
         fixed_shape: bool | None = None,
+        equal_rounds: bool = False,
         epochs: int | None = None,
         max_updates: int | None = None,
         max_samples: int | None = None,
     ) -> None:
         super().__init__()
         self.world = world_of(rank, num_replicas)
-        samples = len(dataset_size) if isinstance(dataset_size, Sized) else dataset_size
-        fixed_shape = runs_on_xla() if fixed_shape is None else bool(fixed_shape)
+        samples = number_of_samples(dataset_size)
+        self._cut_is_known, fixed_shape = fixed_shape is not None, bool(fixed_shape)
         growing = None
         if callable(trace):
             raise type_error(
@@ -119,17 +123,34 @@ class CustomSampler(Sampler[list[int]]):
             max_updates=max_updates,
             max_samples=max_samples,
         )
+        if on_end == "stop" and plan.trace.steps is None and epochs is None and not plan.ends:
+            remedy = "pass epochs=, max_updates= or max_samples="
+            raise value_error('on_end="stop" needs a trace with a last step', "one that goes on for ever", remedy)
         self.planning = Planning(plan, growing)
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
         self.epochs = None if epochs is None else check_int(epochs, "epochs")
         self.plan.check_trace(self.epochs)
-        self.clock = self.planning.clock()
+        self._clock = self.planning.clock()
+        self._leader = self._clock, 0  # the clock that moves this one by its commits, and those that were followed
         self.iteration: Iteration | None = None  # the one that was read last
         self._restored: tuple[Position, RandomStates] | None = None
         self._attached = False  # whether an optimizer counts what is yielded
+        self._trained: dict[int, weakref.ref[Tensor]] = {}  # the parameters of the optimizers, by id
         self._followed = False  # whether the clock of that optimizer has ever been followed
         self._spread = True  # whether no optimizer depends on how a step is split
+        self._padded = False  # whether an optimizer needs equal rounds, with replays
+        self.equal_rounds = equal_rounds
+        self._check_rounds()
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copy, which no optimizer feeds from
+        return {**vars(self), "_trained": {}}
+
+    @property
+    def clock(self) -> Clock:
+        """The position of the next iteration; a commit of an optimizer moves it at the same moment."""
+        self.follow()
+        return self._clock
 
     @property
     def plan(self) -> Plan:
@@ -151,9 +172,9 @@ class CustomSampler(Sampler[list[int]]):
         return self.planning.max_batch_size
 
     @property
-    def min_microbatches(self) -> int:
-        """The minimum number of microbatches of a step, over all ranks, if it has as many samples."""
-        return self.world.size if self._spread and not self.plan.fixed_shape else 1
+    def dealing(self) -> Dealing:
+        """How steps are split into microbatches and rounds."""
+        return Dealing(self.world.size if self._spread and not self.plan.fixed_shape else 1, self._padded)
 
     @property
     def epoch(self) -> int:
@@ -168,17 +189,13 @@ class CustomSampler(Sampler[list[int]]):
             RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
                 of that epoch are committed.
         """
-        if (
-            check_int(epoch, "epoch", 0, remedy="count epochs from 0") > self.clock.epoch.number
-        ):  # otherwise the next iteration yields again what did not reach step()
-            self._check_stepped()
-        skipped = self.clock.set_epoch(epoch)
+        if check_int(epoch, "epoch", 0, remedy="count epochs from 0") > self.clock.epoch.number:
+            self.check_stepped()  # otherwise the next iteration yields again what did not reach step()
+        skipped, self.iteration = self.clock.set_epoch(epoch), None  # it was checked
         self.planning.skip_to(self.clock.step if skipped.updates else None)
-        self.iteration = None  # it was checked
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""
-        self._keep_random_states(sys._getframe(1))
         return Iteration(self, self.clock.position)
 
     def __len__(self) -> int:
@@ -189,34 +206,59 @@ class CustomSampler(Sampler[list[int]]):
         `step()` of an epoch then ends it.
         """
         clock, iteration = self.clock, self.iteration
-        if iteration is not None and iteration.under_way and iteration.start.epoch == clock.epoch.number:
-            return self.plan.count(clock.epoch, iteration.start.step, self.world) - iteration.first_round
-        if not clock.finished:
-            return self.plan.count(clock.epoch, clock.step, self.world)
-        try:
-            following = self.plan.epoch(clock.epoch.number + 1)
-        except ValueError:  # the trace ends
-            return 0
-        return self.plan.count(following, following.first_step, self.world)
+        epoch, step, computed = clock.epoch, clock.step, 0
+        if iteration is not None and iteration.under_way and iteration.start.epoch == epoch.number:
+            step, computed = iteration.start.step, iteration.first_round
+        elif clock.finished:
+            try:
+                epoch = self.plan.epoch(epoch.number + 1)
+            except ValueError:  # the trace ends
+                return 0
+            step = epoch.first_step
+        return self.plan.count(epoch, step, self.world, self.dealing) - computed
 
-    def attach(self, *, spread: bool = True) -> Clock:
+    def attach(
+        self, *, spread: bool = True, compiles_shapes: bool = False, equal_rounds: bool = False, padded: bool = False
+    ) -> Clock:
         """Return a clock for an optimizer that will call `step()` for every microbatch.
 
         Args:
-            spread: whether steps with fewer microbatches than ranks may be split further, so that no rank is idle.
+            spread: whether steps may be split further, so that no rank is idle.
+            compiles_shapes: whether the device of its parameters does, so that shapes are fixed unless told otherwise.
+            equal_rounds: whether it needs them, see the class.
+            padded: whether it needs them by replays.
+
+        Raises:
+            ValueError: if the trace is constant, and `equal_rounds` are not possible.
         """
+        if compiles_shapes and not self._cut_is_known:
+            self.planning.fix_shape(self.world.size)
+        self._cut_is_known = True
         self._attached = True
-        self._spread = self._spread and spread
+        self._spread, self._padded = self._spread and spread, self._padded or padded
+        self.equal_rounds |= equal_rounds
+        self._check_rounds()
         self.iteration = None  # microbatches that were read before are not for this optimizer
         clock = self.planning.clock()
         clock.follow(self.clock)
         return clock
 
-    def follow(self, clock: Clock) -> None:
-        """Take the position and the plan of an optimizer's clock, which counts the committed updates from now on."""
-        self._followed = True
-        self.planning.plan = clock.plan
-        self.clock.follow(clock)
+    def watch_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Note which gradients there are when an iteration begins: they are left from before."""
+        self._trained |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+
+    def lead(self, clock: Clock) -> None:
+        """Let the commits of an optimizer's clock move that of the sampler from now on."""
+        self.follow()  # what another one has committed
+        self._leader = clock, clock.commits
+
+    def follow(self) -> None:
+        """Move to where the clock that leads is, if it has committed an update since."""
+        leader, followed = self._leader
+        if leader.commits != followed:
+            self.planning.plan = leader.plan
+            self._clock.follow(leader)
+            self._followed, self._leader = True, (leader, leader.commits)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
@@ -228,9 +270,10 @@ class CustomSampler(Sampler[list[int]]):
         All are plain numbers and strings, without rank, world or prefetched items. The past of the trace must be the
         same; its future may change.
         """
-        past, cut = {"past": self.plan.past(clock.step)}, {"fixed_shape": self.plan.fixed_shape}
+        past = {"past": self.plan.past(clock.step), "fixed_shape": self.plan.fixed_shape}
         ended = {"end_pending": clock.end_pending and self.clock.end_pending}  # it may have been read since
-        return {**clock.state_dict(), **ended, **self.fingerprint(), **past, **cut, **self.planning.state()}
+        own = {**clock.state_dict(), **ended, **self.fingerprint(), **past, **self.planning.state()}
+        return {"version": VERSION, **own}
 
     def check_samples(self, state: dict[str, Any]) -> None:
         """Check that a state was saved with the same samples up to its position, and tell if later ones differ.
@@ -238,19 +281,11 @@ class CustomSampler(Sampler[list[int]]):
         Raises:
             ValueError: if not, naming each difference.
         """
-        own, step = self._order_of_samples(), int(state["step"])
-        different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
-        if self.planning.past(state) != state["past"]:
-            different.append(f"the first {step} batch sizes of the trace are not the same")
-        if different:
-            raise ValueError(
-                f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
-                f"these arguments, or {REGARDLESS}"
-            )
+        check_same_samples(state, self._order_of_samples(), self.planning.past(state))
         if self.planning.growing is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(
-                f"The trace goes on differently than in the saved run, after the {step} updates that were made; that "
-                f"is allowed",
+                f"The trace goes on differently than in the saved run, after the {state['step']} updates that were "
+                f"made; that is allowed",
                 UserWarning,
                 stacklevel=3,
             )
@@ -269,6 +304,7 @@ class CustomSampler(Sampler[list[int]]):
                 False; or if there is no such position.
         """
         if not self._followed:
+            check_position(state_dict)
             if strict:
                 self.check_samples(state_dict)
             self.adopt(self.resumed(state_dict))
@@ -288,7 +324,7 @@ class CustomSampler(Sampler[list[int]]):
 
     def adopt(self, resumed: Resumed, *, followed: bool = False) -> None:
         """Take the position and the plan of a saved state; `followed`: an optimizer counts from there."""
-        self._followed = self._followed or followed
+        self._followed, self._cut_is_known = self._followed or followed, True
         self.planning.adopt(resumed)
         self.clock.follow(resumed.clock)
 
@@ -301,7 +337,7 @@ class CustomSampler(Sampler[list[int]]):
         """
         last = self.iteration
         if last is not None and last.start.epoch == self.clock.epoch.number:
-            self._check_stepped()
+            self.check_stepped()
         read_twice = last is not None and last.counts.exhausted and last.start == self.clock.position
         if self.clock.finished and (self.clock.finished_now or (read_twice and last is not None and not last.resumed)):
             raise RuntimeError(
@@ -316,68 +352,49 @@ class CustomSampler(Sampler[list[int]]):
         """
         self._restored = self.clock.position, states
 
-    def begin_reading(self) -> None:
-        """Set the states of `set_before_reading`, if the position is still the same."""
-        if self._restored is None:
-            return
-        position, states = self._restored
-        if position == self.clock.position:
-            states.set()
-        else:
-            self._restored = None
+    def begin_reading(self) -> list[Tensor]:
+        """Set the states of `set_before_reading`, if the position is still the same; return the gradients now."""
+        if self._restored is not None:
+            position, states = self._restored
+            if position == self.clock.position:
+                states.set()
+            else:
+                self._restored = None
+        return [one.grad for known in self._trained.values() if (one := known()) is not None and one.grad is not None]
 
     def end_reading(self) -> None:
         """Note that what was left of an epoch was read: of one that is over, the end is not pending any more."""
         if self.clock.finished:
-            self.clock.end_pending = False
+            self.clock.end()
 
-    def _keep_random_states(self, caller: FrameType) -> None:
-        """At the beginning of an epoch after a restore, undo what only a loader with persistent workers draws.
-
-        It draws a seed when it starts its workers. In the uninterrupted run they were there already.
-        """
-        if self._restored is None or self._restored[0] == self.clock.position or not self.clock.just_loaded:
-            return
-        if starts_persistent_workers(caller):
-            states = self._restored[1]
-            states.keep()
-            self.set_before_reading(states)
+    def keep_random_states(self) -> None:
+        """Undo what starting the workers of a loader, which the saved run had, draws in the epoch after a restore."""
+        if self._restored is not None and self._restored[0] != self.clock.position and self.clock.just_loaded:
+            self._restored[1].keep()
+            self.set_before_reading(self._restored[1])
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
         return order(self.plan.dataset_size, self.seed, epoch, shuffle=self.shuffle)
 
     def _order_of_samples(self) -> dict[str, Any]:
-        plan = self.plan
-        own = {"seed": self.seed, "shuffle": self.shuffle}
-        return {"dataset_size": plan.dataset_size, **own, "drop_last": plan.drop_last}
+        own = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": self.plan.drop_last}
+        return {"dataset_size": self.plan.dataset_size, **own}
 
-    def _check_stepped(self) -> None:
-        last = self.iteration
-        if last is None or last.use is Use.STALE or not last.counts.incomplete:
-            return
-        if not self._attached or self.clock.finished:
-            return
-        self.iteration = None
-        raise RuntimeError(
-            f"every microbatch of an epoch must reach optimizer.step(), but epoch {last.start.epoch} was read from "
-            f"{last.start} to the end, {last.counts.yielded} microbatches, with {last.counts.stepped} calls of step(); "
-            f"call it once per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
-            f"optimizer.discard_step(); to look at the data, use another sampler)"
-        )
+    def _check_rounds(self) -> None:
+        if self.equal_rounds and self.planning.growing is None:
+            check_constant(self.plan, self.world, self.dealing)
 
+    def check_stepped(self) -> None:
+        """Raise RuntimeError if the last loop, which has ended, has not trained what it read."""
+        if self._may_be_left(last := self.iteration) and last.counts.incomplete:
+            self.iteration = None
+            raise last.left_over()
 
-def world_of(rank: int | None, num_replicas: int | None) -> World:
-    """Return the world that a user passes, by default that of the current thread.
+    def check_left_over(self) -> None:
+        """Raise RuntimeError if a microbatch of a loop that has certainly ended did not reach `optimizer.step()`."""
+        if self._may_be_left(last := self.iteration) and last.counts.left_over:
+            raise last.left_over()
 
-    Raises:
-        ValueError: if only one of the arguments is given.
-    """
-    if rank is None and num_replicas is None:
-        return current_world()
-    if rank is None or num_replicas is None:
-        raise ValueError(
-            f"num_replicas and rank must be passed together, got num_replicas={num_replicas} and rank={rank}; pass "
-            f"both, or neither to take them from torch.distributed or PyTorch/XLA"
-        )
-    return World(rank, num_replicas)
+    def _may_be_left(self, last: Iteration | None) -> TypeGuard[Iteration]:
+        return last is not None and last.use is not Use.STALE and self._attached and not self.clock.finished

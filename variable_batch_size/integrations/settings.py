@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
@@ -78,6 +80,15 @@ class Settings:
         """
         _check_apart(self.optimizer_options, others, "optimizer_options")
         return CustomOptimizer(inner, sampler, self.ref_batchsize, rule=self.rule, **others, **self.optimizer_options)
+
+
+def check_bare(model: Module) -> None:
+    """Raise TypeError if a model is wrapped in DistributedDataParallel, which would sum the gradients, too."""
+    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+        raise TypeError(
+            "the optimizer sums the gradients, but the model is wrapped in DistributedDataParallel, which sums them, "
+            "too; train the bare module (model.module)"
+        )
 
 
 def check_indexed(dataset: object) -> None:

@@ -1,6 +1,5 @@
 """From the gradients of microbatches to an update: accumulation, reduction, gradient noise, scaling, the inner step."""
 
-from variable_batch_size.optim.by_update import updates
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.epochs import remaining_epochs
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
@@ -16,6 +15,7 @@ from variable_batch_size.optim.named import (
 )
 from variable_batch_size.optim.normalization import check_model
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import updates
 
 __all__ = [
     "AdaScaleOptimizer",

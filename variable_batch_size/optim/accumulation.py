@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.backend.flat import split_flat
+from variable_batch_size.optim.dtensors import are_parts, local, summed
 
 
 def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -40,7 +40,8 @@ def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None
     """
     if not gradients or (isinstance(factor, float) and factor == 1 and not backend.static_graph):
         return
-    torch._foreach_mul_(list(gradients), factor if isinstance(factor, Tensor) else backend.scalar(factor, gradients[0]))
+    parts = local(gradients)
+    torch._foreach_mul_(parts, factor if isinstance(factor, Tensor) else backend.scalar(factor, parts[0]))
 
 
 def products(gradients: Sequence[Tensor], factor: float, backend: Backend, place: str) -> list[Tensor]:
@@ -76,6 +77,16 @@ def check_dense(parameters: Sequence[Tensor]) -> None:
             )
 
 
+class Aside(NamedTuple):
+    """What this rank has accumulated of a step apart from `.grad`."""
+
+    gradients: Mapping[Tensor, Tensor]  # by parameter
+    weight: float  # by which it must be multiplied
+
+
+NOTHING = Aside({}, 1.0)
+
+
 class Accumulation(ABC):
     """Accumulates the weighted gradients of the microbatches of a step on this rank.
 
@@ -93,6 +104,7 @@ class Accumulation(ABC):
         self.parameters = list(parameters)
         self._backend = backend
         self._has_gradient = [False] * len(self.parameters)
+        self._has_parts = are_parts(self.parameters)
         self._weight = 1.0  # by which what is accumulated must still be multiplied
 
     @property
@@ -115,10 +127,18 @@ class Accumulation(ABC):
         if weight or self._backend.static_graph:  # there the ranks' graphs must be equal, with or without a replay
             pairs = zip(self._has_gradient, fresh, strict=True)
             self._has_gradient = [known or new for known, new in pairs]
+        if self._has_parts:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = summed(parameter.grad, parameter)
         self._add(weight, next_weight, grad_scale)
 
     @abstractmethod
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None: ...
+
+    def aside(self) -> Aside:
+        """Return what is accumulated apart from `.grad`."""
+        return NOTHING
 
     @abstractmethod
     def finish(self, factor: float | None, members: Sequence[bool]) -> list[Tensor]:
@@ -132,40 +152,6 @@ class Accumulation(ABC):
             members: for each parameter, whether it takes part in the update; `.grad` of others is None afterwards, and
                 a member without a gradient on this rank gets zeros.
         """
-
-    def prepare(self, weight: float) -> None:
-        """Scale what is accumulated to the weight of the last microbatch of the step on this rank."""
-        self._weight = weight
-
-    def fill(self, parameters: Sequence[Tensor], flat: Tensor, factor: float) -> None:
-        """Write `factor` times this rank's share of some parameters to a flat tensor, and leave all gradients as is.
-
-        The last microbatch of the step on this rank is in `.grad`, and `prepare` or `add` was called for it.
-
-        Args:
-            parameters: parameters of the dtype of `flat`.
-            flat: the shares one after another, (sum of numels,).
-            factor: a factor that all parameters share.
-        """
-        if self._weight == 0:  # a replay, whose gradient may be non-finite: 0 * inf is nan
-            flat.zero_()
-            return
-        narrow = is_narrow(flat)
-        wide = torch.empty_like(flat, dtype=torch.float32) if narrow else flat
-        views = split_flat(wide, parameters)
-        new, old = {p: p.grad for p in parameters if p.grad is not None}, self._stored(parameters)
-        pairs = list(zip(parameters, views, strict=True))
-        either = {**old, **new}
-        if missing := [view for parameter, view in pairs if parameter not in either]:
-            torch._foreach_zero_(missing)
-        if copied := [(view, either[parameter]) for parameter, view in pairs if parameter in either]:
-            torch._foreach_copy_([view for view, _ in copied], [gradient for _, gradient in copied])
-        if added := [(view, old[p]) for p, view in pairs if p in new and p in old]:
-            torch._foreach_add_([view for view, _ in added], [gradient for _, gradient in added])
-        if (weight := factor * self._weight) != 1:
-            wide.mul_(weight)
-        if narrow:
-            flat.copy_(wide)
 
     def exclude(self, members: Sequence[bool]) -> None:
         """Set `.grad` to None where a parameter is no member, until `clear`."""
@@ -183,10 +169,6 @@ class Accumulation(ABC):
         self._has_gradient = [False] * len(self.parameters)
         self.drop_current()
 
-    def _stored(self, parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
-        """Return what is accumulated apart from `.grad`, by parameter."""
-        return {}
-
 
 @final
 class InPlaceAccumulation(Accumulation):
@@ -201,7 +183,7 @@ class InPlaceAccumulation(Accumulation):
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None:
         assert grad_scale is None, "a GradScaler needs BufferedAccumulation"
         if next_weight is None:
-            self.prepare(weight)
+            self._weight = weight
         elif weight != next_weight or self._backend.static_graph:
             present = [parameter for parameter in self.parameters if parameter.grad is not None]
             self._multiply(present, weight / next_weight, "microbatch")
@@ -216,7 +198,7 @@ class InPlaceAccumulation(Accumulation):
         if not self._backend.static_graph:  # of a replay, which may be non-finite: 0 * inf is nan
             pairs = zip(self.parameters, self._has_gradient, members, strict=True)
             if unused := [p.grad for p, used, member in pairs if member and not used and p.grad is not None]:
-                torch._foreach_zero_(unused)
+                torch._foreach_zero_(local(unused))
         factor = (1.0 if factor is None else factor) * self._weight
         gradients = self._multiply(present, factor, "update")  # in the graph of any other microbatch
         self._backend.mark_step()
@@ -251,15 +233,11 @@ class BufferedAccumulation(Accumulation):
         super().__init__(parameters, backend)
         self._buffer: dict[Tensor, Tensor] = {}  # parameter -> gradient
 
-    def prepare(self, weight: float) -> None:
-        """Scale what is accumulated to the weight of the last microbatch of the step on this rank."""
-        if self._buffer:
-            multiply(list(self._buffer.values()), self._weight / weight, self._backend)
-        self._weight = weight
-
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None:
         if grad_scale is None and not self._backend.static_graph:
-            self.prepare(weight)
+            if self._buffer:
+                multiply(list(self._buffer.values()), self._weight / weight, self._backend)
+            self._weight = weight
             if next_weight is None:
                 return
         self._take(weight, grad_scale)
@@ -274,13 +252,13 @@ class BufferedAccumulation(Accumulation):
         if grad_scale is not None:
             self._weight, gradients = 1.0, list(new.values())
             if gradients:
-                torch._foreach_mul_(gradients, weight / grad_scale.to(scalar_dtype(gradients)))
+                torch._foreach_mul_(local(gradients), weight / grad_scale.to(scalar_dtype(gradients)))
         elif self._backend.static_graph:
             weighted = products(list(new.values()), weight, self._backend, "microbatch")
             new = dict(zip(new, weighted, strict=True))
         known = [parameter for parameter in new if parameter in self._buffer]
         if known:  # add to the newer tensors: if the newest allocation is freed, malloc returns it to the system
-            pairs = [new[parameter] for parameter in known], [self._buffer[parameter] for parameter in known]
+            pairs = local(new[parameter] for parameter in known), local(self._buffer[parameter] for parameter in known)
             if self._backend.static_graph:  # there it takes half the time of a sum in place to trace
                 new |= dict(zip(known, torch._foreach_add(*pairs), strict=True))
             else:
@@ -305,14 +283,14 @@ class BufferedAccumulation(Accumulation):
             parameter.grad = gradient
         return gradients
 
-    def _stored(self, parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
-        """Return what is accumulated apart from `.grad`, by parameter."""
-        return {p: self._buffer[p] for p in parameters if p in self._buffer}
+    def aside(self) -> Aside:
+        """Return what is accumulated apart from `.grad`."""
+        return Aside(self._buffer, self._weight)
 
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
         super().clear()
-        self._buffer.clear()
+        self._buffer = {}
         self._weight = 1.0
 
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import without_addresses
-from variable_batch_size.backend import Backend, detect
+from variable_batch_size.backend import Agreement, Backend, detect
+from variable_batch_size.backend.course import differing
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.data_parallel import REDUCED_TWICE
+from variable_batch_size.optim.dtensors import check_whole, local, shard_of
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.normalization import check_seen, remember
+from variable_batch_size.optim.participation import FIRST_UPDATE
 from variable_batch_size.optim.update import Updater
 
-_DIGITS, _BASE = 4, 1 << 16  # a 64-bit integer as digits that float32 represents and every backend sums exactly
-
-CONTROLLER = "controller with its arguments, by a checksum"
+_NUMBERS = frozenset({bool, int, float})
+_SHOWN = 120  # characters of a value in an error
 
 _REMEDIES = {
     "trace": "pass the same value on every rank; a controller must answer the same input in the same way on all",
     "parameters": "call vbs.broadcast_parameters(model) before the first update",
     "epoch": "call set_epoch with the same epoch on every rank, and restore the same checkpoint",
     "step": "restore the same checkpoint on every rank",
-    "order of gradients": "restore the same checkpoint on every rank",
-    "minimum number of microbatches": "train the same model on every rank, and create the same optimizers",
+    "divisor of the number of microbatches": "train the same model on every rank, and create the same optimizers",
 }
 
 
@@ -43,12 +45,14 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
 
     Raises:
-        TypeError: if `model` is wrapped in DistributedDataParallel, which would reduce the gradients a second time,
-            unless its own reduction is off (`require_backward_grad_sync=False`).
+        TypeError: if the model is sharded.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-        raise TypeError(REDUCED_TWICE)
+    remedy = (
+        "begin with the same seed on every rank, or load one state with broadcast_from_rank0=True of "
+        "torch.distributed.checkpoint.state_dict"
+    )
+    check_whole(tensors, "broadcast_parameters()", remedy)
     remember(model)
     broadcast_tensors(tensors, backend or detect(tensors))
 
@@ -67,77 +71,89 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
     backend.mark_step()
 
 
-def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backend) -> None:
+def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
     """Compare the ranks before the first update; they also agree on the parameters that have gradients.
 
     Raises:
         RuntimeError: on every rank, if they differ.
     """
-    if backend.world.size > 1:
+    if agreement.world.size > 1:
         of_update = facts_of_update(updater, inner, backend)  # before the sampler's, which noise has changed
         facts = {**loop.clock.state_dict(), **of_update, **facts_of_sampler(loop.sampler)}
-        growing = loop.sampler.planning.growing
-        words = {} if growing is None else {CONTROLLER: growing.trace.description}
-        check_same_on_all_ranks(facts, backend, updater.parameters[0].device, words)
-        names = updater.gradient.step_means.names_of_step
-        check_same_names(names, "log()", backend, updater.parameters[0].device)
-        updater.gradient.agree()
+        check_same(FIRST_UPDATE, facts, agreement)
+        names = json.dumps(updater.gradient.step_means.names_of_step)
+        check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
+        _check_replicas(updater.parameters, backend, agreement)
+        updater.gradient.agree(agreement)
     check_seen(updater.parameters, loop.sampler)
     updater.gradient.agreed = True
 
 
-def check_same_on_all_ranks(
-    facts: Mapping[str, int], backend: Backend, device: torch.device, words: Mapping[str, str] | None = None
-) -> None:
-    """Check that these integers are the same on every rank. Every rank has to call it.
+def compare_after_update(agreement: Agreement, loop: Loop, inner: Optimizer) -> None:
+    """Let the ranks compare where they are, and by which hyperparameters; they wait for one another after an epoch.
+
+    Raises:
+        RuntimeError: some updates later, or at the end of the epoch, on every rank, if they differ.
+    """
+    if agreement.world.size > 1:
+        groups = tuple(
+            tuple([item for item in group.items() if item[1].__class__ in _NUMBERS or _is_tuple(item[1])])
+            for group in inner.param_groups
+        )
+        agreement.after_update(loop.clock.step, loop.clock.epoch.number, groups)
+        if loop.clock.finished:
+            agreement.compare("the last update of the epoch")
+
+
+def check_same(what: str, facts: Mapping[str, Any], agreement: Agreement) -> None:
+    """Check that these values are the same on every rank. Every rank has to call it.
 
     Args:
-        facts: name -> integer in [0, 2**64), with the same names in the same order on every rank.
-        backend: how ranks communicate.
-        device: device on which they communicate.
-        words: what some of the integers stand for, on this rank.
+        what: the call in which ranks compare them, in words.
+        facts: name -> value that JSON represents, in the same order on every rank.
+        agreement: exchanges them.
 
     Raises:
         RuntimeError: if one differs; on every rank, with its name, two values, and a rank that has each.
     """
-    digits = [fact // _BASE**place % _BASE for fact in facts.values() for place in range(_DIGITS)]
-    rows = backend.all_gather_floats(digits, device).long().view(backend.world.size, len(facts), _DIGITS)
-    for rank in range(1, backend.world.size):
-        for name, first, other in zip(facts, rows[0].tolist(), rows[rank].tolist(), strict=True):
-            if first != other:
-                here = f" (here {words[name]})" if words and name in words else ""
+    text, within = json.dumps(facts, default=str), what == FIRST_UPDATE
+    if len(set(agreement.gather(what, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
+        return
+    first, *others = map(json.loads, agreement.gather(what, text, within=within))
+    for rank, other in enumerate(others, start=1):
+        for name in {**first, **other}:
+            pair = str(first.get(name)), str(other.get(name))
+            if pair[0] != pair[1]:
                 remedy = _REMEDIES.get(name, "pass the same value on every rank")
-                raise RuntimeError(
-                    f"all ranks must train with the same {name}, but it is {_from_digits(first)} on rank 0 and "
-                    f"{_from_digits(other)} on rank {rank}{here}; {remedy}"
-                )
+                raise RuntimeError(differing(name, *_excerpts(*pair), rank, remedy))
 
 
-def check_same_names(names: Sequence[str], method: str, backend: Backend, device: torch.device) -> None:
-    """Check that all ranks have passed values under the same names. Every rank has to call it.
+def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: Agreement) -> None:
+    """Raise RuntimeError on every rank if two of them hold the same part of sharded parameters with other values."""
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if not sharded:
+        return
+    part = json.dumps([shard_of(parameter) for parameter in sharded])
+    known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
+    found = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local(sharded), backend)]), within=True)
+    for rank, (other, crc) in enumerate(map(json.loads, found)):
+        first, expected = known.setdefault(other, (rank, crc))
+        if crc != expected:
+            raise RuntimeError(
+                f"ranks that hold the same part of sharded parameters must have the same values, but ranks {first} and "
+                f"{rank} differ; begin with the same seed on every rank, or load one state with broadcast_from_rank0="
+                f"True of torch.distributed.checkpoint.state_dict"
+            )
 
-    Raises:
-        RuntimeError: on every rank, if not.
-    """
-    rows = backend.all_gather_floats(names_checksum(names), device)  # (ranks, 2)
-    if not (rows == rows[0]).all():
-        raise different_names(names, method, backend)
 
-
-def names_checksum(names: Sequence[str]) -> tuple[int, int]:
-    """Return a checksum as two halves that float32 represents."""
-    crc = zlib.crc32(json.dumps(names).encode())
-    return crc >> 16, crc & 0xFFFF
-
-
-def different_names(names: Sequence[str], method: str, backend: Backend) -> RuntimeError:
-    """Return the error for ranks that have passed different names to a method. Every rank has to call it."""
-    by_rank = [json.loads(message) for message in backend.all_gather_bytes(json.dumps(names).encode())]
-    rank, other = next((rank, other) for rank, other in enumerate(by_rank) if other != by_rank[0])
-    return RuntimeError(
-        f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} and rank "
-        f"{rank} has {', '.join(other) or 'none'}; call {method} for every microbatch on every rank"
-    )
+def check_names(method: str, by_rank: Sequence[Sequence[str]]) -> None:
+    """Raise RuntimeError unless all ranks have passed values to a method under the same names."""
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            raise RuntimeError(
+                f"every rank must add values under the same names, but rank 0 has {', '.join(by_rank[0]) or 'none'} "
+                f"and rank {rank} has {', '.join(other) or 'none'}; call {method} for every microbatch on every rank"
+            )
 
 
 def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
@@ -149,51 +165,62 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
     return crc
 
 
-def facts_of_sampler(sampler: CustomSampler) -> dict[str, int]:
-    """Return what samplers must have in common, as integers below 2**64."""
-    plan, samples, growing = sampler.plan, sampler.fingerprint(), sampler.planning.growing
-    controller = "" if growing is None else growing.trace.description
+def facts_of_sampler(sampler: CustomSampler) -> dict[str, Any]:
+    """Return what samplers must have in common, by name."""
+    plan, growing = sampler.plan, sampler.planning.growing
     return {
-        CONTROLLER: zlib.crc32(controller.encode()),  # before the trace that it writes
-        **{name: int(samples[name]) for name in ("dataset_size", "seed", "shuffle", "drop_last")},
-        "trace": int(samples["trace"][:16], 16),
+        # Before the trace, which it writes.
+        "controller with its arguments": None if growing is None else growing.trace.description,
+        **sampler.fingerprint(),
         "minibatch_size": plan.minibatch_size,
-        "fixed_shape": int(plan.fixed_shape),
-        "max_updates": plan.max_updates or 0,
-        "max_samples": plan.max_samples or 0,
-        "minimum number of microbatches": sampler.min_microbatches,
+        "fixed_shape": plan.fixed_shape,
+        "max_updates": plan.max_updates,
+        "max_samples": plan.max_samples,
+        "divisor of the number of microbatches": sampler.dealing.multiple_of,
+        "equal_rounds": sampler.equal_rounds,
     }
 
 
-def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, int]:
-    """Return what optimizers must have in common, as integers below 2**64."""
-    options = without_addresses(f"{updater.rules} {updater.options}")
+def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
+    """Return what optimizers must have in common, by name."""
     return {
-        "ref_batchsize": 0 if updater.ref_batchsize is None else updater.ref_batchsize,
-        "rule, reduction, max_grad_norm, noise and other options": zlib.crc32(options.encode()),
-        "inner optimizer, with its hyperparameters": zlib.crc32(_described(inner, backend).encode()),
+        "ref_batchsize": updater.ref_batchsize,
+        "rule": without_addresses(repr(updater.rules)),
+        **updater.options._asdict(),
+        "inner optimizer": type(inner).__name__,
+        "number of parameter groups": len(inner.param_groups),
+        **_hyperparameters(inner, backend),
         "number of parameters": len(updater.parameters),
-        "order of gradients": zlib.crc32(repr(updater.gradient.reduction.order).encode()),
-        "count= in step()": int(updater.gradient.token_count.used or False),
-        "parameters": checksum(updater.parameters, backend),
+        "count= in step()": bool(updater.gradient.token_count.used),
+        "parameters": checksum((one for one in updater.parameters if not isinstance(one, DTensor)), backend),
     }
 
 
-def _described(inner: Optimizer, backend: Backend) -> str:
-    """Return the class of an optimizer and the plain hyperparameters of its groups."""
-    groups = [
-        {
-            name: float(backend.host(value)) if isinstance(value, Tensor) and value.numel() == 1 else value
-            for name, value in sorted(group.items())
-            if name != "params" and isinstance(value, (bool, int, float, str, tuple, NoneType, Tensor))
-        }
-        for group in inner.param_groups
-    ]
-    return f"{type(inner).__name__} {groups}"
+def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
+    """Return the plain hyperparameters of the groups, by name."""
+    plain = (bool, int, float, str, tuple, NoneType, Tensor)
+    return {
+        f"{name} of parameter group {number}": (
+            float(backend.host(value)) if isinstance(value, Tensor) and value.numel() == 1 else str(value)
+        )
+        for number, group in enumerate(inner.param_groups)
+        for name, value in sorted(group.items())
+        if name != "params" and isinstance(value, plain)
+    }
 
 
-def _from_digits(digits: Sequence[int]) -> int:
-    return sum(digit * _BASE**place for place, digit in enumerate(digits))
+def _is_tuple(value: object) -> bool:
+    """Return whether a hyperparameter is a tuple of Python numbers."""
+    return isinstance(value, tuple) and all(number.__class__ in _NUMBERS for number in value)
+
+
+def _excerpts(first: str, other: str) -> tuple[str, str]:
+    """Return what is around the first difference of two texts, if they are long."""
+    same = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    begin = max(0, same - _SHOWN // 2)
+    begin = begin if max(len(first), len(other)) > _SHOWN else 0
+    found = [("..." if begin else "") + text[begin : begin + _SHOWN] for text in (first, other)]
+    return found[0] + "..." * (len(first) > begin + _SHOWN), found[1] + "..." * (len(other) > begin + _SHOWN)
 
 
 def _summable(tensor: Tensor) -> Tensor:

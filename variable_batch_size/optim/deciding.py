@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, final
-from uuid import uuid4
+from typing import Any, NamedTuple, final
 
-import torch.distributed as dist
-
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Agreement, Backend
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
@@ -17,8 +14,15 @@ from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.trace.growing import ADOPTED_AFTER, READ_AFTER, Facts, GrowingTrace, Growth, Question
 from variable_batch_size.tracker import Tracker
 
-_KEPT = 64  # answers in the store; hosts of devices that execute later may be some updates apart
 _REPEATED = 3  # questions without a new estimate of the noise, after which the user is warned
+
+
+class _Asked(NamedTuple):
+    """The oldest question that was not answered after the last update, as one value."""
+
+    question: Question | None = None
+    number: int = 0
+    answer: str | None = None  # on rank 0
 
 
 @final
@@ -28,39 +32,50 @@ class Deciding:
     Of several optimizers of a sampler, the one that makes an update first does it.
 
     Args:
-        loop: the loop, which has the sampler.
         updater: the updater, which knows noise and progress.
-        backend: how ranks communicate: by its store, so that no rank or device waits for another one.
+        loop: the loop, which has the sampler.
+        backend: of the ranks that share a batch.
         tracker: gets each decision, and what it was made from; None: nobody does.
     """
 
-    def __init__(self, loop: Loop, updater: Updater, backend: Backend, tracker: Tracker | None) -> None:
-        self._loop, self._updater, self._backend, self._tracker = loop, updater, backend, tracker
+    def __init__(self, updater: Updater, loop: Loop, backend: Backend, tracker: Tracker | None) -> None:
+        self._loop, self._updater, self._tracker = loop, updater, tracker
+        self._world, self._leads = backend.world, backend.job.world.rank == 0
         growing = loop.sampler.planning.growing
         self._stopwatch = None if growing is None else growing.trace.stopwatch()
-        self._store: dist.Store | None = None
-        self._oldest: Question | None = None  # of those that are not answered, as it was after the last update
-        self._number = 0  # of that one
-        self._answer: str | None = None  # to it, on rank 0
+        self._asked = _Asked()
         self._estimates: list[float] = []  # at the questions since the last new one
         self._begun = False  # whether it has looked after an update
 
-    def after_update(self, step: Step) -> None:
+    def after_update(self, step: Step, agreement: Agreement) -> None:
         """Ask, answer and adopt what is due after an update.
+
+        Args:
+            step: the step of the update.
+            agreement: tells the answers to all ranks, none of which waits for another before it needs one.
 
         Raises:
             RuntimeError: on every rank, if the controller has failed.
         """
         planning, updates = self._loop.sampler.planning, self._loop.clock.step
-        growing, growth = planning.growing, planning.growth
-        if growing is None or growth is None or updates <= planning.decided_at:
+        if planning.growing is None or updates <= (before := planning.decided_at):
             return
-        planning.decided_at = updates
+        try:
+            planning.decided_at = updates  # also if the controller has failed
+            self._decide(step, agreement, updates)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt: what is due is done later
+            planning.decided_at = before
+            raise
+
+    def _decide(self, step: Step, agreement: Agreement, updates: int) -> None:
+        planning = self._loop.sampler.planning
+        growing, growth = planning.growing, planning.growth
+        assert growing is not None
+        assert growth is not None
         planning.is_trained_here()
-        world = self._backend.world
-        if self._store is None and world.size > 1:
-            token = self._backend.all_gather_bytes(uuid4().hex.encode())[0].decode()
-            self._store = dist.PrefixStore(f"variable_batch_size/{token}", self._backend.store())
+        world = self._world
         if self._stopwatch is not None:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
@@ -68,13 +83,13 @@ class Deciding:
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
             self._log(trace.scalars(growth.decisions[0]), updates)
-        if trace.is_due(updates):
+        if trace.is_due(updates) and growth.asked != updates:
             growth = growth.with_question(Question(updates, self._facts()))
         while growth.questions and updates >= growth.questions[0].updates + READ_AFTER:
-            self._tell(trace, growth)
+            self._tell(trace, growth, agreement)
             if updates < growth.questions[0].updates + ADOPTED_AFTER:
                 break
-            growth = self._adopt(trace, growth, updates)
+            growth = self._adopt(trace, growth, updates, agreement)
         if growth is not growing.growth:
             planning.grow(growth)
 
@@ -89,7 +104,7 @@ class Deciding:
 
     def _facts(self) -> Callable[[], Facts]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
-        clock, updater, devices = self._loop.clock, self._updater, self._backend.world.size
+        clock, updater, devices = self._loop.clock, self._updater, self._world.size
         updates, samples, progress = clock.step, clock.samples, updater.progress.later()
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
         reference = updater.ref_batchsize
@@ -101,24 +116,21 @@ class Deciding:
 
         return read
 
-    def _tell(self, trace: GrowingTrace, growth: Growth) -> None:
-        """Answer the oldest question on rank 0, once, and put the answer where the others find it."""
+    def _tell(self, trace: GrowingTrace, growth: Growth, agreement: Agreement) -> None:
+        """Answer the oldest question on rank 0, once, and tell the answer to the others."""
         oldest = growth.questions[0]
-        if oldest is not self._oldest:
-            self._oldest, self._number, self._answer = oldest, self._number + 1, None
-        if self._backend.world.rank == 0 and self._answer is None:
+        if oldest is not self._asked.question:
+            self._asked = _Asked(oldest, self._asked.number + 1)
+        if self._leads and self._asked.answer is None:
             plan = self._loop.sampler.plan
-            self._answer = trace.answer(growth, plan.minibatch_size, self._stopwatch, fixed_shape=plan.fixed_shape)
-            if self._store is not None:
-                self._store.set(str(self._number), self._answer)
-                self._store.delete_key(str(self._number - _KEPT))
+            answer = trace.answer(growth, plan.minibatch_size, self._stopwatch, fixed_shape=plan.fixed_shape)
+            agreement.tell("decision", self._asked.number, answer)
+            self._asked = self._asked._replace(answer=answer)
 
-    def _adopt(self, trace: GrowingTrace, growth: Growth, updates: int) -> Growth:
+    def _adopt(self, trace: GrowingTrace, growth: Growth, updates: int, agreement: Agreement) -> Growth:
         """Return the growth with the answer to the oldest question, which rank 0 has told."""
-        answer = self._answer
-        if answer is None:
-            assert self._store is not None
-            answer = self._store.get(str(self._number)).decode()
+        asked = self._asked
+        answer = agreement.told("decision", asked.number) if asked.answer is None else asked.answer
         known = trace.told(growth, answer, updates)
         scalars = trace.scalars(known.decisions[-1])
         self._warn_if_unmeasured(scalars.get("estimates"))
@@ -127,7 +139,7 @@ class Deciding:
 
     def _log(self, scalars: Mapping[str, float], updates: int) -> None:
         """Log a decision and what it was made from, on rank 0."""
-        if self._tracker is not None and self._backend.world.rank == 0:
+        if self._tracker is not None and self._leads:
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:
@@ -135,7 +147,7 @@ class Deciding:
         if estimates is None or not estimates:
             return
         self._estimates = [*(known for known in self._estimates if known == estimates), estimates]
-        if len(self._estimates) == _REPEATED + 1 and self._backend.world.rank == 0:
+        if len(self._estimates) == _REPEATED + 1 and self._leads:
             warnings.warn(
                 f"The controller got the same gradient noise {_REPEATED + 1} times, because no update since the first "
                 f'of them had two microbatches; pass a smaller minibatch_size to the sampler, noise="differenced" to '

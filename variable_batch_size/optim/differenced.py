@@ -10,6 +10,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.accumulation import scalar_dtype
+from variable_batch_size.optim.dtensors import local
 from variable_batch_size.optim.noise_estimate import Estimate, Number, estimate_from_pair, select
 from variable_batch_size.optim.squared_norm import squared_norm
 
@@ -25,7 +26,7 @@ class _Previous(NamedTuple):
     finite: Number = 1.0  # 0 if it was not finite
 
 
-_KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state dict
+KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state dict
 
 
 @final
@@ -85,12 +86,12 @@ class DifferencedEstimator:
         gradients, *numbers = self._previous
         copy = self._backend.host if self._on_device else torch.clone  # a clone on the device would add a graph
         values = [None if own is None else copy(own) for own in gradients], *map(float, numbers)
-        return {"earlier": dict(zip(_KEYS, values, strict=True))}
+        return {"earlier": dict(zip(KEYS, values, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; one without a previous gradient drops it."""
         earlier = state.get("earlier")
-        self._previous = None if earlier is None else _Previous(*(earlier[key] for key in _KEYS))
+        self._previous = None if earlier is None else _Previous(*(earlier[key] for key in KEYS))
 
     def _difference(
         self, previous: Gradient, gradient: Gradient, finite: bool | Tensor
@@ -99,16 +100,16 @@ class DifferencedEstimator:
         pairs = list(zip(previous, gradient, strict=True))
         kept = [_or_zeros(old, like=new) for old, new in pairs]
         now = [_or_zeros(new, like=old) for old, new in pairs]
-        own = [one.to(other) for one, other in zip(kept, now, strict=True) if one is not None and other is not None]
-        new = [one for one in now if one is not None]
+        whole = [one.to(other) for one, other in zip(kept, now, strict=True) if one is not None and other is not None]
+        own, new = local(whole), local(one for one in now if one is not None)
         torch._foreach_sub_(own, new)
-        square = squared_norm(own)
+        square = squared_norm(whole)
         if isinstance(finite, Tensor):  # a non-finite gradient was zeroed, so that the difference is the previous one
             torch._foreach_mul_(own, (~finite).to(scalar_dtype(own)))
             torch._foreach_add_(own, new)
         else:
             torch._foreach_copy_(own, new)
-        remaining = iter(own)
+        remaining = iter(whole)
         return square if self._on_device else square.item(), [one if one is None else next(remaining) for one in kept]
 
 

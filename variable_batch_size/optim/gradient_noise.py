@@ -86,29 +86,23 @@ class GradientNoise:
             factor: n_j / d^2, where g / d is the gradient of the mean loss; 0 for a replay.
             scale: loss scale of a `GradScaler`, 0-D.
         """
-        square = self.square(gradients, factor, scale)
-        if square is not None:
-            self._squares = square if self._squares is None else self._squares + square
+        if gradients and (factor or self._backend.static_graph):  # that of a replay may be non-finite: 0 * inf is nan
+            self.add_square(squared_norm(gradients), factor, scale)
 
-    def square(self, gradients: Sequence[Tensor], factor: float, scale: Tensor | None = None) -> Tensor | None:
-        """Return `factor * |g / scale|^2`, 0-D, see `add`; None if there is nothing to add."""
-        if not gradients or (factor == 0 and not self._backend.static_graph):
-            return None  # the gradient of a replay may be non-finite, and 0 * inf is nan
-        square = squared_norm(gradients)
+    def add_square(self, square: Tensor, factor: float, scale: Tensor | None = None) -> None:
+        """Add `factor * |g / scale|^2`, given |g|^2, 0-D."""
         if scale is not None:
             square = square / scale.to(square.dtype).square()
-        weighted: Tensor = square * self._backend.scalar(factor, square, "square")
-        return weighted
+        square = square * self._backend.scalar(factor, square, "square")
+        self._squares = square if self._squares is None else self._squares + square
 
-    def local_squares(self, gradients: Sequence[Tensor], more: Sequence[Tensor] = ()) -> Tensor:
+    def local_squares(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the all-reduce sums.
 
         Args:
-            gradients: gradients, or parameters, whose device and dtypes it gets.
-            more: parts of the last microbatch, which were not added.
+            gradients: gradients whose device and dtypes it gets.
         """
-        parts = [*([] if self._squares is None else [self._squares]), *more]
-        squares = sum(parts[1:], start=parts[0]) if parts else gradients[0].new_zeros((), dtype=torch.float32)
+        squares = gradients[0].new_zeros((), dtype=torch.float32) if self._squares is None else self._squares
         return squares.to(scalar_dtype(gradients)).view(1)
 
     def statistics(self, squares: Tensor, gradients: Sequence[Tensor]) -> Statistics:

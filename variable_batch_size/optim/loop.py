@@ -2,21 +2,25 @@
 
 Errors of a user's loop are raised here (`Loop.receive`), when the sampler is read again
 (`CustomSampler.check_readable`), and when gradients are not those of a `backward()` (`optim/backward_check.py`).
-`data/read_ahead.py` tells skipped microbatches from prefetched ones.
+`data/read_ahead.py` tells skipped microbatches from prefetched ones in a plain loop; `vbs.updates` knows them.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, final
 from weakref import WeakSet
 
+from torch import Tensor
+
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.clock import Clock
+from variable_batch_size.data.clock import Clock, Position
+from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Step
+from variable_batch_size.data.plan import Plan, Step
 from variable_batch_size.data.sampler import CustomSampler
 
 
@@ -24,19 +28,13 @@ class Watcher(Protocol):
     """An object that also counts microbatches, and must know which of them are committed."""
 
     def commit(self, *, updated: bool) -> None:
-        """Handle the commit of the accumulated step; not `updated`: its update was skipped as non-finite."""
+        """Handle the commit of the accumulated step; not `updated`: its update was skipped as non-finite.
+
+        It may be called again after an interrupt, until it has returned.
+        """
 
     def discard(self) -> None:
         """Handle the discarding of the accumulated step, if any."""
-
-
-class Upcoming(NamedTuple):
-    """The microbatch that the next `step()` counts, and the update that it belongs to."""
-
-    microbatch: Microbatch
-    step: Step
-    updates: int  # before this one
-    samples: int  # of those updates
 
 
 @final
@@ -47,13 +45,33 @@ class Phase(Enum):
     INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
     INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
     HALF_UPDATED = auto()  # an exception has left the inner optimizer's step: the weights are unknown, too
+    UNSETTLED = (
+        auto()
+    )  # an exception has left step() after the commit: the update is made, its gradients are still there
 
 
 _WAY_OUT = {
     Phase.INSIDE_STEP: "call it when optimizer.step() has returned True, or call discard_step() first",
     Phase.INTERRUPTED: "call optimizer.discard_step() and iterate the loader again, or load a state",
-    Phase.HALF_UPDATED: "restore the states of model and optimizer, such as those of the last checkpoint",
+    Phase.HALF_UPDATED: "restore the states of model and optimizer, as of the last checkpoint, or create both again",
+    Phase.UNSETTLED: "call optimizer.discard_step() and iterate the loader again, or load a state",
 }
+
+
+class _Progress(NamedTuple):
+    """How far a step is, as one value: an interrupt finds the old one or the new one."""
+
+    commits: int  # of the clock; after the next commit this does not count any more
+    round: int = 0  # microbatches of the step received on this rank
+    phase: Phase = Phase.BETWEEN_STEPS
+
+
+class _Cut(NamedTuple):
+    """The step that is due, and its microbatches by round: each is needed several times."""
+
+    key: tuple[Plan, Position, Dealing]
+    step: Step
+    microbatches: dict[int, Microbatch]
 
 
 @final
@@ -61,18 +79,26 @@ class Loop:
     """Counts the microbatches of a sampler that reach `step()`, along the sampler's plan.
 
     It reads the plan and counts by itself, because microbatches that the sampler yielded may only be prefetched.
+
+    An update is committed at one moment, when the clock advances. What shows that it has happened is either derived
+    from the clock or settled afterwards (`settle`), again if an interrupt comes in between.
+
+    Args:
+        sampler: deals the microbatches.
+        backend: backend of the optimizer.
+        **cut: see `CustomSampler.attach`.
     """
 
-    def __init__(self, sampler: CustomSampler, backend: Backend, *, spread: bool = True) -> None:
+    def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
         self.sampler = _check_world(sampler, backend)
-        self.clock: Clock = sampler.attach(spread=spread)
+        self.clock: Clock = sampler.attach(**cut)
         self.watchers: WeakSet[Watcher] = WeakSet()
-        self.phase = Phase.BETWEEN_STEPS
+        self.running = False  # whether step() is under way
         self._world = backend.world
-        self._round = 0  # microbatches of the current step received on this rank
-        self._step: Step | None = None
-        self._min_microbatches = sampler.min_microbatches  # with which it was split
-        self._microbatches: dict[int, Microbatch] = {}  # of the current step, by round: each is needed several times
+        self._progress = _Progress(0)
+        self.made: Step | None = None  # the last step that was committed, or is about to be
+        self._settled, self._updated = 0, True  # commits that are settled, and whether the last one changed the weights
+        self._cut: _Cut | None = None
         self._iteration: Iteration | None = None
         self._received = 0  # microbatches of the iteration received
 
@@ -91,6 +117,22 @@ class Loop:
         return self.clock.end_pending and self.sampler.clock.end_pending
 
     @property
+    def phase(self) -> Phase:
+        """Where in a step the optimizer is."""
+        if self._progress.commits != self.clock.commits:
+            return Phase.BETWEEN_STEPS if self.settled else Phase.UNSETTLED
+        return self._progress.phase
+
+    def enter(self, phase: Phase) -> None:
+        """Note where in the step the optimizer is."""
+        self._progress = _Progress(self.clock.commits, self._round, phase)
+
+    @property
+    def _round(self) -> int:
+        """The number of microbatches of the current step received on this rank."""
+        return self._progress.round if self._progress.commits == self.clock.commits else 0
+
+    @property
     def begun(self) -> bool:
         """Whether a microbatch of the current step was accumulated."""
         return self._round > 0
@@ -98,11 +140,14 @@ class Loop:
     @property
     def step(self) -> Step:
         """The current step: the next update."""
-        at_least = self.sampler.min_microbatches  # an optimizer that attaches later may change it
-        if self._step is None or at_least != self._min_microbatches:
-            self._step = self.clock.plan.step(self.clock.epoch, self.clock.step, at_least)
-            self._min_microbatches, self._microbatches = at_least, {}
-        return self._step
+        return self._due().step
+
+    def _due(self) -> _Cut:
+        clock = self.clock
+        key = clock.plan, clock.position, self.sampler.dealing  # an optimizer that attaches later changes it
+        if self._cut is None or self._cut.key[0] is not key[0] or self._cut.key[1:] != key[1:]:
+            self._cut = _Cut(key, clock.plan.step(clock.epoch, clock.step, key[2]), {})
+        return self._cut
 
     @property
     def several_rounds(self) -> bool:
@@ -115,16 +160,24 @@ class Loop:
         Raises:
             RuntimeError: in another phase.
         """
-        if self.phase in allowed:
+        phase = self.phase
+        if phase in allowed:
             return
+        if self.running:
+            raise RuntimeError(
+                f"{what} must be called when optimizer.step() has returned, but it was called within it, as by a hook "
+                f"of the inner optimizer; call it after step()"
+            )
         state = {
             Phase.INSIDE_STEP: "has accumulated only some of its microbatches",
             Phase.INTERRUPTED: "was interrupted by an exception",
             Phase.HALF_UPDATED: "was interrupted by an exception in the inner optimizer's step, or in a hook of it, "
             "so that the weights may be half updated",
-        }[self.phase]
+            Phase.UNSETTLED: "had made its update when it was interrupted by an exception",
+        }[phase]
+        step = self.clock.step - (phase is Phase.UNSETTLED)
         when = "between steps" if Phase.INSIDE_STEP not in allowed else "in an intact step"
-        raise RuntimeError(f"{what} must be called {when}, but step {self.clock.step} {state}; {_WAY_OUT[self.phase]}")
+        raise RuntimeError(f"{what} must be called {when}, but step {step} {state}; {_WAY_OUT[phase]}")
 
     def check_receiving(self) -> None:
         """Check that `step()` may be called now; otherwise a microbatch that was read for it is lost.
@@ -132,9 +185,10 @@ class Loop:
         Raises:
             RuntimeError: after an exception.
         """
-        if self.phase in (Phase.INTERRUPTED, Phase.HALF_UPDATED) and self.sampler.iteration is not None:
+        allowed = Phase.BETWEEN_STEPS, Phase.INSIDE_STEP
+        if self.phase not in allowed and self.sampler.iteration is not None:
             self.sampler.iteration.use = Use.STALE
-        self.check_phase("step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        self.check_phase("step()", *allowed)
 
     def microbatch(self, ahead: int = 0) -> Microbatch:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step.
@@ -144,68 +198,90 @@ class Loop:
         """
         if self.clock.finished:
             self._enter_next_epoch()
-        step, round_index = self.step, self._round + ahead
-        if round_index not in self._microbatches:
-            self._microbatches[round_index] = step.microbatch(round_index, self._world)
-        return self._microbatches[round_index]
+        (_, step, known), round_index = self._due(), self._round + ahead
+        if round_index not in known:
+            known[round_index] = step.microbatch(round_index, self._world)
+        return known[round_index]
 
-    def upcoming(self) -> Upcoming | None:
-        """Return what the next `step()` counts; None if it must not be called now, or the next epoch was not set."""
-        if self.clock.finished or self.phase not in (Phase.BETWEEN_STEPS, Phase.INSIDE_STEP):
+    def upcoming(self) -> Microbatch | None:
+        """Return what the next `step()` counts; None if nothing was read for it, or `step()` must not be called."""
+        if self.phase not in (Phase.BETWEEN_STEPS, Phase.INSIDE_STEP):
             return None
-        return Upcoming(self.microbatch(), self.step, self.clock.step, self.clock.samples)
+        try:
+            return self.microbatch()
+        except (RuntimeError, ValueError):  # the epoch has ended
+            return None
 
-    def receive(self) -> Microbatch:
+    def receive(self, parameters: Sequence[Tensor]) -> Microbatch:
         """Count the next microbatch as received, and return it.
+
+        Args:
+            parameters: those that have its gradients.
 
         Raises:
             RuntimeError: if it cannot be the one that the sampler dealt.
         """
         microbatch = self.microbatch()
+        self.sampler.lead(self.clock)
         iteration = self.sampler.iteration
         if iteration is not None and iteration is not self._iteration:
             self._received = self._begin(iteration)
+            iteration.counts.pass_over(self._received)
             self._iteration = iteration
-        if iteration is not None and iteration.min_microbatches != self._min_microbatches:
+            _check_new(parameters, iteration)
+        if iteration is not None and iteration.dealing != self.sampler.dealing:
             iteration.use = Use.STALE
             raise RuntimeError(
-                f"the loader must be iterated again after an optimizer is created whose result depends on how steps "
-                f"are split, but this iteration was begun before, and splits them into at least "
-                f"{iteration.min_microbatches} microbatches; call optimizer.discard_step() and start a new loop over "
-                f"the loader"
+                "the loader must be iterated again after an optimizer is created whose result depends on how steps "
+                "are split, but this iteration was begun before; call optimizer.discard_step() and start a new loop "
+                "over the loader"
             )
-        if iteration is None or self._received >= iteration.counts.yielded:
+        if iteration is None or self._received >= iteration.counts.available:
             raise RuntimeError(
                 f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "
-                f"yielded {0 if iteration is None else iteration.counts.yielded} and this is number "
+                f"yielded {0 if iteration is None else iteration.counts.available} and this is number "
                 f"{self._received + 1}; pass the same CustomSampler to the optimizer and, as batch_sampler, to the "
                 f"loader (in a trainer: use the loader or the engine that the integration returns), and call step() "
-                f"once per microbatch"
+                f"once per microbatch; pass optimizer.inner to functions that make a step of their own, as "
+                f"get_state_dict() of torch.distributed.checkpoint does"
             )
-        ends_at = self._received - self._round + self.step.rounds(self._world)
-        if skipped := iteration.counts.count_step(self._received, ends_at):
+        if skipped := iteration.counts.count_step(self._received):
+            what = (
+                f"{skipped} of those that were read did not reach step() before step {microbatch.step} continued"
+                if skipped > 0
+                else f"step() was called {-skipped} times more than microbatches were read"
+            )
             raise RuntimeError(
-                f"step() must follow the backward() of every microbatch, but {skipped} of those that were read did not "
-                f"reach step() before step {microbatch.step} continued; call it once per microbatch, skip none (after "
-                f"an exception call discard_step() and iterate the loader again), pass the sampler to the loader as "
-                f"batch_sampler, and give an optimizer that steps more rarely a sampler of its own"
+                f"step() must follow the backward() of every microbatch, but {what}; call it once per microbatch, skip "
+                f"none (after an exception call discard_step() and iterate the loader again), pass the sampler to the "
+                f"loader as batch_sampler, give an optimizer that steps more rarely a sampler of its own, and read "
+                f"several at once only by vbs.updates"
             )
         self._received += 1
         return microbatch
 
     def next_round(self) -> None:
         """Advance to the next microbatch of the same step."""
-        self._microbatches.pop(self._round, None)
-        self._round += 1
-        self.phase = Phase.INSIDE_STEP
+        due, done = self._due(), self._round
+        due.microbatches.pop(done, None)
+        self._progress = _Progress(self.clock.commits, done + 1, Phase.INSIDE_STEP)
 
     def commit(self, *, updated: bool) -> None:
-        """Advance to the next step; the sampler's clock follows. Not `updated`: it was skipped as non-finite."""
-        self.clock.advance(self.step.batch_size)
-        self.sampler.follow(self.clock)
-        self._begin_step()
-        for watcher in self.watchers:
-            watcher.commit(updated=updated)
+        """Commit the step, at one moment: not `updated`, it was skipped as non-finite."""
+        self.made, self._updated = self.step, updated
+        self.clock.advance(self.made.batch_size)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that follows from the last commit was done."""
+        return self._settled == self.clock.commits
+
+    def settle(self) -> None:
+        """Tell the sampler and the watchers of the last commit."""
+        self.sampler.follow()
+        for watcher in list(self.watchers):
+            watcher.commit(updated=self._updated)
+        self._settled = self.clock.commits
 
     def set_epoch(self, epoch: int) -> None:
         """Move the clock, see `Clock.set_epoch`, and return to the first microbatch of its step."""
@@ -225,13 +301,9 @@ class Loop:
         for iteration in (self._iteration, self.sampler.iteration):
             if iteration is not None:
                 iteration.use = Use.STALE
-        self._begin_step()
-        self._iteration = None
+        self._progress, self._iteration, self.running = _Progress(self.clock.commits), None, False
         for watcher in self.watchers:
             watcher.discard()
-
-    def _begin_step(self) -> None:
-        self._round, self._step, self._microbatches, self.phase = 0, None, {}, Phase.BETWEEN_STEPS
 
     def _enter_next_epoch(self) -> None:
         """Move to the next epoch if the sampler was read there: `set_epoch` of the sampler is then enough."""
@@ -240,7 +312,7 @@ class Loop:
             ended = self.clock.epoch.number
             raise RuntimeError(
                 f"step() needs an epoch with updates left, but all updates of epoch {ended} are committed; call "
-                f"set_epoch({ended + 1}) on the sampler and on the optimizer"
+                f"set_epoch({ended + 1}) on the sampler and on the optimizer, or loop over vbs.updates"
             )
         self.clock.set_epoch(due)
 
@@ -269,8 +341,21 @@ class Loop:
                 f"the optimizer is at {here}; call set_epoch with the same epoch on both, or restore both"
             )
         iteration.use = Use.CURRENT
-        steps = (self.clock.plan.step(self.clock.epoch, number) for number in range(start.step, here.step))
+        plan, epoch, dealing = self.clock.plan, self.clock.epoch, self.sampler.dealing
+        steps = (plan.step(epoch, number, dealing) for number in range(start.step, here.step))
         return sum(step.rounds(self._world) for step in steps) - iteration.first_round
+
+
+def _check_new(parameters: Sequence[Tensor], iteration: Iteration) -> None:
+    """Check that the gradients are new since an iteration began, at its first microbatch."""
+    left, iteration.gradients = iteration.gradients, ()
+    left_in = {id(gradient) for gradient in left}
+    if left_in and any(id(parameter.grad) in left_in for parameter in parameters if parameter.grad is not None):
+        raise RuntimeError(
+            "the gradients must be those of the microbatches that step() counts, but a backward() that no step() has "
+            "counted had left some when the loader was iterated, as a loop does that an exception has ended; call "
+            "optimizer.discard_step() or zero_grad() before a new loop"
+        )
 
 
 def check_sampler(sampler: object) -> None:

@@ -10,13 +10,12 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.data.microbatching import cut
-from variable_batch_size.data.plan import STEPS_PER_DEAL
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.instances import instances
 
 ENOUGH = 8  # distinct samples in a microbatch
 
@@ -48,7 +47,7 @@ def check_model(model: torch.nn.Module, sampler: CustomSampler) -> None:
         raise type_error("model must be a torch.nn.Module", model, "pass the model")
     if not isinstance(sampler, CustomSampler):
         raise type_error("sampler must be a vbs.CustomSampler", sampler, "pass the one that feeds the loop")
-    if model in _warned or not any(isinstance(part, _BatchNorm) and part.training for part in model.modules()):
+    if model in _warned or not any(_normalizes(part) and part.training for part in model.modules()):
         return
     plan, smallest = sampler.plan, _smallest(sampler)
     if smallest.samples >= (min(ENOUGH, plan.minibatch_size) if plan.fixed_shape else 2):
@@ -62,6 +61,21 @@ def check_model(model: torch.nn.Module, sampler: CustomSampler) -> None:
         UserWarning,
         stacklevel=3,
     )
+
+
+def check_known(model: torch.nn.Module, sampler: CustomSampler) -> None:
+    """Check a model as `check_model` does, and that the optimizer of the sampler has cut the steps for it.
+
+    Raises:
+        ValueError: if not.
+    """
+    if sampler.dealing.multiple_of > 1 and any(map(_normalizes, model.modules())):
+        raise ValueError(
+            "the optimizer of a model with batch normalization must know it, because the result depends on how steps "
+            "are cut, but it was created without; pass model= to the optimizer, or call "
+            "vbs.broadcast_parameters(model) before it is created"
+        )
+    check_model(model, sampler)
 
 
 def _remedies(sampler: CustomSampler, smallest: _Smallest) -> str:
@@ -87,30 +101,41 @@ def check_seen(parameters: Sequence[Tensor], sampler: CustomSampler) -> None:
     for model in list(_seen):
         if not own.isdisjoint(map(id, model.parameters())):
             _seen.discard(model)
-            check_model(model, sampler)
+            check_known(model, sampler)
 
 
-def normalizes_batches(parameters: Sequence[Tensor]) -> bool:
-    """Return whether a batch normalization has one of these parameters, or is in a remembered model that has one.
+def cut_for(
+    model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measured: bool, alone: bool
+) -> dict[str, bool]:
+    """Return how steps have to be cut for a training, see `CustomSampler.attach`.
 
-    Then the result of a training depends on how a step is split. A layer whose own parameters are not among these, and
-    whose model was not passed to `broadcast_parameters` before, is not found.
+    Args:
+        model: the model, if it is known; those that were remembered and have one of the parameters count, too.
+        parameters: parameters of the optimizer.
+        measured: whether the noise is measured.
+        alone: whether the world has one rank.
     """
     own = {*map(id, parameters)}
-    models = [model for model in _seen if not own.isdisjoint(map(id, model.parameters()))]
-    if any(isinstance(part, _BatchNorm) for model in models for part in model.modules()):
-        return True
-    lengths = [parameter.numel() for parameter in parameters if parameter.dim() == 1]
-    if len({*lengths}) == len(lengths):  # weight and bias of a layer are vectors of the same length
-        return False
-    return any(not own.isdisjoint(map(id, layer.parameters())) for layer in instances(_BatchNorm))
+    models = [seen for seen in _seen if not own.isdisjoint(map(id, seen.parameters()))]
+    parts = [part for one in (model, *models) if one is not None for part in one.modules()]
+    together = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)  # all ranks, by a collective
+    return {
+        "spread": alone or not (measured or any(map(_normalizes, parts))),
+        "compiles_shapes": any(parameter.device.type in ("xla", "tpu") for parameter in parameters),
+        "equal_rounds": together and not alone,
+    }
+
+
+def _normalizes(part: torch.nn.Module) -> bool:
+    """Return whether a layer normalizes each microbatch by itself, so that the result depends on how a step is cut."""
+    return isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm)
 
 
 def _smallest(sampler: CustomSampler) -> _Smallest:
     """Return the smallest microbatch of the present epoch."""
-    plan, epoch = sampler.plan, sampler.clock.epoch
-    deals = (plan.deal(epoch, step, sampler.world) for step in range(epoch.first_step, epoch.end_step, STEPS_PER_DEAL))
+    plan, epoch, dealing = sampler.plan, sampler.clock.epoch, sampler.dealing
+    deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing)
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
-    how: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "min_microbatches": sampler.min_microbatches}
+    how: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
     cuts = ((cut(size, plan.minibatch_size, **how), size) for size in batch_sizes)
     return min(_Smallest(found.locate(0)[1], size) for found, size in cuts)

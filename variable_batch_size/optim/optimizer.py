@@ -7,34 +7,40 @@ sums over the ranks, clips, scales by the rule, runs the inner optimizer's `step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from variable_batch_size.backend import Backend, detect
+from variable_batch_size.backend import Backend
+from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.data_parallel import DataParallelCheck
 from variable_batch_size.optim.deciding import Deciding
-from variable_batch_size.optim.loop import Loop, Phase, Watcher, check_sampler
-from variable_batch_size.optim.normalization import normalizes_batches
+from variable_batch_size.optim.loop import Loop, Phase
+from variable_batch_size.optim.normalization import cut_for
+from variable_batch_size.optim.observed import ObservedOptimizer
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
+from variable_batch_size.optim.replay import Replays, call_before_forward
 from variable_batch_size.optim.report import Reporter
-from variable_batch_size.optim.rule_check import check_applies_lr, check_rules
+from variable_batch_size.optim.rule_check import check_applies_lr, chosen
 from variable_batch_size.optim.scaling import LearningRateCheck
+from variable_batch_size.optim.state import check_state
+from variable_batch_size.optim.syncs import backend_for, sync_for, unwrapped
 from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import OptimizerWrapper, check_hyperparameters, run_closure
-from variable_batch_size.rules import Noise, Rule
-from variable_batch_size.rules.base import check_reference
-from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, parameters_of, run_closure
+from variable_batch_size.rules import Rule
 from variable_batch_size.tracker import Tracker
 
 
-class CustomOptimizer(OptimizerWrapper):
+class CustomOptimizer(ObservedOptimizer):
     """A torch optimizer whose updates follow the trace of a sampler, with hyperparameters scaled by a rule.
 
     Each update uses the gradient of the mean loss over exactly the samples of its step,
@@ -48,6 +54,8 @@ class CustomOptimizer(OptimizerWrapper):
         sampler: the `CustomSampler` that feeds the loop.
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned. Every rule needs it but
             "constant".
+        model: the model, as the loop calls it: needed for a `DistributedDataParallel` and for modules that
+            `fully_shard` has sharded, which then sum the gradients in `backward()`, and for batch normalization.
         rule: a rule, or its name in `vbs.RULES`; or a sequence of these, one for each parameter group.
         noise: how to measure the gradient noise: "microbatches" compares the microbatches of each update;
             "differenced" also compares consecutive updates if one has a single microbatch, for one more copy of the
@@ -57,17 +65,15 @@ class CustomOptimizer(OptimizerWrapper):
         accumulation: where the gradients of a step are accumulated: "in_place", in `.grad`, which takes no memory; or
             "buffered", apart from `.grad`, so that `zero_grad()` within a step drops what another backward has added.
             Always "buffered" if the noise is measured, under a `GradScaler`, and, in float32, for half precision.
-        find_unused_parameters: in a world of several ranks, whether each update finds out which parameters have
-            gradients on any rank, as `DistributedDataParallel` does; the host then waits for the device once an update.
-            Otherwise the first update settles it, and a later change raises. A world of one needs none of this.
+        find_unused_parameters: whether each update of several ranks finds out which parameters have gradients on
+            any; the host then waits for the device. Otherwise the first update settles it, and a later change raises.
         grad_norm: whether to measure the norm of the gradient of each update, before clipping: `optimizer.grad_norm`.
-        overlap: whether gradients are summed over the processes while the last `backward()` of an update still runs,
-            from the second one on, if each came once per microbatch in the first one, without a `GradScaler`. Pass
-            False if later microbatches have several backwards, or the loop changes single gradients by `.grad.data`.
-        bucket_cap_mb: size of the messages in which they are summed, in MB.
         log_steps: number of updates between two rows of scalars. Default: 10 if there is a tracker, otherwise never.
         log_samples: number of samples between two rows of scalars, instead.
         tracker: destination of the scalars. Default: `Tracker("runs")` if `log_steps` or `log_samples` is given.
+        sharded_accumulation: whether FSDP2 scatters each microbatch's sum; otherwise ranks keep whole gradients.
+        process_group: the ranks that share a batch, if not all of the job do; the others agree with them on everything
+            else. Pass its size and rank to the sampler, too.
         backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
 
     Raises:
@@ -84,6 +90,7 @@ class CustomOptimizer(OptimizerWrapper):
         sampler: CustomSampler,
         ref_batchsize: int | None = None,
         *,
+        model: Module | None = None,
         rule: Rule | str | Sequence[Rule | str] | None = "constant",
         noise: Estimator | None = None,
         reduction: Reduction = "mean",
@@ -91,113 +98,74 @@ class CustomOptimizer(OptimizerWrapper):
         accumulation: AccumulationKind = "in_place",
         find_unused_parameters: bool = False,
         grad_norm: bool = False,
-        overlap: bool = True,
-        bucket_cap_mb: float = 25,
         log_steps: int | None = None,
         log_samples: int | None = None,
         tracker: Tracker | None = None,
+        sharded_accumulation: bool = True,
+        process_group: ProcessGroup | None = None,
         backend: Backend | None = None,
     ) -> None:
         super().__init__(inner)
         check_objects(tracker, backend)
-        rules = rules_for_groups("constant" if rule is None else rule, len(inner.param_groups))
-        reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
-        rule_per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
-        check_sampler(sampler)
-        names: Any = rule if rule_per_group else [rule or "constant"] * len(rules)
-        check_rules(names, rules, inner, reference, sampler)
-        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        self._backend = backend if backend is not None else detect(parameters, sampler.world)
+        rules = chosen(rule, inner, ref_batchsize, sampler)
+        parameters = parameters_of(inner.param_groups)
+        module, self._agreement = unwrapped(model), None
+        self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and sampler.planning.needs_noise else noise
-        kinds = noise, reduction, max_grad_norm, accumulation, find_unused_parameters
-        options = UpdateOptions(*kinds, grad_norm, overlap, bucket_cap_mb)
-        self._updater = Updater(inner, self._backend, rules, reference, options, rule_per_group=rule_per_group)
-        check_applies_lr(inner, rules)
-        measured, alone = self._updater.gradient_noise is not None, self._backend.world.size == 1
-        self._loop = Loop(sampler, self._backend, spread=alone or not (measured or normalizes_batches(parameters)))
-        self._updater.gradient.upcoming = self._loop.upcoming
-        self._lr_check, self._data_parallel_check = LearningRateCheck(), DataParallelCheck()
+        options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters, grad_norm)
+        sync = sync_for(module, self._backend, sharded_accumulation=sharded_accumulation)
+        self._updater = Updater(inner, self._backend, rules, options, sync)
+        check_applies_lr(inner, rules.rules)
+        kind = {"measured": self._updater.gradient_noise is not None, "alone": self._backend.world.size == 1}
+        self._loop = Loop(sampler, self._backend, padded=sync.keeps_apart, **cut_for(module, parameters, **kind))
+        self._replays = Replays(module, self._backend)
+        call_before_forward(sync.module, self._announce)
+        call_before_forward(self._replays.module, self._keep)
+        if sync.in_backward:
+            sync.meet(self.agreement)  # while every rank is here
+        sampler.watch_gradients(parameters)
+        self._lr_check = LearningRateCheck()
+        self._backward_of: Iteration | None = None  # during which backward() was called last
+        self._followed_up = 0  # commits of which the controller and the tracker have heard
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
-        self._reporter = Reporter(self.tracker, log_steps, log_samples, self._updater, self._loop)
-        self._deciding = Deciding(self._loop, self._updater, self._backend, self.tracker)
+        each = self._updater, self._loop, self._backend
+        self._reporter = Reporter(self.tracker, log_steps, log_samples, *each)
+        self._deciding = Deciding(*each, self.tracker)
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rule of each parameter group."""
-        return self._updater.rules
+    def _announce(self) -> None:
+        self._updater.gradient.before(self._loop.upcoming())
 
-    @property
-    def backend(self) -> Backend:
-        """The backend: how ranks communicate."""
-        return self._backend
-
-    @property
-    def sampler(self) -> CustomSampler:
-        """The sampler that feeds the loop."""
-        return self._loop.sampler
-
-    @property
-    def ref_batchsize(self) -> int | None:
-        """The batch size, in samples, at which the hyperparameters were tuned."""
-        return self._updater.ref_batchsize
-
-    @property
-    def reduction(self) -> Reduction:
-        """The reduction of the loss over the rows of a microbatch, "mean" or "sum"."""
-        return self._updater.options.reduction
+    def _keep(self) -> None:
+        self._replays.keep(self._loop.upcoming())
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
+        self.settle()
         self._loop.check_phase(caller, Phase.BETWEEN_STEPS)
-        rules = rules_for_groups(self.rules if self._updater.rule_per_group else self.rules[0], number)
+        rules = self._updater.rules_for(number)
         self._updater.clear()
         change()
-        self._updater.rules = rules
-        self._updater.gradient.refresh(self._updater.parameters)
+        self._use_groups(rules)
 
-    # The loop. ---------------------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next update: after an epoch has ended, the following one; but see `Checkpoint.step`."""
-        return self._loop.epoch
-
-    @property
-    def updates(self) -> int:
-        """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
-        return self._loop.clock.step
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that were trained on so far, over all ranks."""
-        return self._loop.clock.samples
-
-    @property
-    def progress(self) -> float:
-        """How far the training is, in updates at `ref_batchsize`: the sum of `Scaling.progress` over the updates."""
-        return float(self._updater.progress)
-
-    @property
-    def done(self) -> bool:
-        """Whether the training has ended: by the sampler's `max_updates` or `max_samples`, or with its trace."""
-        return self._loop.done
-
-    @property
-    def inside_step(self) -> bool:
-        """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
-        return self._loop.phase is not Phase.BETWEEN_STEPS
-
-    def progress_later(self) -> Callable[[], float]:
-        """Return a function that returns the present progress, to be called later without waiting for a device."""
-        return self._updater.progress.later()
-
-    @property
-    def microbatch(self) -> Microbatch:
-        """The microbatch that the next `step()` counts.
+    def _adopt_groups(self) -> None:
+        """Take the parameters from `param_groups`, whose lists may have been changed in place.
 
         Raises:
-            RuntimeError: if all updates of the epoch are committed.
+            RuntimeError: within a step.
         """
-        return self._loop.microbatch()
+        if not self._updater.has_new_groups:
+            return
+        if self._loop.begun:
+            raise RuntimeError(
+                f"the parameters must stay the same within a step, but the lists of param_groups were changed in step "
+                f"{self._loop.clock.step}; change them when optimizer.step() has returned True, or after discard_step()"
+            )
+        self._use_groups(self._updater.rules_for(len(self.param_groups)), keep=True)
+
+    def _use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
+        self._updater.use_groups(rules, keep=keep)
+        self.sampler.watch_gradients(self._updater.gradient.parameters)
+
+    # The loop. ---------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
@@ -209,20 +177,27 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
             ValueError: if the trace ends before the epoch does.
         """
+        self.settle()
         self._loop.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._loop.set_epoch(epoch)
         self._clear()
 
-    def discard_step(self) -> None:
+    def discard_step(self, timeout: float = 10.0) -> None:
         """Discard the accumulated microbatches of an incomplete step, so that the step can start over.
 
         Iterate the loader again afterwards. Call it, or `load_state_dict`, after an exception in `step()`. With
         `noise="differenced"` an exception of a rule leaves no previous gradient to compare the next one with.
 
+        Args:
+            timeout: seconds to wait for the other ranks: if a `DistributedDataParallel` sums, all have to discard it.
+
         Raises:
-            RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that.
+            RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that; or
+                if ranks that have to discard the step do not.
         """
+        self.settle()
         self._loop.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
+        self._updater.gradient.sync.check_discard(self._agreement, timeout)
         self._clear()
         self._loop.restart()
 
@@ -238,11 +213,49 @@ class CustomOptimizer(OptimizerWrapper):
             RuntimeError: within a step, if a backward has added to the accumulated gradients in `.grad`, and
                 `accumulation` is not "buffered".
         """
+        self._adopt_groups()
         self._updater.gradient.drop_current(inside_step=self._loop.begun)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
-        self._loop.watchers.add(watcher)
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+        *,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        """Call `loss.backward()`, and see to it that nothing else changes the gradients of the step.
+
+        Call it once for each loss of a microbatch, before `step()`. A loop may call `loss.backward()` instead, of which
+        changes are seen in the first updates only.
+
+        Args:
+            loss: the loss of the microbatch.
+            gradient: see `torch.Tensor.backward`, like the next three.
+            retain_graph: whether the graph is kept.
+            create_graph: whether the graph of the gradients is built.
+            inputs: the tensors that get gradients.
+            scaler: scales the loss; its scale at the first microbatch holds for the step. Call `scaler.step(optimizer)`
+                and `scaler.update()` after each microbatch, without `scaler.unscale_`.
+
+        Raises:
+            RuntimeError: if something else has changed the gradients since the last `step()` or `backward()`, or an
+                exception has interrupted the step.
+        """
+        loop, gradients = self._loop, self._updater.gradient
+        loop.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
+        self._adopt_groups()
+        if (iteration := loop.sampler.iteration) is not self._backward_of:
+            self._backward_of = iteration
+            if not loop.begun:  # an earlier backward() was that of a loop that was left
+                gradients.drop_current(inside_step=False)
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        if gradients.sync.loss_weighed:  # by that of the microbatch which step() will count
+            gradients.sync.scaled = scaler is not None and scaler.is_enabled()
+            self._announce()
+        gradients.backward(loss, scaler, gradient=gradient, **options)
 
     @uncompiled
     @torch.no_grad()
@@ -265,60 +278,27 @@ class CustomOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if no `backward()` has run, or a microbatch of the sampler was skipped, repeated or reordered.
         """
+        updater, loop = self._updater, self._loop
+        if loop.settled:  # an update that an exception has interrupted later was made
+            self.settle()
+        loop.check_receiving()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
-        updater, loop = self._updater, self._loop
-        loop.check_receiving()
-        self._data_parallel_check.check(updater.gradient.parameters)
+        self._adopt_groups()
         self._lr_check.check(self.param_groups, inside_step=loop.begun)
-        loop.phase = Phase.INTERRUPTED  # stays if an exception follows
+        loop.enter(Phase.INTERRUPTED)  # stays if an exception follows
         try:
-            microbatch, step = loop.receive(), loop.step
+            loop.running = True
+            microbatch = loop.receive(updater.gradient.parameters)
             updated = self._accumulate(microbatch, count) and self._update()
-        except BaseException:
-            loop.phase = Phase.HALF_UPDATED if updater.inner_step_begun else Phase.INTERRUPTED
-            raise
+        finally:
+            loop.running = False
+        self._settle_gradients()  # before the graph ends, of which they would be results
         self._backend.mark_step()
-        if microbatch.ends_step:
-            self._deciding.after_update(step)
-            self._reporter.after_update(step)
+        self.settle()
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
-
-    def log(self, **means: Tensor | float) -> None:
-        """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
-
-        Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
-        over the rows of a microbatch; with `step(count=)`, means over what is counted.
-        """
-        self._updater.gradient.step_means.log(means)
-
-    @property
-    def logged(self) -> dict[str, Tensor]:
-        """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
-        return self._updater.gradient.step_means.last
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; nan if skipped."""
-        return self._updater.grad_norm
-
-    def lr_factor(self) -> float:
-        """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
-        return self._updater.lr_factor
-
-    def current_lr(self) -> float:
-        """Return the effective learning rate of the last update, of the first parameter group."""
-        return float(self._updater.reference_lr) * self.lr_factor()
-
-    def noise(self) -> Noise:
-        """Return the gradient noise, averaged so far; sigma2 and mu2 are nan before the first estimate.
-
-        Raises:
-            RuntimeError: if the noise is not measured.
-        """
-        return self._updater.noise()
 
     # State. ------------------------------------------------------------------------------------------------------
 
@@ -326,28 +306,37 @@ class CustomOptimizer(OptimizerWrapper):
         """Return the state of the inner optimizer and, under "vbs", the position in the training; no rank or world.
 
         Raises:
-            RuntimeError: in the middle of a step.
+            RuntimeError: in the middle of a step, or if a microbatch of a loop that has ended did not reach `step()`.
         """
+        self.settle()
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        own = self._loop.sampler.state_of(self._loop.clock) | self._updater.state_dict() | self._deciding.state_dict()
-        return {**self.inner.state_dict(), "vbs": own}
+        self.sampler.check_left_over()
+        kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
+        if self._updater.gradient_noise is not None:  # which depends on the microbatches
+            kind["minibatch_size"] = self.sampler.plan.minibatch_size
+        own = kind | self._updater.state_dict() | self._deciding.state_dict()
+        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._loop.clock), **own}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
 
         Args:
             state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
-            strict: whether to raise if the state was saved with another dataset size, seed or past of the trace. That
-                the future of the trace is another one, or the rule, is told by a UserWarning.
+            strict: whether to raise if the state was saved with another kind of inner optimizer, dataset size, seed or
+                past of the trace. That the future of the trace is another one, or the rule, or the size of the
+                microbatches whose noise is measured, is told by a UserWarning.
 
         Raises:
-            ValueError: if the state does not match; then nothing has changed.
+            ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.
         """
+        self.settle()
         sampler, resumed, position = self._loop.sampler, None, state_dict.get("vbs")
         if position is not None:
+            check_state(position)
             if strict:
-                sampler.check_samples(position)
-            resumed = sampler.resumed(position)
+                check_kind(self.inner, position["optimizer"])
+                sampler.check_samples(position["sampler"])
+            resumed = sampler.resumed(position["sampler"])
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -356,10 +345,10 @@ class CustomOptimizer(OptimizerWrapper):
         check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
         self.mark_stepped()
-        self._updater.gradient.reduction.restore()
+        self._updater.gradient.sync.restart()
         self._clear()
         self._loop.restart()
-        self._updater.load_state_dict(position or {})
+        self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
         self._deciding.load_state_dict(position or {})
         if resumed is not None:
             sampler.adopt(resumed, followed=True)
@@ -368,7 +357,8 @@ class CustomOptimizer(OptimizerWrapper):
     # An update. --------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._updater.clear(discarded=True)
+        self._updater.clear()
+        self._replays.drop()
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:
@@ -377,6 +367,7 @@ class CustomOptimizer(OptimizerWrapper):
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler
         self._updater.gradient.add(microbatch, following, inside_step=loop.begun, **scale, count=count)
+        self._replays.undo()
         if not microbatch.ends_step:
             loop.next_round()
         return microbatch.ends_step
@@ -384,9 +375,24 @@ class CustomOptimizer(OptimizerWrapper):
     def _update(self) -> bool:
         updater, loop = self._updater, self._loop
         if not updater.gradient.agreed:
-            consistency.compare_ranks(updater, loop, self.inner, self._backend)
-        updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples)
-        updater.clear()
+            consistency.compare_ranks(updater, loop, self.inner, self._backend, self.agreement)
+        begin = partial(loop.enter, Phase.HALF_UPDATED)
+        updated = updater.apply(loop.step, loop.clock.step, loop.clock.samples, begin)
         loop.commit(updated=updated)
-        updater.gradient.begin(several=loop.several_rounds)
         return updated
+
+    def settle(self) -> None:
+        """Complete what follows from the last update, if an exception has interrupted it; all methods do it first."""
+        loop, commits = self._loop, self._loop.clock.commits
+        self._settle_gradients()
+        if self._followed_up != commits and loop.made is not None:
+            self._deciding.after_update(loop.made, self.agreement)
+            self._followed_up = commits  # before what is done once, whatever error comes of it
+            consistency.compare_after_update(self.agreement, loop, self.inner)
+            self._reporter.after_update(loop.made)
+
+    def _settle_gradients(self) -> None:
+        if not self._loop.settled:
+            self._updater.clear()
+            self._updater.gradient.begin(several=self._loop.several_rounds)
+            self._loop.settle()

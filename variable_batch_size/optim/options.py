@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, TypedDict, get_args
 
-from variable_batch_size._validation import check_number, type_error, value_error
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.backend import Backend
 from variable_batch_size.tracker import Tracker
 
@@ -17,17 +20,18 @@ AccumulationKind = Literal["in_place", "buffered"]
 class Options(TypedDict, total=False):
     """The keyword arguments of `CustomOptimizer` other than `rule`."""
 
+    model: Module | None
     noise: Estimator | None
     reduction: Reduction
     max_grad_norm: float | None
     accumulation: AccumulationKind
     find_unused_parameters: bool
     grad_norm: bool
-    overlap: bool
-    bucket_cap_mb: float
     log_steps: int | None
     log_samples: int | None
     tracker: Tracker | None
+    sharded_accumulation: bool
+    process_group: ProcessGroup | None
     backend: Backend | None
 
 
@@ -40,8 +44,6 @@ class UpdateOptions(NamedTuple):
     accumulation: AccumulationKind = "in_place"
     find_unused_parameters: bool = False
     grad_norm: bool = False
-    overlap: bool = True
-    bucket_cap_mb: float = 25
 
     def checked(self) -> UpdateOptions:
         """Return the options with checked numbers; raise ValueError or TypeError for others."""
@@ -53,10 +55,7 @@ class UpdateOptions(NamedTuple):
         if self.accumulation not in get_args(AccumulationKind):
             requirement = 'accumulation must be "in_place" or "buffered"'
             raise value_error(requirement, f"{self.accumulation!r:.60}", "pass one, or omit it")
-        if not isinstance(self.overlap, bool):
-            raise type_error("overlap must be True or False", self.overlap, "pass one, or omit it")
-        megabytes = check_number(self.bucket_cap_mb, "bucket_cap_mb", "pass a size in MB, or omit it")
-        return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm), bucket_cap_mb=megabytes)
+        return self._replace(max_grad_norm=_check_max_grad_norm(self.max_grad_norm))
 
 
 def check_objects(tracker: object, backend: object) -> None:

@@ -16,8 +16,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Agreement, Backend
 
+FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
 READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value of so many updates ago
 
 _REMEDY = (
@@ -39,11 +40,12 @@ class Participation(ABC):
         self._backend = backend
 
     @abstractmethod
-    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
         """Agree on the parameters before the first update; every rank has to call it.
 
         Args:
             has_gradient: for each parameter, whether it has a gradient on this rank.
+            agreement: exchanges this.
             replay: whether this rank has only a replay, which says nothing.
 
         Raises:
@@ -81,7 +83,7 @@ class Participation(ABC):
 class AloneParticipation(Participation):
     """A world of one: the parameters that have a gradient take part."""
 
-    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
         """Do nothing."""
 
     def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
@@ -106,11 +108,11 @@ class AgreedParticipation(Participation):
         self._updates = 0  # since the last read
         self._first_change = ""  # on this rank since the last restored state
 
-    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
         """Agree on the parameters, unless they are known."""
-        row = [int(replay), *map(int, has_gradient)]
-        rows = self._backend.all_gather_floats(row, self.parameters[0].device).bool().tolist()
-        first, *others = (tuple(known) for replayed, *known in rows if not replayed)
+        row = "" if replay else "".join("01"[has] for has in has_gradient)
+        rows = agreement.gather(FIRST_UPDATE, row, within=True)
+        first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
             if other != first:
                 number = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
@@ -194,7 +196,7 @@ class AgreedParticipation(Participation):
 class CountedParticipation(Participation):
     """All parameters are summed, and those that any rank has used take part. The host reads the counts."""
 
-    def agree(self, has_gradient: Sequence[bool], *, replay: bool) -> None:
+    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
         """Do nothing."""
 
     def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from variable_batch_size._validation import check_int
+from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
@@ -41,6 +42,7 @@ class Reporter:
         log_samples: number of samples between two rows.
         updater: the updater, which knows the learning rate and the noise.
         loop: the loop, which knows the position.
+        backend: of the ranks that share a batch; rank 0 of the job alone reports.
 
     Raises:
         TypeError: if a number is not an integer.
@@ -48,15 +50,21 @@ class Reporter:
     """
 
     def __init__(
-        self, tracker: Tracker | None, log_steps: int | None, log_samples: int | None, updater: Updater, loop: Loop
+        self,
+        tracker: Tracker | None,
+        log_steps: int | None,
+        log_samples: int | None,
+        updater: Updater,
+        loop: Loop,
+        backend: Backend,
     ) -> None:
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
         default = 10 if log_samples is None else None
         self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
-        rank_0 = loop.sampler.world.rank == 0
-        if tracker is not None and not rank_0:
+        leads = backend.job.world.rank == 0
+        if tracker is not None and not leads:
             tracker.mute()  # a loop may log to it on every rank
-        self._tracker = tracker if rank_0 else None
+        self._tracker = tracker if leads else None
         self._updater, self._loop = updater, loop
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update

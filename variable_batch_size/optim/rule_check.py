@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import ASGD, Optimizer, Rprop
 
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.loop import check_sampler
 from variable_batch_size.rules import ConstantRule, Rule, RuleContext
+from variable_batch_size.rules.base import check_reference
+from variable_batch_size.rules.selection import rules_for_groups
+
+
+class Chosen(NamedTuple):
+    """The rules of an optimizer."""
+
+    rules: tuple[Rule, ...]  # by parameter group
+    reference: int | None  # batch size, in samples
+    per_group: bool  # whether the user has passed one for each group
+
+
+def chosen(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: CustomSampler) -> Chosen:
+    """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used.
+
+    Raises:
+        TypeError: if one cannot be used with the optimizer.
+        ValueError: if a name is unknown, or a rule needs a `ref_batchsize` and there is none.
+    """
+    rule = "constant" if rule is None else rule
+    rules = rules_for_groups(rule, len(inner.param_groups))
+    reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
+    per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
+    check_sampler(sampler)
+    _check_rules(rule if per_group else [rule] * len(rules), rules, inner, reference, sampler)
+    return Chosen(rules, reference, per_group)
 
 
 def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
@@ -27,7 +54,7 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
             )
 
 
-def check_rules(
+def _check_rules(
     names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: CustomSampler
 ) -> None:
     """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales.

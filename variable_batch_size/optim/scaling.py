@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.bias_correction import BiasCorrection, Group
+from variable_batch_size.optim.dtensors import local
 from variable_batch_size.rules import Scaling
 
 
@@ -115,9 +116,10 @@ class DeferredLrFactor:
     def save(self, groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:
         """Copy the parameters of each group whose factor on lr is a tensor, before a step."""
         for group, scaling in zip(groups, scalings, strict=True):
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = [parameter for parameter in dict.fromkeys(group["params"]) if parameter.grad is not None]
             if parameters and isinstance(scaling.lr, Tensor):
-                self._saved.append((parameters, [parameter.detach().clone() for parameter in parameters], scaling.lr))
+                parts = local(parameters)
+                self._saved.append((parts, [part.detach().clone() for part in parts], scaling.lr))
 
     def clear(self) -> None:
         """Drop the copies, after a step."""

@@ -1,14 +1,16 @@
-"""The squared norm of gradients of any dtype, exact enough for differences of such norms."""
+"""The squared norm of gradients of any dtype, exact enough for differences of such norms, also of sharded ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend import xla
 from variable_batch_size.optim.accumulation import is_narrow, scalar_dtype
+from variable_batch_size.optim.dtensors import are_parts, groups_of_parts
 
 _LARGE, _ROW = 1 << 14, 1 << 10  # elements; a float32 sum of many more than a row loses digits on the CPU
 
@@ -18,7 +20,11 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     On the CPU, large tensors are summed by rows, and the sums of the rows in float64: `torch.linalg.vector_norm` of 4
     million float32 numbers is 1e-4 too small there. On XLA:CPU they are multiplied by ones.
+
+    Ranks that hold parts of the same tensors have to call it together.
     """
+    if are_parts(tensors):
+        return torch.stack([_over_ranks(parts, groups) for parts, groups in groups_of_parts(tensors)]).sum()
     device = tensors[0].device
     if xla.is_cpu(device):
         return torch.stack([_by_product(tensor) for tensor in tensors]).to(scalar_dtype(tensors)).sum()
@@ -38,6 +44,13 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     norms = [norm.to(device, sum_dtype) for norm in norms]
     joined = torch.cat([norm.view(-1) for norm in norms]) if on_cpu else torch.stack(norms)  # (norms,)
     return joined.square().sum()
+
+
+def _over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    square = squared_norm(parts)
+    for group in groups:
+        dist.all_reduce(square, group=group)
+    return square
 
 
 def _by_product(tensor: Tensor) -> Tensor:

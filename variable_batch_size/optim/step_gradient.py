@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from itertools import compress
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Agreement, Backend
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.accumulation import (
@@ -20,16 +19,15 @@ from variable_batch_size.optim.accumulation import (
     check_dense,
     gradients_of,
     is_narrow,
+    multiply,
 )
 from variable_batch_size.optim.backward_check import BackwardCheck
-from variable_batch_size.optim.buckets import Bucket
+from variable_batch_size.optim.dtensors import local
 from variable_batch_size.optim.gradient_noise import GradientNoise
-from variable_batch_size.optim.loop import Upcoming
 from variable_batch_size.optim.options import UpdateOptions
-from variable_batch_size.optim.participation import participation
-from variable_batch_size.optim.reduction import Reduction
-from variable_batch_size.optim.rounds import Rounds
+from variable_batch_size.optim.participation import AloneParticipation, Participation, participation
 from variable_batch_size.optim.step_means import StepMeans
+from variable_batch_size.optim.sync import Sync
 from variable_batch_size.optim.token_count import TokenCount
 
 
@@ -42,19 +40,17 @@ class StepGradient:
         backend: backend of the optimizer.
         options: the checked options.
         noise: the measured noise; None if it is not measured.
-        shared_factor: function that returns the factor on the gradients of all parameters in an update.
-        as_views: whether `.grad` may be a view of a message, which the next update overwrites.
+        sync: sums over the ranks.
 
     Attributes:
         parameters: all parameters of the optimizer, in the order of its groups.
         accumulation: this rank's share of the gradient.
         check: what has changed the gradients since the last microbatch.
         participation: which parameters take part in an update.
-        reduction: the sums in buckets, while `backward()` runs.
+        sync: sums over the ranks.
         token_count: counts by which the gradient is divided, if they are not its samples.
         step_means: means of logged values.
         agreed: whether the ranks were compared.
-        upcoming: function that returns what the next `step()` counts, if it is known.
     """
 
     accumulation: Accumulation
@@ -65,47 +61,95 @@ class StepGradient:
         backend: Backend,
         options: UpdateOptions,
         noise: GradientNoise | None,
-        *,
-        shared_factor: weakref.WeakMethod[Callable[[Upcoming], float]],
-        as_views: bool,
+        sync: Sync,
     ) -> None:
         self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
-        self.upcoming: Callable[[], Upcoming | None] = lambda: None
+        self.sync = sync
         self._backend, self._options, self._noise = backend, options, noise
-        self._shared_factor, self._as_views, self._rounds = shared_factor, as_views, Rounds(backend)
         self.refresh(parameters)
 
-    def refresh(self, parameters: Sequence[Tensor]) -> None:
-        """Start over with these parameters."""
+    def refresh(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
+        """Start over with these parameters; `keep`: the gradients of a first microbatch are in `.grad`."""
         backend, options = self._backend, self._options
         self.parameters = list(parameters)
         buffered = self._noise is not None or options.accumulation == "buffered" or any(map(is_narrow, parameters))
+        buffered &= not self.sync.loss_weighed  # the sum is that of .grad
         self.accumulation = (BufferedAccumulation if buffered else InPlaceAccumulation)(parameters, backend)
-        self.check = BackwardCheck(parameters)
-        self.participation = participation(parameters, backend, find_unused=options.find_unused_parameters)
-        self._rounds.void()
-        self.reduction = Reduction(parameters, backend, self, options, self._rounds, as_views=self._as_views)
+        self.check = BackwardCheck(parameters, sums=backend.world.size > 1 and not self.sync.in_backward)
+        self.sync.use(parameters)
+        if self.sync.in_backward:  # which finds unused parameters by itself
+            self.participation: Participation = AloneParticipation(parameters, backend)
+        else:
+            self.participation = participation(parameters, backend, find_unused=options.find_unused_parameters)
         self.agreed = False
         self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
+        self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
+        self._due: Microbatch | None = None  # whose forward has begun
         self._replay = False  # whether this rank has only a replay in the step
-        self._factor = 1.0  # on the gradients of all parameters, when they are summed
         self._square_factor: float | None = None  # on the square of the last microbatch, if it was not added
-        self.accumulation.clear()
+        if not keep:
+            self.accumulation.clear()
         self.check.begin(several=True)
 
     def begin(self, *, several: bool) -> None:
         """Begin the next step, which has several microbatches on this rank, or one."""
         self.check.begin(several=several)
-        self.reduction.watch()
 
-    def clear(self, *, discarded: bool = False) -> None:
-        """Discard the accumulated microbatches, after an update or, if `discarded`, to start the step over."""
-        self.reduction.void(discarded=discarded)
+    def clear(self) -> None:
+        """Discard the accumulated microbatches, after an update or to start the step over."""
         self.accumulation.clear()
+        self.sync.clear()
         self.check.remember()
-        self._found_inf, self._square_factor = None, None
+        self._found_inf, self._square_factor, self._scale = None, None, None
         self.token_count.clear()
         self.step_means.clear()
+
+    def before(self, microbatch: Microbatch | None) -> None:
+        """Prepare for a forward: that of a microbatch, or another one."""
+        last, weight = False, 1.0
+        if microbatch is not None:
+            last, weight = microbatch.ends_step, self._weight_of(microbatch)
+        self._due = microbatch
+        if last and self.sync.in_backward and self.accumulation.keeps_grad:
+            self.check.check_kept()
+        aside = self.accumulation.aside()
+        missing = [parameter for parameter in aside.gradients if parameter.grad is None]
+        self.sync.before(last=last, weight=weight, aside=aside)
+        if any(parameter.grad is not None for parameter in missing):
+            self.check.remember()
+
+    def backward(self, loss: Tensor, scaler: GradScaler | None, **options: Any) -> None:
+        """Call `loss.backward()`, of a loss that is scaled if there is a `GradScaler`.
+
+        Raises:
+            RuntimeError: if something else has changed the gradients, or their graph is to be kept although
+                `backward()` sums them.
+        """
+        if options.get("create_graph") and self.sync.in_backward:
+            raise RuntimeError(
+                "create_graph=True needs gradients that nothing changes in place, but a DistributedDataParallel or "
+                "FSDP2 sums them in backward(); omit it, or train the bare model, without model=, after "
+                "vbs.broadcast_parameters(model)"
+            )
+        self.check.before_backward()
+        if scaler is not None and scaler.is_enabled():
+            present = scaler.scale(torch.ones((), device=loss.device))
+            if self._scale is None:
+                self._scale = self.sync.loss_scale = present
+            elif self._found_inf is not None:  # then the step is skipped: no further microbatch has to overflow
+                present = torch.where(self._found_inf > 0, present, self._scale)
+            else:
+                present = self._scale
+            loss = loss * present
+        if self.sync.loss_weighed and self._due is not None:
+            loss = loss * self.sync.loss_weight(self._due.samples / self._divisor(self._due), self._due.batch_size)
+        try:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            if self.sync.in_backward:
+                self._backend.while_waiting()  # a rank that does not take part may have said why
+            raise
+        self.check.after_backward()
 
     def add(
         self,
@@ -134,38 +178,77 @@ class StepGradient:
         if not (self.agreed or inside_step):
             check_dense(self.parameters)
         self.token_count.check(count, self._options.reduction, noise=self._noise is not None)
+        if count is None and self.sync.needs_counts:
+            raise RuntimeError(
+                "where ranks compute parts of the same samples, as in context parallelism, a step needs counts, but "
+                'there is none; pass reduction="sum" to loss and optimizer, and step(count=) with the tokens that this '
+                "rank has computed"
+            )
         self._replay = microbatch.samples == 0
         unscaled = found_inf is not None and grad_scale is None
-        fresh = self.check.fresh()
-        accumulating = inside_step and self.accumulation.keeps_grad
-        self.check.check(fresh, replay=self._replay, accumulating=accumulating, unscaled=unscaled)
-        self.reduction.after_microbatch(microbatch, scaled=found_inf is not None)
+        if self._scale is not None:
+            if grad_scale is None:
+                raise RuntimeError(
+                    "the gradients of optimizer.backward(loss, scaler=scaler) must reach step() as they are, but "
+                    "scaler.unscale_() has changed them, or step() was not called by the scaler; call "
+                    "scaler.step(optimizer) without unscale_(), and clip with max_grad_norm="
+                )
+            grad_scale = self._scale
+        elif found_inf is not None and self.sync.in_backward:
+            raise RuntimeError(
+                "with a DistributedDataParallel or FSDP2, which sum in backward(), the scale of a loss must be known "
+                "there; call optimizer.backward(loss, scaler=scaler) instead of scaler.scale(loss).backward(), and "
+                "train all parameters of the model by one optimizer"
+            )
+        fresh, summed = self.check.fresh(), self.sync.in_backward and following is None
+        if summed and self._replay and not any(fresh):
+            raise RuntimeError(
+                f"with a DistributedDataParallel or FSDP2 each rank must sum in a backward() of each step, also if it "
+                f"has only a replay, but in step {microbatch.step} this one has not; call loss.backward() before "
+                f"step() for replays, too, whose weight is 0"
+            )
+        if self.sync.loss_weighed and not self.check.ours:
+            raise RuntimeError(
+                f"with {self.sync.loss_weighed} each loss must carry its weight, but backward() was called on the loss "
+                f"itself, or by another optimizer; call optimizer.backward(loss), and let one optimizer, with groups, "
+                f"update the parameters of a model"
+            )
+        accumulating = inside_step and self.accumulation.keeps_grad and not summed
+        unseen = self._replay or self.sync.keeps_apart  # whether there may be no new gradients
+        changed = summed or (unscaled and self._backend.static_graph)  # where unscale_ is that of another scaler
+        self.check.check(fresh, replay=unseen, accumulating=accumulating, changed=changed, unscaled=unscaled)
         if found_inf is not None:
-            self._use_buffer(inside_step)
+            if not self.sync.loss_weighed:
+                self._use_buffer(inside_step)
             found_inf = found_inf * (not self._replay)
             self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
             grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
         self._square_factor = self._square_factor_of(microbatch)
-        if following is not None or found_inf is not None or self._backend.static_graph:
+        if summed or self.sync.keeps_apart:
+            self._add_last_square(grad_scale)
+        elif following is not None or found_inf is not None or self._backend.static_graph:
             self._add_square(grad_scale)
-        like = self.parameters[0]
+        (like,) = local(self.parameters[:1])
         # Before the gradients of any microbatch get their weight: another order would be another graph.
         self.token_count.add(count, microbatch, like)
         weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
         self.step_means.add(weight, like)
-        next_weight = None if following is None else self._weight_of(following)
-        self.accumulation.add(fresh, self._weight_of(microbatch), next_weight, grad_scale)
+        if not summed:
+            next_weight = None if following is None else self._weight_of(following)
+            scale = None if self.sync.in_backward else grad_scale  # which the sum is divided by
+            own = self._weight_of(microbatch)
+            pair = (1.0, 1.0) if self.sync.loss_weighed else (own, next_weight)
+            self.accumulation.add(fresh, *pair, scale)
         self.check.remember()
 
     def drop_current(self, *, inside_step: bool) -> None:
         """Drop the gradients that have come since the last microbatch, as `zero_grad()` does.
 
         Raises:
-            RuntimeError: if they cannot be told from the microbatches of the step, which are in `.grad`, too, or were
-                sent to other ranks by an accelerator.
+            RuntimeError: if they cannot be told from the microbatches of the step, which are in `.grad`, too.
         """
         if not (inside_step and self.accumulation.keeps_grad):
-            self.reduction.drop_current()
+            self.sync.drop()
             self.accumulation.drop_current()
             self.check.remember()
         elif any(self.check.fresh()):
@@ -178,33 +261,10 @@ class StepGradient:
 
     # The sum over the ranks. -------------------------------------------------------------------------------------
 
-    def agree(self) -> None:
+    def agree(self, agreement: Agreement) -> None:
         """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
         used = self.accumulation.has_gradient
-        self.participation.agree(used, replay=self._replay)
-        self.reduction.agree(self.participation.summed(used))
-
-    def prepare_last(self) -> bool:
-        """Return whether the next `step()` counts the last microbatch of this rank in a step, and prepare for it."""
-        upcoming = self.upcoming() if self.agreed and self._found_inf is None else None
-        shared_factor = self._shared_factor()
-        if upcoming is None or not upcoming.microbatch.ends_step or shared_factor is None:
-            return False
-        try:
-            self._factor = shared_factor(upcoming)
-        except Exception:  # of a rule: `step()` raises it
-            return False
-        self.accumulation.prepare(self._weight_of(upcoming.microbatch))
-        self._square_factor = self._square_factor_of(upcoming.microbatch)
-        return True
-
-    def fill(self, bucket: Bucket) -> Tensor | None:
-        """Write this rank's share of the gradients to a bucket; return the weighted squares of the last microbatch."""
-        squares = None
-        if self._noise is not None and self._square_factor is not None:
-            squares = self._noise.square(gradients_of(bucket.parameters), self._square_factor)
-        self.accumulation.fill(bucket.parameters, bucket.flat, self._factor)
-        return squares
+        self.participation.agree(used, agreement, replay=self._replay)
 
     def reduce(self, step: Step, factor: float | None, squares: list[Tensor] | None = None) -> list[Tensor] | None:
         """Return `factor` times the gradient, summed over the ranks.
@@ -216,41 +276,31 @@ class StepGradient:
             factor: a factor on all gradients; None if there is none in any update.
             squares: gets the sum of the weighted squares over all ranks, (1,).
         """
-        accumulation, used = self.accumulation, self.accumulation.has_gradient
-        summed, in_buckets = self.participation.summed(used), bool(self.reduction.buckets)
-        self._factor = 1.0 if factor is None else factor
-        if in_buckets:
-            like = list(compress(self.parameters, summed))
+        used = self.accumulation.has_gradient
+        self._add_square()
+        self.check.forget()
+        if self.sync.in_backward:
+            shares = local(gradients_of(self.parameters))
         else:
-            self._add_square()
-            self.check.forget()
-            like = accumulation.finish(factor, summed)
-        if not like:
+            shares = local(self.accumulation.finish(factor, self.participation.summed(used)))
+        if not shares:
             raise RuntimeError(
                 "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
                 "this optimizer; compute the loss from them, and set requires_grad"
             )
         found_inf = [] if self._found_inf is None else [self._found_inf]  # 0-D
-        # Messages of buckets have one length, with or without a `GradScaler`: a rank that voids a round sends the last.
-        room = [like[0].new_zeros(())] if in_buckets and not found_inf else []
         message = self.participation.message(used, replay=self._replay)
-        counts, means = self.token_count.message(like[0]), self.step_means.message(like[0])
-
-        def others(more: Sequence[Tensor] = ()) -> list[Tensor]:
-            """Return what travels with the gradients; `more`: squares that were not added."""
-            if squares is not None and self._noise is not None:
-                squares.append(self._noise.local_squares(like, more))
-            return [*(squares or ()), *found_inf, *room, *message, *counts, *means]
-
-        if in_buckets:
-            accumulation.exclude(summed)
-            self.reduction.reduce(others)
-        else:
-            self._backend.all_reduce_sum([*like, *others()])
+        counts, means = self.token_count.message(shares[0]), self.step_means.message(shares[0])
+        if squares is not None and self._noise is not None:
+            squares.append(self._noise.local_squares(shares))
+        self.sync.sum(shares, [*(squares or ()), *found_inf, *message, *counts, *means])
+        if self.sync.in_backward:
+            factor = (1.0 if factor is None else factor) * self.sync.sum_weight(step.batch_size)
+            multiply(shares, factor, self._backend)
         members = self.participation.settle(message)
         self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:
-            accumulation.exclude(members)
+            self.accumulation.exclude(members)
         gradients = gradients_of(self.parameters)
         counted = self.token_count.settle(counts, gradients, step.batch_size)
         if not counted or any(self._backend.host(found).item() for found in found_inf):
@@ -262,12 +312,11 @@ class StepGradient:
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks have agreed on, and whether the steps have counts."""
         self.participation.check()
-        return {"counts": self.token_count.used, **self.participation.state_dict(), **self.reduction.state_dict()}
+        return {"counts": self.token_count.used, **self.participation.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; what it lacks is agreed on again."""
         self.participation.load_state_dict(state)
-        self.reduction.load_state_dict(state)
         self.agreed, self.step_means.names = False, None
         self.token_count.used = state.get("counts", self.token_count.used)
 
@@ -288,6 +337,13 @@ class StepGradient:
         """Add the square of the last microbatch to those of the step, unless this was done."""
         if self._noise is not None and self._square_factor is not None:
             self._noise.add(gradients_of(self.parameters), self._square_factor, grad_scale)
+        self._square_factor = None
+
+    def _add_last_square(self, grad_scale: Tensor | None) -> None:
+        """Add the square of the last microbatch, of which `.grad` holds the sum over the ranks."""
+        square = self.sync.square()
+        if self._noise is not None and self._square_factor and square is not None:
+            self._noise.add_square(square, self._square_factor, grad_scale)
         self._square_factor = None
 
     def _square_factor_of(self, microbatch: Microbatch) -> float | None:

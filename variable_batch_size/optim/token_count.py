@@ -27,11 +27,13 @@ class TokenCount:
     Attributes:
         used: whether the steps of this training have counts; None before the first one.
         weight: d_j c_j of the last microbatch.
+        last: sum of the d_j c_j of all ranks in the last update, 0-D; None without counts.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.used: bool | None = None
         self.weight: Any = 0.0
+        self.last: Tensor | None = None
         self._backend = backend
         self._sum: Any = None  # of the weights of this rank's microbatches: a float, or 0-D on a device
         self._zero: Any = None  # with which it begins; kept, so that no graph changes
@@ -107,6 +109,7 @@ class TokenCount:
         Returns:
             False if nothing was counted on any rank, so that there is no gradient.
         """
+        self.last = self.total(message)
         for total in message:
             if total.device.type == "cpu":
                 counted = total.item()

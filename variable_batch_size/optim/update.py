@@ -11,11 +11,12 @@ The stages of `Updater.apply`, in their order:
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, final
 
 import torch
@@ -26,18 +27,21 @@ from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.plan import Step
 from variable_batch_size.optim.accumulation import gradients_of, multiply
+from variable_batch_size.optim.dtensors import local
 from variable_batch_size.optim.factors import scalings_of_groups
 from variable_batch_size.optim.gradient_noise import GradientNoise
-from variable_batch_size.optim.loop import Upcoming
 from variable_batch_size.optim.noise_support import UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.progress import Progress
+from variable_batch_size.optim.rule_check import Chosen
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.squared_norm import squared_norm
 from variable_batch_size.optim.step_gradient import StepGradient
+from variable_batch_size.optim.sync import Sync
 from variable_batch_size.optim.user_line import stacklevel_of_user
-from variable_batch_size.optim.wrapper import stepping
+from variable_batch_size.optim.wrapper import parameters_of, stepping
 from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
+from variable_batch_size.rules.selection import rules_for_groups
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
 
@@ -57,38 +61,27 @@ class Updater:
         last_scaling: scaling of the first parameter group in the last update.
         reference_lr: learning rate of the first parameter group in the last update, before scaling.
         grad_norm: norm of the gradient of the last update before clipping, 0-D; None if nobody asks for it.
-        inner_step_begun: whether the inner optimizer's step of the present update has begun.
     """
 
     def __init__(
         self,
         inner: Optimizer,
         backend: Backend,
-        rules: tuple[Rule, ...],
-        ref_batchsize: int | None,
+        chosen: Chosen,
         options: UpdateOptions,
-        *,
-        rule_per_group: bool,
+        sync: Sync,
     ) -> None:
-        self.rules, self.ref_batchsize, self.options = rules, ref_batchsize, options.checked()
-        self.rule_per_group = rule_per_group
+        self.rules, self.ref_batchsize, self.rule_per_group = chosen
+        self.options = options.checked()
         self.progress = Progress()
         self.last_scaling = Scaling()
         self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)
         self.grad_norm: Tensor | None = None
-        self.inner_step_begun = False
         self._inner, self._backend = inner, backend
-        # What rules that need no noise have given in this step, and for what they were called.
-        self._scalings: tuple[tuple[tuple[Rule, ...], RuleInput], list[Scaling] | Exception] | None = None
-        self.gradient_noise = create_gradient_noise(inner, rules, ref_batchsize, self.options.noise, backend)
-        self.gradient = StepGradient(
-            self.parameters,
-            backend,
-            self.options,
-            self.gradient_noise,
-            shared_factor=weakref.WeakMethod(self.shared_factor),
-            as_views=type(inner).__module__.startswith("torch.optim."),  # others may keep what was in .grad
-        )
+        self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
+        self.gradient_noise = create_gradient_noise(inner, self.rules, self.ref_batchsize, self.options.noise, backend)
+        sync.measures = self.gradient_noise is not None
+        self.gradient = StepGradient(self.parameters, backend, self.options, self.gradient_noise, sync)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
         self._numbers_of_rules = backend.numbers_as_inputs(inner)
@@ -96,28 +89,50 @@ class Updater:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters of the inner optimizer, in the order of its groups."""
-        return [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        """All parameters of the inner optimizer, in the order of its groups; one that is listed twice counts once."""
+        return parameters_of(self._inner.param_groups)
+
+    @property
+    def has_new_groups(self) -> bool:
+        """Whether the groups of the inner optimizer have other parameters than those that are trained."""
+        groups, known = self._inner.param_groups, self._known
+        return len(groups) != len(known) or not all(
+            len(group["params"]) == len(own) and all(map(is_, group["params"], own))
+            for group, own in zip(groups, known, strict=True)
+        )
+
+    def rules_for(self, number: int) -> tuple[Rule, ...]:
+        """Return the rules of so many parameter groups; raise ValueError if each group has one of its own."""
+        return rules_for_groups(self.rules if self.rule_per_group else self.rules[0], number)
+
+    def use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
+        """Train the parameters that the groups have now, by these rules; see `StepGradient.refresh` for `keep`."""
+        self.rules = rules
+        for group in self._inner.param_groups:  # one that was appended to the list may lack some
+            for name, default in self._inner.defaults.items():
+                group.setdefault(name, copy.deepcopy(default))
+        self._known = [list(group["params"]) for group in self._inner.param_groups]
+        self.gradient.refresh(self.parameters, keep=keep)
 
     @property
     def lr_factor(self) -> float:
         """The factor on lr times the factor on the gradient in the last update, of the first parameter group."""
         return float(self.last_scaling.lr) * float(self.last_scaling.gradient)
 
-    def clear(self, *, discarded: bool = False) -> None:
-        """Discard the accumulated microbatches, after an update or, if `discarded`, to start the step over."""
-        self.gradient.clear(discarded=discarded)
-        self._scalings, self.inner_step_begun = None, False
+    def clear(self) -> None:
+        """Discard the accumulated microbatches, after an update or to start the step over."""
+        self.gradient.clear()
         if self.gradient_noise is not None:
             self.gradient_noise.clear()
 
-    def apply(self, step: Step, updates: int, samples: int) -> bool:
+    def apply(self, step: Step, updates: int, samples: int, begin: Callable[[], None]) -> bool:
         """Sum the gradients over the ranks, and step the inner optimizer.
 
         Args:
             step: the accumulated step.
             updates: number of updates before this one.
             samples: number of samples of those updates.
+            begin: called right before the inner optimizer's step, which changes the weights.
 
         Returns:
             False if the update was skipped, because the host has read that a gradient is non-finite.
@@ -128,9 +143,10 @@ class Updater:
         else:
             scalings = self._apply_measured_rules(self.gradient_noise, update, step)
         if scalings is None:
-            self.grad_norm = None if self.grad_norm is None else torch.full_like(self.grad_norm, math.nan)
+            if self.options.grad_norm or self.options.max_grad_norm is not None:
+                self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
             return False
-        self._step_inner(scalings)
+        self._step_inner(scalings, begin)
         self.last_scaling = scalings[0]
         self.progress.add(self.last_scaling.progress)
         if self.gradient_noise is not None:
@@ -158,12 +174,12 @@ class Updater:
         own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
         return {**self._reference(), **own, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], minibatch_size: int) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
 
-        A UserWarning tells if it was saved with other rules or another reference.
+        A UserWarning tells if it was saved with other rules, another reference, or other microbatches to measure.
         """
-        own = self._reference()
+        own = self._reference() | ({} if self.gradient_noise is None else {"minibatch_size": minibatch_size})
         changed = [f"{key} was {state[key]} and is {own[key]}" for key in own if state.get(key, own[key]) != own[key]]
         if changed and self._backend.world.rank == 0:
             warnings.warn(f"The training goes on differently: {', '.join(changed)}", UserWarning, stacklevel=3)
@@ -181,7 +197,7 @@ class Updater:
 
     def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
-        scalings = self._known_scalings(update)
+        scalings = scalings_of_groups(self.rules, update)
         reduced = self.gradient.reduce(step, float(scalings[0].gradient) if self._shares_factor else None)
         if reduced is None:
             return None
@@ -201,8 +217,11 @@ class Updater:
             warnings.warn(_SKIPPED, RuntimeWarning, stacklevel=stacklevel_of_user())
             return None
         if isinstance(statistics.finite, Tensor):
-            zeros = {dtype: reduced[0].new_zeros((), dtype=dtype) for dtype in dict.fromkeys(g.dtype for g in reduced)}
-            for gradient in reduced:
+            parts = local(reduced)
+            zeros = {
+                dtype: parts[0].new_zeros((), dtype=dtype) for dtype in dict.fromkeys(part.dtype for part in parts)
+            }
+            for gradient in parts:
                 gradient.copy_(torch.where(statistics.finite, gradient, zeros[gradient.dtype]))
         own = [parameter.grad for parameter in self.parameters]
         size, groups, ref = step.batch_size, step.num_microbatches, update.ref_batchsize
@@ -224,8 +243,10 @@ class Updater:
             return
         self.grad_norm = squared_norm(gradients).sqrt()
         if max_norm is not None:
-            members = [parameter for parameter in self.parameters if parameter.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(members, max_norm, self.grad_norm)
+            factor = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            for device in dict.fromkeys(gradient.device for gradient in gradients):
+                own = [gradient for gradient in gradients if gradient.device == device]
+                multiply(own, factor.to(device), self._backend)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
         """Multiply the gradients of each parameter group by its factor."""
@@ -234,13 +255,13 @@ class Updater:
         if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
             return  # no rule that uses the noise has such a factor, as a rule
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
-            multiply(gradients_of(group["params"]), factor, self._backend)
+            multiply(gradients_of(dict.fromkeys(group["params"])), factor, self._backend)
 
-    def _step_inner(self, scalings: Sequence[Scaling]) -> None:
+    def _step_inner(self, scalings: Sequence[Scaling], begin: Callable[[], None]) -> None:
         lr = self._inner.param_groups[0].get("lr", 1.0)
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
         with self._scaling.applied(scalings), stepping(self._inner):
-            self.inner_step_begun = True
+            begin()
             self._inner.step()
 
     def _reference(self) -> dict[str, Any]:
@@ -250,34 +271,14 @@ class Updater:
 
     # The factors. ------------------------------------------------------------------------------------------------
 
-    def shared_factor(self, upcoming: Upcoming) -> float:
-        """Return the factor on the gradients of all parameters with which those of a step are summed.
-
-        A factor that all groups share, that needs no noise, and that no clipping precedes, is multiplied together with
-        the weight, which saves a pass over the gradients.
-        """
-        if not self._shares_factor:
-            return 1.0
-        update = self._rule_input(upcoming.step, upcoming.updates, upcoming.samples)
-        return float(self._known_scalings(update)[0].gradient)
-
     @property
     def _shares_factor(self) -> bool:
+        """Whether all groups share a factor that needs no noise and that no clipping precedes.
+
+        It is multiplied together with the weight, which saves a pass over the gradients.
+        """
         noise, options = self.gradient_noise, self.options
         return noise is None and not (self.rule_per_group or options.max_grad_norm is not None or options.grad_norm)
-
-    def _known_scalings(self, update: RuleInput) -> list[Scaling]:
-        """Return the factors of rules that need no noise, which are called once in a step; or raise their exception."""
-        called_for = self.rules, update
-        if self._scalings is None or self._scalings[0] != called_for:
-            try:
-                self._scalings = called_for, scalings_of_groups(self.rules, update)
-            except Exception as error:
-                self._scalings = called_for, error
-        scalings = self._scalings[1]
-        if isinstance(scalings, Exception):
-            raise scalings
-        return scalings
 
     def _rule_input(self, step: Step, updates: int, samples: int) -> RuleInput:
         reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from variable_batch_size._validation import type_error
+from variable_batch_size.data.state import check_entries, check_items
 
 _stepping: set[int] = set()  # ids of the inner optimizers whose step a wrapper has called
 
@@ -35,11 +36,16 @@ def is_stepping() -> bool:
 
 def _check_stepped_by_wrapper(wrapper: weakref.ref[OptimizerWrapper], inner: Optimizer, *_: object) -> None:
     """Raise RuntimeError if `step()` of a wrapped optimizer is called by anything but a wrapper."""
-    if wrapper() is not None and id(inner) not in _stepping:
+    if wrapper() is not None and id(inner) not in _stepping and not _creates_state(inner):
         raise RuntimeError(
             f"a wrapped optimizer must be stepped by its wrapper, but step() of the inner {type(inner).__name__} was "
             f"called; call step() of the vbs optimizer"
         )
+
+
+def _creates_state(inner: Optimizer) -> bool:
+    """Return whether torch.distributed.checkpoint makes a step to create the state that it loads: it sets lr to 0."""
+    return not inner.state and all(float(group.get("lr", 1.0)) == 0 for group in inner.param_groups)
 
 
 def _add_param_group(
@@ -141,6 +147,11 @@ class OptimizerWrapper(Optimizer):
         )
 
 
+def parameters_of(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """Return the parameters of the groups in their order, each once."""
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+
+
 def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
     """Run a closure of `step()` with gradients enabled.
 
@@ -159,14 +170,40 @@ def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
         closure()
 
 
-def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Check that a state has the hyperparameters of an optimizer, which torch would miss only in the next step.
-
-    Flags may be missing: newer versions of torch add some.
+def check_kind(inner: Optimizer, saved: str) -> None:
+    """Check that a state is that of an optimizer of this class: the moments of another one mean something else.
 
     Raises:
-        ValueError: if a group of the state lacks one that is a number or a tuple of numbers.
+        ValueError: if not.
     """
+    if type(inner).__name__ != saved:
+        raise ValueError(
+            f"a state must be that of an optimizer of the same kind, but it was saved of {saved} and this is "
+            f"{type(inner).__name__}; create the optimizer that was saved, or pass strict=False if both have the same "
+            f"hyperparameters"
+        )
+
+
+def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Check that a state has the groups and the hyperparameters of an optimizer, before anything of it is loaded.
+
+    torch would miss a hyperparameter only in the next step. Flags may be missing: newer versions of torch add some.
+
+    Raises:
+        ValueError: if the groups have other sizes, or one lacks a hyperparameter that is a number or some numbers.
+    """
+    check_entries(state_dict, {"state": (dict,), "param_groups": (list,)})
+    check_items(state_dict["param_groups"], (dict,), "param_groups")
+    if type(inner).load_state_dict is Optimizer.load_state_dict:
+        saved, here = (
+            [len(group.get("params", ())) for group in groups]
+            for groups in (state_dict["param_groups"], inner.param_groups)
+        )
+        if saved != here:
+            raise ValueError(
+                f"a state must have as many parameters in each group as the optimizer, but it has {saved} and the "
+                f"optimizer {here}; create the same groups before it is loaded, as those of unfrozen parameters"
+            )
     needed = {name for name, value in inner.defaults.items() if isinstance(value, (float, int, tuple, Tensor))}
     needed -= {name for name, value in inner.defaults.items() if isinstance(value, bool)}
     for number, group in enumerate(state_dict["param_groups"]):

@@ -7,7 +7,6 @@ the docs read it, so a new rule is a file in this folder and a line (with its im
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from variable_batch_size.rules.adamscale import AdamScaleRule as AdamScaleRule
@@ -23,18 +22,16 @@ from variable_batch_size.rules.root_half_life import RootHalfLifeRule as RootHal
 from variable_batch_size.rules.sqrt_sde import SqrtSDERule as SqrtSDERule
 from variable_batch_size.rules.surge import SurgeRule as SurgeRule
 
-RULES: Final[Mapping[str, type[Rule]]] = MappingProxyType(
-    {
-        "constant": ConstantRule,
-        "linear": LinearRule,
-        "root": RootRule,
-        "power": PowerRule,
-        "linear-momentum": LinearMomentumRule,
-        "sqrt-sde": SqrtSDERule,
-        "root-half-life": RootHalfLifeRule,
-        "legw": LEGWRule,
-        "adascale": AdaScaleRule,
-        "adamscale": AdamScaleRule,
-        "surge": SurgeRule,
-    }
-)
+RULES: Final[Mapping[str, type[Rule]]] = {
+    "constant": ConstantRule,
+    "linear": LinearRule,
+    "root": RootRule,
+    "power": PowerRule,
+    "linear-momentum": LinearMomentumRule,
+    "sqrt-sde": SqrtSDERule,
+    "root-half-life": RootHalfLifeRule,
+    "legw": LEGWRule,
+    "adascale": AdaScaleRule,
+    "adamscale": AdamScaleRule,
+    "surge": SurgeRule,
+}

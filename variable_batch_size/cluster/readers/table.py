@@ -7,7 +7,6 @@ its import) here. No two readers recognize the same file, so the order is that o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from variable_batch_size.cluster.readers.bamboo_counts import BambooCountsReader
@@ -19,14 +18,12 @@ from variable_batch_size.cluster.readers.own import OwnReader
 from variable_batch_size.cluster.readers.parcae import ParcaeReader
 from variable_batch_size.cluster.readers.skypilot import SkyPilotReader
 
-READERS: Final[Mapping[str, Reader]] = MappingProxyType(
-    {
-        "csv": OwnReader(),
-        "skypilot": SkyPilotReader(),
-        "bamboo-events": BambooEventsReader(),
-        "bamboo-counts": BambooCountsReader(),
-        "gcloud": GcloudReader(),
-        "parcae": ParcaeReader(),
-        "eth": EthReader(),
-    }
-)
+READERS: Final[Mapping[str, Reader]] = {
+    "csv": OwnReader(),
+    "skypilot": SkyPilotReader(),
+    "bamboo-events": BambooEventsReader(),
+    "bamboo-counts": BambooCountsReader(),
+    "gcloud": GcloudReader(),
+    "parcae": ParcaeReader(),
+    "eth": EthReader(),
+}

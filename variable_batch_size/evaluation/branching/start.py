@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import LocalBackend
-from variable_batch_size.checkpoint.reading import read_checkpoint
+from variable_batch_size.checkpoint.names import Names
+from variable_batch_size.checkpoint.reading import StoredState, read_checkpoint
 from variable_batch_size.checkpoint.rng_states import RNGStates
-from variable_batch_size.checkpoint.stored_state import StoredState
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.branching.candidate import Candidate
 from variable_batch_size.evaluation.cell import rule_of
@@ -113,7 +113,7 @@ class Start:
                 f"(--hold-lr)",
                 stacklevel=3,
             )
-        return cls(found, name, parts, states, path, own["seed"], total, lr, reference, rows, schedule)
+        return cls(found, name, parts, states, path, own["sampler"]["seed"], total, lr, reference, rows, schedule)
 
     @property
     def updates(self) -> int:
@@ -127,7 +127,7 @@ class Start:
 
     @property
     def _own(self) -> dict[str, Any]:
-        return {} if self.parts is None else dict(self.parts["optimizer"]["vbs"])
+        return {} if self.parts is None else dict(self.parts["optimizer"]["vbs"]["sampler"])
 
     def check_ends(self, samples: int) -> None:
         """Raise ValueError if a branch of so many samples would end after the schedule of the task."""
@@ -230,11 +230,12 @@ class Start:
         assert self.parts is not None
         assert self.path is not None
         parts = deepcopy(self.parts)  # torch would otherwise update the tensors that later branches begin with
-        StoredState(self.path, "", parts, []).check_model(model.state_dict())
+        names = Names(model)
+        StoredState(self.path, "", parts, []).check_model(names.of_model())
         with warnings.catch_warnings():  # that the rule is another one is what branches are for
             warnings.filterwarnings("ignore", "The training goes on differently", UserWarning)
             optimizer.load_state_dict(parts["optimizer"], strict=False)
-        model.load_state_dict(parts["model"])
+        names.load_model(parts["model"])
         if scheduler is None:
             return
         try:

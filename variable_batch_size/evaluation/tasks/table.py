@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 _ROOM = "variable_batch_size.evaluation.tasks"
 
-TASKS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "mnist-cnn": f"{_ROOM}.mnist_cnn:MnistCnn",
-        "fashion-cnn": f"{_ROOM}.fashion_cnn:FashionCnn",
-        "char-gpt": f"{_ROOM}.char_gpt:CharGpt",
-        "cifar10-resnet": f"{_ROOM}.cifar10_resnet:Cifar10ResNet",
-    }
-)
+TASKS: Final[Mapping[str, str]] = {
+    "mnist-cnn": f"{_ROOM}.mnist_cnn:MnistCnn",
+    "fashion-cnn": f"{_ROOM}.fashion_cnn:FashionCnn",
+    "char-gpt": f"{_ROOM}.char_gpt:CharGpt",
+    "cifar10-resnet": f"{_ROOM}.cifar10_resnet:Cifar10ResNet",
+}

@@ -52,7 +52,7 @@ class VariableBatchLoader(DataLoaderStateMixin):
             return self._ended
         number, step = self._begun if self.under_way else (self._optimizer.epoch, sampler.clock.step)
         try:
-            return sampler.plan.count(sampler.plan.epoch(number), step, sampler.world)
+            return sampler.plan.count(sampler.plan.epoch(number), step, sampler.world, sampler.dealing)
         except ValueError:  # the trace has ended before that epoch
             return 0
 

@@ -20,7 +20,7 @@ from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.from_loader import sampler_for
 from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.integrations.settings import Settings, check_bare
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.user_line import stacklevel_of_user
@@ -96,6 +96,7 @@ def prepare(
     sampler = sampler_for(loader, settings, **world)
     prepared = {id(model): accelerator.prepare_model(model, evaluation_mode=True) for model in models}  # without DDP
     for model in models:
+        check_bare(model)
         broadcast_parameters(model)
     if inner.state:
         inner.load_state_dict(inner.state_dict())  # moves it to the device of the parameters

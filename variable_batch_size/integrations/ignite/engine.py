@@ -19,11 +19,11 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.from_loader import check_same_order, sampler_for
 from variable_batch_size.integrations.loading import with_sampler
-from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.integrations.settings import Settings, check_bare
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.by_update import Updates
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import Updates
 from variable_batch_size.optim.wrapper import is_stepping
 from variable_batch_size.rules import Rule
 
@@ -95,7 +95,11 @@ def create_supervised_trainer(
         raise value_error(requirement, steps, "leave it out")
     if amp_mode not in (None, "amp"):
         raise value_error('amp_mode must be None or "amp"', repr(amp_mode), "pass one of them")
-    settings = {"sampler_options": sampler_options, "optimizer_options": optimizer_options}
+    check_bare(model)
+    settings = {
+        "sampler_options": sampler_options,
+        "optimizer_options": {"model": model} | dict(optimizer_options or {}),
+    }
     wrapped = variable_batch(optimizer, loader, trace=trace, rule=rule, ref_batchsize=ref_batchsize, **settings)
     broadcast_parameters(model, wrapped.backend)
     scaler = GradScaler() if scaler is True else scaler or None

@@ -12,7 +12,7 @@ import torch
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
-from variable_batch_size.data.sampler import REGARDLESS
+from variable_batch_size.data.state import REGARDLESS
 from variable_batch_size.integrations.keras.backend import keras
 
 
@@ -77,9 +77,9 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
         """Return whether to restore: not what this process itself has just trained."""
         if training.interrupted or not training.optimizer.updates:
             return True
-        latest, backend = self.checkpoint.latest, training.optimizer.backend
+        latest = self.checkpoint.latest
         ahead = latest is not None and int(latest.name.split("-")[1]) > training.optimizer.updates
-        return bool(backend.any_rank([ahead], backend.device)[0])
+        return bool(training.optimizer.agreement.any_rank("fit()", ahead))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if it is due, within an epoch."""

@@ -66,7 +66,7 @@ def logs_of_rank_0(logs: dict[str, Any], optimizer: CustomOptimizer) -> dict[str
     if optimizer.backend.world.size == 1:
         return logs
     numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
-    return {**logs, **json.loads(optimizer.backend.all_gather_bytes(json.dumps(numbers).encode())[0])}
+    return {**logs, **json.loads(optimizer.agreement.gather("the end of an epoch", json.dumps(numbers))[0])}
 
 
 def check_decisions(model: Any, optimizer: CustomOptimizer, learning_rate: float) -> None:
@@ -75,13 +75,14 @@ def check_decisions(model: Any, optimizer: CustomOptimizer, learning_rate: float
     Raises:
         RuntimeError: on every rank, if not.
     """
-    rows = optimizer.backend.all_gather_floats([learning_rate, model.stop_training], optimizer.backend.device).tolist()
+    message = json.dumps([learning_rate, bool(model.stop_training)])
+    rows = [json.loads(row) for row in optimizer.agreement.gather("the end of an epoch", message)]
     for rank, row in enumerate(rows):
         if row != rows[0]:
             (first, stops), (other, ends) = rows[0], row
             raise RuntimeError(
                 f"all ranks must end an epoch with the same learning_rate and stop_training, but they are {first:.6g} "
-                f"and {bool(stops)} on rank 0, {other:.6g} and {bool(ends)} on rank {rank}; pass callbacks that set "
+                f"and {stops} on rank 0, {other:.6g} and {ends} on rank {rank}; pass callbacks that set "
                 f"them, such as EarlyStopping, on every rank"
             )
 

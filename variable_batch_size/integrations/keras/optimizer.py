@@ -51,9 +51,9 @@ class KerasOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all variables of the Keras optimizer, with their paths, and the learning rate."""
-        groups = super().state_dict()["param_groups"]
-        state = {number: {"path": v.path, "value": v.value.detach()} for number, v in enumerate(self.wrapped.variables)}
-        return {"state": state, "param_groups": groups}
+        # Not under "state": its keys are numbers of parameters.
+        variables = [{"path": one.path, "value": one.value.detach()} for one in self.wrapped.variables]
+        return {**super().state_dict(), "variables": variables}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state.
@@ -61,16 +61,15 @@ class KerasOptimizer(Optimizer):
         Raises:
             ValueError: if it is that of another optimizer.
         """
-        own, saved = self.wrapped.variables, state_dict["state"]
-        shapes = [tuple(variable.shape) for variable in own]
-        if [tuple(saved[number]["value"].shape) for number in sorted(saved)] != shapes:
+        own, saved = self.wrapped.variables, state_dict["variables"]
+        if [tuple(one["value"].shape) for one in saved] != [tuple(variable.shape) for variable in own]:
             raise value_error(
                 "a state must be that of an optimizer of the same kind",
                 f"{len(saved)} variables for the {len(own)} of {type(self.wrapped).__name__}, or other shapes",
                 "compile with the optimizer that was saved",
             )
-        for number, variable in enumerate(own):
-            variable.assign(saved[number]["value"].to(variable.value.device))
+        for variable, one in zip(own, saved, strict=True):
+            variable.assign(one["value"].to(variable.value.device))
         self.param_groups[0].update({k: v for k, v in state_dict["param_groups"][0].items() if k != "params"})
         self._read = None
 

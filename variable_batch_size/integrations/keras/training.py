@@ -21,9 +21,9 @@ from variable_batch_size.integrations.keras.metrics import EpochMetrics, check_d
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings, check_indexed
-from variable_batch_size.optim.by_update import Updates, updates
-from variable_batch_size.optim.consistency import broadcast_parameters, check_same_on_all_ranks
+from variable_batch_size.optim.consistency import broadcast_parameters, check_same
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import Update, Updates, updates
 
 
 @final
@@ -57,7 +57,7 @@ class Training:
         self.interrupted = False
         self._offset = 0  # epochs that were trained before Keras' epoch 0
         self._counted = self._end = 0  # where this `fit` began, and where it ends if no callback ends it before
-        self._reading: Iterator[list[Any]] | None = None  # the updates of the epoch under way
+        self._reading: Iterator[Update[Any]] | None = None  # the updates of the epoch under way
         self._updates: Updates[Any] | None = None
         self._loader: Any = None
         self._ends_epoch = False  # whether `stop_training` was set by `after_callbacks`
@@ -177,22 +177,17 @@ class Training:
         Raises:
             RuntimeError: on every rank, if not.
         """
-        backend = self._optimizer.backend
-        if backend.world.size > 1:
-            check_same_on_all_ranks({name.replace("_", " "): n for name, n in facts.items()}, backend, backend.device)
+        check_same("fit()", {name.replace("_", " "): n for name, n in facts.items()}, self._optimizer.agreement)
 
     def ask_after_updates(self, stoppable: bool) -> None:
         """Note whether a callback on any rank may end the training after an update: only then the ranks ask."""
-        self._asks = self._optimizer.backend.world.size > 1 and self._on_any_rank(stoppable)
+        self._asks = self._optimizer.agreement.any_rank("fit()", stoppable)
 
     def agree_to_stop(self) -> None:
         """Let all ranks end the training after this update if a callback on any of them does."""
         if self._asks:
-            self.model.stop_training = self._on_any_rank(self.model.stop_training)
-
-    def _on_any_rank(self, condition: bool) -> bool:
-        backend = self._optimizer.backend
-        return backend.any_rank([condition], backend.device)[0]
+            stops = bool(self.model.stop_training)
+            self.model.stop_training = self._optimizer.agreement.any_rank("the callbacks of an update", stops)
 
     def after_update(self) -> bool:
         """Return whether the update was the last one of its epoch, which ends then."""
@@ -224,7 +219,7 @@ class Training:
         if self._reading is None:
             yield first_rows(self._loader, self._sampler.plan.minibatch_size)
         else:
-            yield from self._reading
+            yield from map(list, self._reading)
 
     def load(self, state: dict[str, Any]) -> bool:
         """Move to a saved position and return True, if a callback restores before the first epoch of a `fit`."""

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.lightning.counts import set_epoch_length
-from variable_batch_size.optim.by_update import updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import updates
 
 
 @final

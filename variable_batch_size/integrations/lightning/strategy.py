@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.loading import with_sampler
@@ -370,8 +369,7 @@ class VariableBatchStrategy(ParallelStrategy):
             optimizer.discard_step()  # after an exception, for an OnExceptionCheckpoint
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if optimizer is self.optimizers[0] and (self.world_size == 1 or not self._interrupted):
-            states = Agreement(optimizer.backend).on_every_rank(lambda: get_rng_states().encode())
-            state[_STATES] = [text.decode() for text in states]
+            state[_STATES] = optimizer.agreement.gather("a checkpoint of Lightning", get_rng_states())
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ def most_microbatches(optimizer: CustomOptimizer) -> int:
 
 def _next_step(optimizer: CustomOptimizer) -> Step:
     sampler = optimizer.sampler
-    return sampler.plan.step(sampler.plan.epoch(optimizer.epoch), optimizer.updates, sampler.min_microbatches)
+    return sampler.plan.step(sampler.plan.epoch(optimizer.epoch), optimizer.updates, sampler.dealing)
 
 
 def is_growing(sampler: CustomSampler) -> bool:

@@ -192,8 +192,6 @@ class VariableBatchMixin(Base):
         options = {"max_grad_norm": args.max_grad_norm or None, "grad_norm": True}
         if handler := self.accelerator.ddp_handler:  # with Trainer's default: True without activation checkpointing
             options["find_unused_parameters"] = handler.find_unused_parameters
-        if args.ddp_bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
         return self._settings.optimizer(inner, self.present_sampler, **options)
 
     @property

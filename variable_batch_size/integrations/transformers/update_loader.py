@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.by_update import updates
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import updates
 
 
 class OptimizerOwner(Protocol):
@@ -94,7 +94,7 @@ class UpdateLoader:
         microbatches, plan = iter(self.loader), sampler.plan
         epoch = plan.epoch(sampler.epoch)
         for number in range(epoch.first_step, epoch.end_step):
-            rounds = plan.step(epoch, number, sampler.min_microbatches).rounds(sampler.world)
+            rounds = plan.step(epoch, number, sampler.dealing).rounds(sampler.world)
             yield Update(islice(microbatches, rounds))
 
     def _updates(self) -> Iterator[Update]:

@@ -1,0 +1,52 @@
+"""What the library tells an operator: by Python's `logging`, the logger `variable_batch_size`.
+
+Without any configuration the lines are seen: if neither this logger nor the root logger has a handler, they go to
+standard error with time, rank and update.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+from typing import final
+
+LOGGER = logging.getLogger("variable_batch_size")
+
+
+def tell(message: str, *, rank: int | None = None, update: int | None = None) -> None:
+    """Log a message with the attributes `rank` and `update`, where they are known.
+
+    Args:
+        message: a sentence.
+        rank: of this process.
+        update: number of updates that the training has made.
+    """
+    _show()
+    LOGGER.info(message, extra={"rank": rank, "update": update})
+
+
+@cache
+def _show() -> None:
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)  # that of the root logger is WARNING, also where a handler was added to it
+    if not LOGGER.handlers:
+        handler = _Shown()
+        handler.setFormatter(_Formatter())
+        LOGGER.addHandler(handler)
+
+
+@final
+class _Shown(logging.Handler):
+    """Writes to standard error, as it is now, unless the program has configured logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+@final
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        where = [f"{name} {value}" for name in ("rank", "update") if (value := getattr(record, name, None)) is not None]
+        return f"{self.formatTime(record)} {', '.join(where)}{': ' * bool(where)}{record.getMessage()}"

@@ -1,0 +1,400 @@
+"""Let the hosts of all ranks agree through a key-value store, without a collective and without a device.
+
+What hosts know goes through an `Agreement`: wishes to stop or save, decisions, the position, hyperparameters that are
+Python numbers, the state of files. What devices know rides in the message of the gradients instead. A collective could
+not tell which rank waits in another one; here a rank that waits names those that have not come.
+
+`gather` is for calls that every rank makes, such as `Checkpoint.save()`. Between such calls no rank waits for another:
+`after_update` lets all ranks meet after the same update, although they can be any number of updates apart, because
+devices execute work that the host has queued. Each rank reserves, in the store, the updates that it makes before it
+next looks for a request. A rank that wants to meet writes the request first and then reads the reservations: all ranks
+meet after the last reserved update. A rank that reserves too late sees the request when it looks next.
+
+torch's own collectives over a store are private, keep the only connection of a process while they wait, which stops
+the threads that write, and leave their keys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import starmap
+from typing import final
+from uuid import uuid4
+from weakref import WeakMethod
+
+import torch.distributed as dist
+
+from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.course import Course, Groups, difference
+from variable_batch_size.backend.parting import LEFT, leaves
+from variable_batch_size.backend.process import has_ended, identity
+
+_MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
+_MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
+_MAX_PAUSE = 0.05  # seconds between two looks of a rank that waits
+_SECONDS_TO_LOOK = 1.0  # after which a rank that waits looks whether the processes of the others live
+_KEPT = 64  # texts that stay; hosts of devices that execute later may be some updates apart
+
+_BASE = "variable_batch_size"
+_WAITS, _PASSED = "waits", "passed"  # keys: a call in which a rank waits; an error
+_REQUESTED, _LAST, _COURSE = "requested", "last", "course"  # keys of a meeting, beside the ranks; where rank 0 is
+
+
+@final
+class AbsentRankError(RuntimeError):
+    """A rank has not come to a call that all ranks must make."""
+
+
+@final
+class Agreement:
+    """What the hosts of all ranks agree on.
+
+    Every rank has to create one at the same place of the program, and between the same updates; it waits for the
+    others. A world of one has no store.
+
+    Args:
+        backend: has the world and the store. A rank waits for others as long as the store's `timeout`.
+
+    Attributes:
+        world: this rank, and the number of ranks.
+        leave: function that lets ranks which wait for this one know that it has ended.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.world = backend, backend.world
+        self._gathered, self._restores = 0, 0  # calls so far
+        self._wishes: set[str] = set()  # of this rank, for the next meeting
+        self._granted: set[str] = set()  # of all ranks, at the last meetings
+        self._count_from_here()
+        if self.world.size > 1:
+            store = backend.store()
+            self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]
+            # The only collective: a launcher may keep a store in which earlier ranks have left keys, so that the name
+            # must be new; and it does not wait for a rank that was killed.
+            own = json.dumps([uuid4().hex, identity()])
+            found = [json.loads(text) for text in backend._gather_bytes(own.encode())]
+            self._store = dist.PrefixStore(f"{_BASE}/{found[0][0]}", store)
+            self._processes = [process for _, process in found]  # by rank
+            self.leave = leaves(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
+            look = WeakMethod(self._look_while_waiting)
+            backend.while_waiting = lambda *waits: (alive := look()) and alive(*waits)
+
+    def _count_from_here(self) -> None:
+        self._updates, self._compared = 0, 0  # made from here on, and before the last call of all ranks
+        self._meetings, self._held = 0, 0  # meetings so far, and the update after which the last one was held
+        self._reserved = 1  # a rank that has written nothing has reserved one update after the previous meeting
+        self._next: int | None = None  # update after which all ranks meet, once it is agreed
+        self._course = Course()
+        self._posted = ""  # by rank 0, which this one has read last
+        self._compared_at = math.inf  # update after which this rank compares itself with it
+        self._difference = ""  # the error for what this rank has found
+        self._looked_at, self._looked_time, self._look_seconds = 0, time.perf_counter(), 0.0
+
+    # Calls that every rank makes, in the same order. --------------------------------------------------------------
+
+    def gather(self, what: str, message: str, patience: float | None = None, *, within: bool = False) -> list[str]:
+        """Return the messages of all ranks, by rank.
+
+        Args:
+            what: the call that every rank has to make, in words for an error.
+            message: of any length.
+            patience: seconds to wait for the others. Default: the timeout of the store.
+            within: whether it is in an update: others that have begun this update have not passed it by.
+
+        Raises:
+            RuntimeError: on every rank, if ranks are in different calls, or have differed in step, epoch or
+                hyperparameters at the last update; or if a rank has ended or does not come.
+        """
+        if self.world.size == 1:
+            return [message]
+        self._gathered += 1
+        number, self._compared = self._gathered, self._updates
+        keys, all_of_them = {rank: f"{number}/{rank}" for rank in range(self.world.size)}, f"{number}/all"
+        with _store_needed(what):
+            self._store.set(keys[self.world.rank], json.dumps([what, message, self._course.after(self._updates)]))
+            if self.world.rank == 0:
+                self._wait(what, keys, patience=patience, within=within)
+                texts = [text.decode() for text in self._store.multi_get([*keys.values()])]  # type: ignore[attr-defined]
+                self._store.set(all_of_them, f"[{','.join(texts)}]")
+                for key in (*keys.values(), f"{number - 1}/all"):  # which all ranks have read: they are here
+                    self._store.delete_key(key)
+            else:
+                self._wait(what, keys, ready=all_of_them, patience=patience, within=within)
+            calls = json.loads(self._store.get(all_of_them))
+        first, _, course = calls[0]
+        for rank, (call, _, other) in enumerate(calls):
+            if call != first:
+                raise RuntimeError(
+                    f"all ranks must make the same calls in the same order, but rank 0 is in {first} and rank {rank} "
+                    f"in {call}; call both on every rank, after the same updates"
+                )
+            if sentence := difference(course, other, rank):
+                raise RuntimeError(sentence)
+        return [text for _, text, _ in calls]
+
+    def compare(self, what: str) -> None:
+        """Compare step, epoch and hyperparameters, if there was an update since the ranks have done so last.
+
+        Raises:
+            RuntimeError: as `gather`.
+        """
+        if self._updates > self._compared:
+            self.gather(what, "")
+
+    def forget(self) -> None:
+        """Count and compare updates from here on: every rank restores a state, and they may have made unequal many."""
+        self._restores += 1
+        self._count_from_here()
+
+    def run_on_all(self, what: str, work: Callable[[], str]) -> list[str]:
+        """Return the results of `work` by rank.
+
+        Raises:
+            RuntimeError: on every rank, with the same text, if `work` failed on one of them.
+        """
+        failure = None
+        try:
+            message = "+" + work()
+        except Exception as error:
+            failure, message = error, f"-{error}"
+        messages = self.gather(what, message)
+        for message in messages:
+            if not message.startswith("+"):
+                raise RuntimeError(message[1:]) from failure
+        return [message[1:] for message in messages]
+
+    def run_on_rank_0(self, what: str, work: Callable[[], str]) -> str:
+        """Call `work` on rank 0, and return its result on every rank; raise as `run_on_all` does."""
+        return self.run_on_all(what, lambda: "" if self.world.rank else work())[0]
+
+    def any_rank(self, what: str, condition: bool) -> bool:
+        """Return whether the condition is true on any rank."""
+        return "1" in self.gather(what, str(int(condition)))
+
+    # What one rank tells the others, which no rank waits for before it needs it. ----------------------------------
+
+    def tell(self, name: str, number: int, text: str) -> None:
+        """Tell all ranks a text, on one of them; those of earlier numbers are deleted some time later."""
+        if self.world.size > 1:
+            self._store.set(f"{name}/{number}", text)
+            self._store.delete_key(f"{name}/{number - _KEPT}")
+
+    def told(self, name: str, number: int) -> str:
+        """Return what rank 0 tells, and wait for it.
+
+        Raises:
+            RuntimeError: if rank 0 has ended or does not tell it.
+        """
+        key, what = f"{name}/{number}", f"{name} {number}"
+        with _store_needed(what):
+            self._wait(what, {0: key})
+            return self._store.get(key).decode()
+
+    def heard(self, name: str, number: int) -> str | None:
+        """Return what a rank has told, without a wait; None if it has not."""
+        key = f"{name}/{number}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def report(self, name: str, text: str, ranks: Sequence[int]) -> list[str] | None:
+        """Report a text; return those of all these ranks on the last one to report, and None on the others.
+
+        Nobody waits, and a thread may call it beside the training.
+        """
+        if len(ranks) == 1:
+            return [text]
+        keys, counter = [f"{name}/{rank}" for rank in ranks], f"{name}/reports"
+        self._store.set(f"{name}/{self.world.rank}", text)
+        if self._store.add(counter, 1) < len(ranks):
+            return None
+        texts = [found.decode() for found in self._store.multi_get(keys)]  # type: ignore[attr-defined]
+        for key in (*keys, counter):
+            self._store.delete_key(key)
+        return texts
+
+    # Meetings after updates. --------------------------------------------------------------------------------------
+
+    def wish(self, word: str) -> None:
+        """Ask for something that all ranks do after the same update; a word that was asked for counts once."""
+        if word not in self._granted:
+            (self._wishes if self.world.size > 1 else self._granted).add(word)
+
+    def take(self, word: str) -> bool:
+        """Return whether the ranks have met since a rank has asked for this; once, and the same on every rank."""
+        granted = word in self._granted
+        self._granted.discard(word)
+        return granted
+
+    def after_update(self, step: int, epoch: int, groups: Groups) -> None:
+        """Count an update, and meet the other ranks if that was agreed: to learn their wishes, and whether they differ.
+
+        Args:
+            step: number of updates of the training.
+            epoch: its epoch.
+            groups: hyperparameters of the update.
+
+        Raises:
+            RuntimeError: at a meeting, on every rank, if the ranks have differed in one of these after some update.
+        """
+        if self.world.size == 1:
+            return
+        self._updates += 1
+        self._course.add(self._updates, step, epoch, groups)
+        if self._updates >= self._compared_at:
+            self._compare()
+        wanted = bool(self._wishes or self._difference)
+        if self._next is None and (wanted or self._updates >= self._reserved):
+            # If the process with the store has ended, it has made the last update, or the next sum of gradients fails.
+            with suppress(dist.DistNetworkError):
+                self._look(wanted)
+        if self._next is not None and self._updates >= self._next:
+            self._meet()
+
+    def _look(self, wanted: bool) -> None:
+        began = time.perf_counter()
+        self._check_passed(self._updates)
+        if self.world.rank == 0:
+            self._store.set(self._key(_COURSE), self._course.after(self._updates))
+        elif self._compared_at == math.inf:
+            self._read_course()
+        wanted = wanted or bool(self._difference)
+        if wanted:
+            self._store.set(self._key(_REQUESTED), "")
+        else:
+            self._reserve(self._updates + self._interval(began))
+        if self._store.check([self._key(_REQUESTED)]):
+            self._reserve(self._updates)  # this rank makes no further update before it knows the next meeting
+            last = max(map(self._reserved_by, range(self.world.size)))
+            # Ranks may find different ones: the first counts.
+            self._next = int(self._store.compare_set(self._key(_LAST), "", str(last)))
+        self._looked_at, self._looked_time = self._updates, time.perf_counter()
+        self._look_seconds += (self._looked_time - began - self._look_seconds) / 4
+
+    def _meet(self) -> None:
+        message = json.dumps([sorted(self._wishes), self._difference])
+        keys = [self._key(name) for name in (_REQUESTED, _LAST, _COURSE, *range(self.world.size))]
+        self._meetings, self._held, self._reserved = self._meetings + 1, self._updates, self._updates + 1
+        self._wishes, self._difference, self._next = set(), "", None
+        found = [json.loads(text) for text in self.gather("optimizer.step()", message)]
+        if self.world.rank == 0:
+            for key in keys:
+                self._store.delete_key(key)
+        for wishes, sentence in found:
+            if sentence:
+                raise RuntimeError(sentence)
+            self._granted.update(wishes)
+
+    def _key(self, name: object) -> str:
+        return f"{self._restores} restores, {self._meetings} meetings/{name}"
+
+    def _reserve(self, update: int) -> None:
+        self._reserved = update
+        self._store.set(self._key(self.world.rank), str(update))
+
+    def _reserved_by(self, rank: int) -> int:
+        key = self._key(rank)
+        return int(self._store.get(key)) if self._store.check([key]) else self._held + 1
+
+    def _interval(self, now: float) -> int:
+        """Return the number of updates until the next look, such that looks take a small share of the time."""
+        update_seconds = (now - self._looked_time) / (self._updates - self._looked_at)
+        return max(1, math.ceil(min(self._look_seconds / _MAX_SHARE, _MAX_INTERVAL) / max(update_seconds, 1e-9)))
+
+    # Do ranks differ? Rank 0 posts where it is, and the others compare themselves when they are there. -------------
+
+    def _read_course(self) -> None:
+        """Read what rank 0 has posted last, and compare it with this rank as soon as that has made the same update."""
+        key = self._key(_COURSE)
+        posted = self._store.get(key).decode() if self._store.check([key]) else self._posted
+        if posted != self._posted:
+            self._posted, self._compared_at = posted, Course.update_of(posted)
+        if self._updates >= self._compared_at:
+            self._compare()
+
+    def _compare(self) -> None:
+        update, self._compared_at = int(self._compared_at), math.inf
+        self._difference = difference(self._posted, self._course.after(update), self.world.rank)
+
+    def drop_store(self) -> None:
+        """Let go of the store, and of its threads."""
+        del self._store
+
+    # Waiting. -----------------------------------------------------------------------------------------------------
+
+    def _wait(
+        self, what: str, keys: Mapping[int, str], ready: str = "", patience: float | None = None, within: bool = False
+    ) -> None:
+        """Wait for the keys of ranks, or for `ready` in their place, which rank 0 writes when it has seen these.
+
+        The other arguments are those of `gather`.
+
+        Raises:
+            AbsentRankError: if a rank has ended, or does not come.
+        """
+        wanted, began, pause = [ready] if ready else [*keys.values()], time.monotonic(), 0.0
+        patience, looks = self._patience if patience is None else patience, began + _SECONDS_TO_LOOK
+        while not self._store.check(wanted):
+            waited = time.monotonic() - began
+            ended = self._backend.rank_has_ended or self._store.check([LEFT])
+            if time.monotonic() > looks:
+                looks += _SECONDS_TO_LOOK
+                ended = ended or any(starmap(self._has_left, [*keys.items(), *[(0, ready)] * bool(ready)]))
+                self._store.set(_WAITS, json.dumps([self._gathered, self._updates, within, self.world.rank, what]))
+            if (ended or waited > _SECONDS_TO_LOOK) and self._store.check([_PASSED]):
+                raise AbsentRankError(self._store.get(_PASSED).decode())
+            if (ended or waited > patience) and not self._store.check(wanted):  # who has ended may have come before
+                late = {rank: key for rank, key in keys.items() if not self._store.check([key])} or {0: ready}
+                gone = [rank for rank, key in late.items() if self._has_left(rank, key)]  # others come a little later
+                absent = [str(rank) for rank in gone or late]
+                who = f"rank {absent[0]} has" if len(absent) == 1 else f"ranks {', '.join(absent)} have"
+                why = "and a rank has ended" if ended else f"for {patience:g} s"
+                raise AbsentRankError(
+                    f"every rank must come to {what}, but {who} not, {why}; see the output of all ranks, and make the "
+                    f"same calls on every rank after the same updates"
+                )
+            time.sleep(pause)  # and not in the store, whose connection the threads of this process share
+            pause = min(waited / 8 + 1e-5, _MAX_PAUSE)
+
+    def _look_while_waiting(self, waits: Callable[[], bool] | None = None) -> None:
+        """Look for a rank that waits in a call, while this one waits for it in the sum of the next update.
+
+        A thread that looks passes `waits`, whether the host still does: perhaps in a forward, before calls within that.
+        """
+        made = self._updates + 1  # before another thread learns that the host still waits
+        with suppress(dist.DistNetworkError):
+            if waits is None or waits():
+                self._check_passed(made, early=waits is not None)
+
+    def _check_passed(self, made: int, *, early: bool = False) -> None:
+        """Raise AbsentRankError, on all ranks that wait, if this one has passed a call by, in which another one waits.
+
+        It has made or begun `made` updates; `early`: it may still come to calls within the last one.
+        """
+        if not self._store.check([_WAITS]):
+            return
+        number, updates, within, rank, what = json.loads(self._store.get(_WAITS))
+        if number > self._gathered and made > updates + (within and early):
+            sentence = (
+                f"every rank must come to {what}, but rank {rank} waits there and rank {self.world.rank} makes the "
+                f"next update; load, save, read metrics and change param_groups on every rank, after the same updates"
+            )
+            raise AbsentRankError(self._store.compare_set(_PASSED, "", sentence).decode())
+
+    def _has_left(self, rank: int, key: str) -> bool:
+        """Return whether a rank has left or was killed, if its key is not there."""
+        gone = self._store.check([f"{LEFT}/{rank}"]) or has_ended(self._processes[rank])
+        return gone and not self._store.check([key])
+
+
+@contextmanager
+def _store_needed(what: str) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise AbsentRankError(
+            f"every rank must come to {what}, but the process that holds the store, of rank 0 as a rule, has ended; "
+            f"see its output"
+        ) from error

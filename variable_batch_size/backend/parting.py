@@ -1,0 +1,77 @@
+"""What a rank leaves in the store when it ends, so that no other rank waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Any, Protocol
+from weakref import WeakSet, finalize
+
+import torch.distributed as dist
+
+from variable_batch_size.world import World
+
+LEFT, _EXITED = "left", "exited"  # keys: how many ranks have done so; and left/RANK, of each that has left
+_SECONDS_AT_EXIT = 3.0
+
+
+class Party(Protocol):
+    """What agrees through a store."""
+
+    @property
+    def leave(self) -> Callable[[], object]:
+        """Let ranks that wait for this one know that it has ended."""
+
+    def drop_store(self) -> None:
+        """Let go of the store, and of its threads."""
+
+
+_open: WeakSet[Party] = WeakSet()  # with another store than one in memory, which ends with all ranks
+_last: list[tuple[dist.Store, World, int]] = []  # store, ranks and process of the last one
+
+
+def leaves(party: Party, world: World, store: dist.Store, *, in_memory: bool) -> finalize[Any, Any]:
+    """Return a function that lets other ranks know that this one has ended; called at the end of the process at last.
+
+    Args:
+        party: it is called when this is forgotten.
+        world: this rank, and the number of ranks.
+        store: what ranks agree through.
+        in_memory: whether that ends with the process of all ranks.
+    """
+    leave = finalize(party, _leave, store, world.rank, os.getpid())  # once
+    if not in_memory:
+        if not _last:
+            atexit.register(_leave_all)  # it is called before what modules have registered
+            Finalize(None, _leave_all, exitpriority=1)  # the forks of multiprocessing end without atexit
+        _last[:] = [(store, world, os.getpid())]
+        _open.add(party)
+    return leave
+
+
+def _leave(store: dist.Store, rank: int, pid: int) -> None:
+    with suppress(RuntimeError):  # the process with the store has ended
+        if os.getpid() == pid:  # and this is not a fork of it
+            store.set(f"{LEFT}/{rank}", "")
+            store.add(LEFT, 1)
+
+
+def _leave_all() -> None:
+    """Leave; rank 0, whose process holds the store as a rule, waits for a moment until the others exit, too."""
+    ends, parties = time.monotonic() + _SECONDS_AT_EXIT, list(_open)
+    for party in parties:
+        party.leave()
+    for store, world, pid in _last:
+        with suppress(RuntimeError):
+            exited = store.add(_EXITED, int(os.getpid() == pid))
+            while world.rank == 0 and os.getpid() == pid and exited < world.size and time.monotonic() < ends:
+                time.sleep(0.01)
+                exited = store.add(_EXITED, 0)
+    for party in parties:
+        party.drop_store()
+    _open.clear()
+    _last.clear()

@@ -1,0 +1,91 @@
+"""Equal rounds: in every step all ranks compute the same number of microbatches, and none of them is a replay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from variable_batch_size._validation import MAX_INT
+from variable_batch_size.data.deal import Dealing
+from variable_batch_size.data.epoch import Epoch
+from variable_batch_size.data.microbatching import count_microbatches
+from variable_batch_size.data.plan import Plan, Step
+from variable_batch_size.world import World
+
+
+def next_equal(
+    batch_size: int, minibatch_size: int, world_size: int, *, fixed_shape: bool, multiple_of: int = 1
+) -> int:
+    """Return the smallest batch size from `batch_size` on with which a step has equal rounds.
+
+    >>> next_equal(33, 32, 4, fixed_shape=False, multiple_of=1), next_equal(3, 32, 4, fixed_shape=False, multiple_of=4)
+    (97, 4)
+
+    Args:
+        batch_size: samples of a step.
+        minibatch_size: maximum number of rows of a microbatch.
+        world_size: number of ranks.
+        fixed_shape: as for `cut`.
+        multiple_of: as for `cut`, 1 or `world_size`.
+    """
+    if fixed_shape:
+        full, rest = divmod(batch_size, minibatch_size)
+        partial = count_microbatches(np.arange(minibatch_size), minibatch_size, fixed_shape=True)  # (remainders,)
+        while True:  # at most until the full microbatches alone are a multiple
+            equal = np.flatnonzero((full + partial[rest:]) % world_size == 0)
+            if len(equal):
+                return full * minibatch_size + rest + int(equal[0])
+            full, rest = full + 1, 0
+    necessary = -(-batch_size // minibatch_size)
+    microbatches = -(-necessary // world_size) * world_size
+    fewest = microbatches if multiple_of > 1 else (microbatches - 1) * minibatch_size + 1  # samples with so many
+    return max(batch_size, fewest)
+
+
+def check_equal_rounds(
+    plan: Plan, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT
+) -> None:
+    """Check that the steps of `epoch` from `first_step` on, up to its end or `end_step`, have equal rounds.
+
+    Raises:
+        ValueError: if one has not; it names the first one.
+    """
+    for deal in plan.deals(epoch, first_step, world, dealing, end_step):
+        unequal = np.flatnonzero(deal.counts % world.size)
+        if len(unequal):
+            raise _unequal(plan, epoch, deal.first_step + int(unequal[0]), world, dealing)
+
+
+def check_constant(plan: Plan, world: World, dealing: Dealing) -> None:
+    """Check the rounds of a constant trace: wherever a training begins, all of its epochs are alike.
+
+    Raises:
+        ValueError: as `check_equal_rounds`.
+    """
+    if plan.trace.constant_until(0) is None and not plan.ends:
+        epoch = plan.epoch(plan.first_epoch)
+        check_equal_rounds(plan, epoch, epoch.first_step, world, dealing)
+
+
+def _unequal(plan: Plan, epoch: Epoch, number: int, world: World, dealing: Dealing) -> ValueError:
+    step = plan.step(epoch, number, dealing)
+    count = f"{step.num_microbatches} microbatch{'es' * (step.num_microbatches > 1)}"
+    return ValueError(
+        f"with equal_rounds=True every rank must compute the same number of microbatches in every step, and no replay, "
+        f"but step {number} has a batch size of {step.batch_size}, cut into {count}, on {world.size} ranks with "
+        f"minibatch_size={plan.minibatch_size}; {_remedy(plan, epoch, step, world, dealing)}"
+    )
+
+
+def _remedy(plan: Plan, epoch: Epoch, step: Step, world: World, dealing: Dealing) -> str:
+    if step.batch_size < plan.trace.batch_size(step.number):  # no batch size of the trace would change it
+        if step.start + step.batch_size == plan.dataset_size:
+            return f"pass drop_last=True, because the step is the rest of epoch {epoch.number}"
+        return f"change max_samples={plan.max_samples}, which shortens the step"
+    enough, measured = (
+        next_equal(step.batch_size, plan.minibatch_size, world.size, fixed_shape=plan.fixed_shape, multiple_of=number)
+        for number in (dealing.multiple_of, 1)
+    )
+    if enough > plan.dataset_size:
+        return f"pass a smaller minibatch_size, because {enough}, the next one without replays, exceeds the dataset"
+    noise = f" ({measured} if the noise is measured)" if enough < measured <= plan.dataset_size else ""
+    return f"choose a batch size of {enough}, the next one without replays{noise}"

@@ -1,0 +1,101 @@
+"""What a saved position holds, and the version that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Any, Final
+
+from variable_batch_size._validation import value_error
+
+VERSION = 1
+REGARDLESS = "pass strict=False to resume regardless"  # the remedy that callers without a `strict` replace
+
+Kinds = Mapping[str, tuple[type, ...]]
+
+POSITION: Final[Kinds] = {
+    **dict.fromkeys(("epoch", "step", "samples", "first_step", "samples_before", "epoch_samples"), (int,)),
+    **dict.fromkeys(("dataset_size", "seed"), (int,)),
+    **dict.fromkeys(("ended", "end_pending", "shuffle", "drop_last", "fixed_shape"), (bool, int)),
+    **dict.fromkeys(("trace", "past"), (str,)),
+}
+GROWTH: Final[Kinds] = {
+    **dict.fromkeys(("runs", "decisions", "questions"), (list, tuple)),
+    **dict.fromkeys(("decides", "asked"), (str,)),
+}
+NUMBER = (float, int)
+
+
+def check_position(state: Mapping[str, Any]) -> None:
+    """Check that a state is of the version that this release reads, and has a position.
+
+    Raises:
+        ValueError: if not.
+    """
+    if not isinstance(state, Mapping):
+        raise value_error("a state must be a dictionary", f"{state!r:.60}", "restore one as it was saved")
+    if (version := state.get("version", "unknown")) != VERSION:
+        remedy = "load it with the release of variable_batch_size that has saved it"
+        raise value_error(f"a state must be of version {VERSION}", f"one of version {version}", remedy)
+    check_entries(state, POSITION)
+    begun, ahead = state["samples_before"] + state["epoch_samples"], state["step"] - state["first_step"]
+    if ahead < 0 or state["epoch_samples"] > state["dataset_size"] or state["samples"] > begun:
+        found = ", ".join(f"{name} {state[name]}" for name, kinds in POSITION.items() if kinds == (int,))
+        raise value_error("the numbers of a state must agree with one another", found, "restore one as it was saved")
+    if "growth" in state:
+        check_entries(state, {"growth": (dict,)})
+        check_entries(state["growth"], GROWTH, "growth.")
+
+
+def check_same_samples(state: Mapping[str, Any], own: Mapping[str, Any], past: str) -> None:
+    """Check that a state was saved with the same samples up to its position.
+
+    Args:
+        state: the state.
+        own: what determines the order of the samples here, by name.
+        past: the fingerprint of the batch sizes that the trace has here before the position.
+
+    Raises:
+        ValueError: if not, naming each difference.
+    """
+    different = [f"{key} was {state.get(key)!r} and is {own[key]!r}" for key in own if state.get(key) != own[key]]
+    if past != state["past"]:
+        different.append(f"the first {int(state['step'])} batch sizes of the trace are not the same")
+    if different:
+        raise ValueError(
+            f"a state can be restored only with the samples it was saved with, but {', '.join(different)}; restore "
+            f"these arguments, or {REGARDLESS}"
+        )
+
+
+def check_entries(state: Mapping[str, Any], kinds: Kinds, where: str = "") -> None:
+    """Check that a state has entries of these types, before anything of it is used.
+
+    Args:
+        state: the state, or a part of it.
+        kinds: the types by name.
+        where: the name of the part, with a full stop.
+
+    Raises:
+        ValueError: if one is missing or damaged.
+    """
+    for name, allowed in kinds.items():
+        if name not in state or not _is_one_of(state[name], allowed):
+            found = f"has {state[name]!r:.60}" if name in state else "lacks it"
+            words = " or ".join("None" if kind is NoneType else kind.__name__ for kind in allowed)
+            raise ValueError(
+                f"a state of version {VERSION} must hold {where}{name}, of type {words}, but this one {found}; restore "
+                f"one as it was saved"
+            )
+
+
+def check_items(values: Sequence[Any], allowed: tuple[type, ...], name: str) -> None:
+    """Check that all items of the list of this name have these types, as `check_entries` does."""
+    entries = {str(number): value for number, value in enumerate(values)}
+    check_entries(entries, dict.fromkeys(entries, allowed), f"{name}.")
+
+
+def _is_one_of(value: Any, allowed: tuple[type, ...]) -> bool:
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        return False
+    return not isinstance(value, int) or 0 <= value < 2**64

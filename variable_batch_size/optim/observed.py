@@ -1,0 +1,150 @@
+"""What an optimizer tells of its training: how far it is, by which rules, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.loop import Loop, Phase, Watcher
+from variable_batch_size.optim.options import Reduction
+from variable_batch_size.optim.update import Updater
+from variable_batch_size.optim.wrapper import OptimizerWrapper
+from variable_batch_size.rules import Noise, Rule
+
+
+class ObservedOptimizer(OptimizerWrapper):
+    """A wrapper whose training can be read from it. Subclasses set the attributes and define `step`."""
+
+    _loop: Loop
+    _updater: Updater
+    _backend: Backend
+    _agreement: Agreement | None
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rule of each parameter group."""
+        return self._updater.rules
+
+    @property
+    def backend(self) -> Backend:
+        """The backend: how ranks communicate."""
+        return self._backend
+
+    @property
+    def agreement(self) -> Agreement:
+        """What the hosts of all ranks agree on; whatever needs it first has to do so on every rank."""
+        if self._agreement is None:
+            job = self._backend.job
+            self._agreement = Agreement(job)
+            self._backend.while_waiting = job.while_waiting
+        return self._agreement
+
+    @property
+    def sampler(self) -> CustomSampler:
+        """The sampler that feeds the loop."""
+        return self._loop.sampler
+
+    @property
+    def ref_batchsize(self) -> int | None:
+        """The batch size, in samples, at which the hyperparameters were tuned."""
+        return self._updater.ref_batchsize
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction of the loss over the rows of a microbatch, "mean" or "sum"."""
+        return self._updater.options.reduction
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next update: after an epoch has ended, the following one; but see `Checkpoint.step`."""
+        return self._loop.epoch
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of the training so far, with those of skipped epochs: the next step of the trace."""
+        return self._loop.clock.step
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that were trained on so far, over all ranks."""
+        return self._loop.clock.samples
+
+    @property
+    def progress(self) -> float:
+        """How far the training is, in updates at `ref_batchsize`: the sum of `Scaling.progress` over the updates."""
+        return float(self._updater.progress)
+
+    @property
+    def done(self) -> bool:
+        """Whether the training has ended: by the sampler's `max_updates` or `max_samples`, or with its trace.
+
+        Raises:
+            RuntimeError: if the loop has ended, but a microbatch of it did not reach `step()`; as `state_dict()` does.
+        """
+        self.sampler.check_left_over()
+        return self._loop.done
+
+    @property
+    def inside_step(self) -> bool:
+        """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
+        return self._loop.phase not in (Phase.BETWEEN_STEPS, Phase.UNSETTLED)
+
+    def progress_later(self) -> Callable[[], float]:
+        """Return a function that returns the present progress, to be called later without waiting for a device."""
+        return self._updater.progress.later()
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """The microbatch that the next `step()` counts.
+
+        Raises:
+            RuntimeError: if all updates of the epoch are committed.
+        """
+        return self._loop.microbatch()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
+        self._loop.watchers.add(watcher)
+
+    def log(self, **means: Tensor | float) -> None:
+        """Average values over exactly the samples of each step, over all ranks, for `tracker` and `logged`.
+
+        Call it before the `step()` of every microbatch, on every rank, with the names of the first update. Pass means
+        over the rows of a microbatch; with `step(count=)`, means over what is counted.
+        """
+        self._updater.gradient.step_means.log(means)
+
+    @property
+    def logged(self) -> dict[str, Tensor]:
+        """The means of the values of `log` in the last update: 0-D tensors on the device of the gradients."""
+        return self._updater.gradient.step_means.last
+
+    @property
+    def count(self) -> Tensor | None:
+        """The sum of the counts of the last update over all ranks, as its tokens, 0-D; None without `step(count=)`."""
+        return self._updater.gradient.token_count.last
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; nan if skipped."""
+        return self._updater.grad_norm
+
+    def lr_factor(self) -> float:
+        """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
+        return self._updater.lr_factor
+
+    def current_lr(self) -> float:
+        """Return the effective learning rate of the last update, of the first parameter group."""
+        return float(self._updater.reference_lr) * self.lr_factor()
+
+    def noise(self) -> Noise:
+        """Return the gradient noise, averaged so far; sigma2 and mu2 are nan before the first estimate.
+
+        Raises:
+            RuntimeError: if the noise is not measured.
+        """
+        return self._updater.noise()

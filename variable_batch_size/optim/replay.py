@@ -1,0 +1,100 @@
+"""A replay changes nothing: the statistics of the model and the random numbers are as they were before its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+from weakref import WeakMethod, finalize
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from variable_batch_size.backend import Backend
+from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.optim.uncompiled import uncompiled
+
+
+class _Buffer(NamedTuple):
+    owner: Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+
+
+@final
+class Replays:
+    """Undoes what the forward and backward of a replay change besides gradients.
+
+    Args:
+        module: the model, if it is known.
+        backend: of the optimizer. In one graph for all ranks, with a replay or without, nothing can be undone.
+
+    Attributes:
+        module: of which replays must not change the buffers; None if there are none, or none can be undone.
+    """
+
+    def __init__(self, module: Module | None, backend: Backend) -> None:
+        bare = module.module if isinstance(module, DistributedDataParallel) else module
+        self.module = None if backend.static_graph or backend.world.size == 1 else bare
+        self._before: tuple[list[_Buffer], list[Tensor]] | None = None  # buffers, and random numbers
+
+    def keep(self, microbatch: Microbatch | None) -> None:
+        """Take the state before the first forward of a microbatch, if that is a replay."""
+        if self.module is None or microbatch is None or microbatch.samples or self._before is not None:
+            return
+        buffers = [
+            _Buffer(owner, name, buffer, buffer.clone())
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
+        on_cuda = [torch.cuda.get_rng_state(device) for device in self._cuda_devices()]
+        self._before = buffers, [torch.get_rng_state(), *on_cuda]
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Return to that state, if there is one."""
+        if self._before is None:
+            return
+        (buffers, (on_cpu, *on_cuda)), self._before = self._before, None
+        for owner, name, buffer, value in buffers:
+            same = buffer.shape == value.shape
+            if same and all(buffer.stride()):  # an expanded one cannot be written
+                buffer.copy_(value)
+            owner._buffers[name] = buffer if same else value
+        torch.set_rng_state(on_cpu)
+        for device, state in zip(self._cuda_devices(), on_cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def drop(self) -> None:
+        """Forget that state: the step starts over, or elsewhere."""
+        self._before = None
+
+    def _cuda_devices(self) -> list[torch.device]:
+        parameters = [] if self.module is None else self.module.parameters()
+        return list(dict.fromkeys(parameter.device for parameter in parameters if parameter.is_cuda))
+
+
+def call_before_forward(module: Module | None, method: Callable[[], None]) -> None:
+    """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives."""
+    if module is None:
+        return
+    owner = method.__self__  # type: ignore[attr-defined]
+    finalize(owner, module.register_forward_pre_hook(_Hook(WeakMethod(method))).remove).atexit = False
+
+
+@final
+class _Hook:
+    """Calls a method; a copy of the module has one that calls none."""
+
+    def __init__(self, method: Callable[[], Any] = lambda: None) -> None:
+        self._method = method
+
+    @uncompiled
+    def __call__(self, module: Module, args: Any) -> None:
+        if torch.is_grad_enabled() and (call := self._method()) is not None:
+            call()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()

@@ -1,0 +1,102 @@
+"""What sums the gradients of a model, and over which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from variable_batch_size._validation import type_error
+from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, detect
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.ddp_hooked import HookedDDPSync
+from variable_batch_size.optim.ddp_sync import DDPSync, is_reduced
+from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
+from variable_batch_size.optim.sync import PlainSync, Sync
+
+_REFUSED = {
+    "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard(), FSDP2",
+    "DeepSpeedEngine": "shard it with torch.distributed.fsdp.fully_shard(), FSDP2",
+    "PipelineStage": "shard the model with fully_shard() or tensor parallelism, without pipeline stages",
+    "PipelineSchedule": "shard the model with fully_shard() or tensor parallelism, without pipeline stages",
+}
+
+
+def unwrapped(model: Module | None) -> Module | None:
+    """Return a model as it was before `torch.compile`.
+
+    Raises:
+        TypeError: if it is no Module, or of a kind that cannot be trained.
+        ValueError: if only parts of it are sharded.
+    """
+    parts = [*model.modules()] if isinstance(model, Module) else [model]
+    names = {kind.__name__ for part in parts for kind in type(part).__mro__}
+    for name, remedy in _REFUSED.items():
+        if any(found.startswith(name) for found in names):
+            requirement = f"model must be bare, or in DistributedDataParallel or FSDP2, not in {name}"
+            raise type_error(requirement, model, remedy)
+    if model is not None and not isinstance(model, Module):
+        raise type_error("model must be a torch.nn.Module", model, "pass the model whose parameters are trained")
+    inner: Module | None = getattr(model, "_orig_mod", model)
+    if any(isinstance(part, FSDPModule) for part in parts) and not isinstance(inner, FSDPModule):
+        raise ValueError(
+            "the model that is passed as model= must be the root of what is sharded, but fully_shard() was applied to "
+            "parts of it only; apply it to the root, too, after its parts"
+        )
+    return inner
+
+
+def backend_for(
+    module: Module | None, parameters: Sequence[Tensor], sampler: CustomSampler, process_group: dist.ProcessGroup | None
+) -> Backend:
+    """Return the backend of the ranks that share a batch.
+
+    Args:
+        module: the model, if it is known.
+        parameters: parameters of the optimizer.
+        sampler: deals for them.
+        process_group: these ranks, if they were passed.
+
+    Raises:
+        ValueError: if the parameters are DTensors, and these ranks cannot be found.
+    """
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if process_group is not None or not sharded:
+        return detect(parameters, sampler.world, process_group)
+    if module is None:
+        raise ValueError(
+            "an optimizer of sharded parameters (DTensors) must know the model, but there is none; pass it as model=, "
+            "the root module if it was sharded with fully_shard()"
+        )
+    if isinstance(module, FSDPModule):
+        group = data_parallel_group(module)
+        return DistributedBackend(group, job=group is not None)
+    if sharded[0].device_mesh.size() < dist.get_world_size():
+        raise ValueError(
+            f"with tensor parallelism alone the ranks that share a batch must be known, but the mesh of the parameters "
+            f"has {sharded[0].device_mesh.size()} of {dist.get_world_size()} ranks; pass "
+            f'process_group=mesh["dp"].get_group(), of the dimension along which ranks get different samples'
+        )
+    return LocalBackend(job=DistributedBackend())
+
+
+def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: bool) -> Sync:
+    """Return what sums the gradients of a model.
+
+    Args:
+        module: the model, if it is known.
+        backend: of the ranks that share a batch.
+        sharded_accumulation: see `ShardedSync`.
+    """
+    if isinstance(module, DistributedDataParallel):
+        of_user = not is_reduced(module) and module._comm_hooks
+        return HookedDDPSync(backend, module) if of_user else DDPSync(backend, module)
+    sharded: object = module
+    if isinstance(sharded, FSDPModule):
+        return ShardedSync(backend, sharded, accumulates_shards=sharded_accumulation)
+    return PlainSync(backend)
