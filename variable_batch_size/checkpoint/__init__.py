@@ -1,7 +1,7 @@
 """Save a training to disk and resume it on any world, also after a signal that asks it to stop."""
 
 from variable_batch_size.checkpoint.checkpoint import Checkpoint
+from variable_batch_size.checkpoint.parts import Stateful
 from variable_batch_size.checkpoint.reading import read_checkpoint
-from variable_batch_size.checkpoint.stateful import Stateful
 
 __all__ = ["Checkpoint", "Stateful", "read_checkpoint"]

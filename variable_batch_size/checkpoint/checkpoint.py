@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -13,29 +14,26 @@ from types import TracebackType
 from typing import Any, NoReturn, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from variable_batch_size._log import tell
 from variable_batch_size._validation import check_int, check_interval
 from variable_batch_size.checkpoint import notices
-from variable_batch_size.checkpoint.agreement import Agreement
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.folder import CheckpointFolder
+from variable_batch_size.checkpoint.events import Events
 from variable_batch_size.checkpoint.manifest import verified_manifest
-from variable_batch_size.checkpoint.meeting import Meetings
-from variable_batch_size.checkpoint.parts import Parts
-from variable_batch_size.checkpoint.publication import Publisher
-from variable_batch_size.checkpoint.reading import DamagedError
-from variable_batch_size.checkpoint.saver import Saver
-from variable_batch_size.checkpoint.stateful import Stateful
-from variable_batch_size.checkpoint.stored_state import StoredState
-from variable_batch_size.checkpoint.writer import Writer
-from variable_batch_size.optim.normalization import check_model
+from variable_batch_size.checkpoint.object_store import folder_at
+from variable_batch_size.checkpoint.parts import Parts, Stateful
+from variable_batch_size.checkpoint.publishing import Publisher, Writer
+from variable_batch_size.checkpoint.reading import StoredState, read_first
+from variable_batch_size.checkpoint.saving import Saver
+from variable_batch_size.optim.normalization import check_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.uncompiled import uncompiled
-from variable_batch_size.preemption import EXIT_CODE, active_preemption, signal_notice
+from variable_batch_size.preemption import EXIT_CODE, signal_notice
 
-_STOP, _SAVE = b"stop", b"save"  # what a rank wants to do at a meeting
+_STOP = "stop"  # what a rank wishes after a signal
+_RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls that all ranks make
 
 
 @final
@@ -43,14 +41,14 @@ class Checkpoint:
     """The checkpoints of one training in a folder: saves them, and restores the newest intact one.
 
     Create it on every rank and call its methods on all ranks after the same updates; every rank must see the same
-    folder to restore. A checkpoint is a folder `update-00001234`, which `read_checkpoint` reads, with the state and
-    `manifest.json`: the position (epoch, step, samples, updates), the fingerprint of the trace, reported values, and
-    the sizes and SHA-256 of the other files. The state consists of rank 0's parts, including the buffers of the model,
-    and of every rank's host RNG states (torch, NumPy and `random`). It is in the file `state.pt`, which
-    `torch.load(weights_only=True)` reads. If the parameters and the state of the optimizer, which are the same on all
-    ranks, take 8 MiB or more, several ranks write, about equally much each: rank 3, for example, writes `shard-3.pt`,
-    and in `state.pt` its tensors are on the meta device. Rank 0 writes alone if the ranks are replicas of PyTorch/XLA
-    or cannot write to the same folder when this object is created.
+    folder to restore. A checkpoint is a folder `update-00001234`, which `read_checkpoint` reads, in the format
+    `vbs-checkpoint`, version 1. `checkpoint.json` has the position (epoch, step, samples, updates), the fingerprint of
+    the trace, reported values, all states, and where which tensor is, with the SHA-256 of its bytes. The states are
+    those of rank 0's parts, including the buffers of the model, and every rank's host RNG states (torch, NumPy and
+    `random`). Tensors are in files of the layout of safetensors, such as `tensors-0.safetensors`. If the parameters
+    and the state of the optimizer, which are the same on all ranks, take 8 MiB or more, several ranks write, about
+    equally much each. Rank 0 writes alone if the ranks are replicas of PyTorch/XLA or cannot write to the same folder
+    when this object is created.
 
     In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
     states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
@@ -59,8 +57,8 @@ class Checkpoint:
     `dataset.epoch`. RNG states of devices are not saved.
 
     Args:
-        dir: folder of the checkpoints; created if needed, and locked against other writers until `close()` (POSIX
-            only).
+        dir: folder of the checkpoints, a path or a URL, as "gs://bucket/runs/a" (extra `cloud`); created if needed, and
+            locked against other writers until `close()`.
         model: the model. Of frozen parameters, and of buffers such as the running statistics of batch normalization,
             those of rank 0 are saved.
         optimizer: the wrapper whose updates are counted.
@@ -72,6 +70,9 @@ class Checkpoint:
             most about a second or two updates later: the ranks agree on an update without waiting for one another.
         best: what makes a checkpoint the best one, "min:" or "max:" and the name of a metric, such as "min:val_loss".
             `report()` then keeps the best one beside the `keep` newest ones.
+        run: name of the job, by which a restarted process takes over a folder from the earlier one at once, and
+            otherwise 10 minutes after its last update, in an object store or on a disk without `flock`; on others it
+            does so at once in any case. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
         parts: further objects with `state_dict()` and `load_state_dict()`, whose states hold only tensors and plain
             Python values.
 
@@ -96,31 +97,33 @@ class Checkpoint:
         keep: int = 2,
         every: int | timedelta | None = None,
         best: str | None = None,
+        run: str | None = None,
         **parts: Stateful,
     ) -> None:
         optional = {"sampler": sampler, "scheduler": scheduler}
         passed = {name: part for name, part in optional.items() if part is not None}
         self._parts = Parts(model, optimizer, passed | parts)
-        check_model(model, optimizer.sampler)
+        check_known(model, optimizer.sampler)
         self._optimizer, self._backend = optimizer, optimizer.backend
         keep = check_int(keep, "keep", 1)
         self._every = None if every is None else check_interval(every, "every", "pass a positive one, or omit it")
         self._criterion = None if best is None else Criterion.parse(best)
-        self._folder = CheckpointFolder(Path(dir))
-        self._agreement = agreement = Agreement(self._backend)
+        self._folder = folder_at(dir, run)
+        self._agreement = agreement = optimizer.agreement
         self._writer = Writer(self._folder, keep, self._criterion, optimizer.updates)
         self._updated = self._stepped = False  # whether an update was made, and step() called, since then
         if not optimizer.inside_step:
-            agreement.on_every_rank(self._check_storable)
-        world, token = self._backend.world, agreement.on_rank_0(self._writer.lock)
+            agreement.run_on_all("Checkpoint()", self._check_storable)
+        world, token = agreement.world, agreement.run_on_rank_0("Checkpoint()", self._writer.lock)
         alone = world.size == 1 or self._backend.static_graph  # replicas that are threads have the disk of rank 0
-        sharded = not (alone or agreement.any_rank(lambda: not self._folder.is_shared(token)))
-        meets = agreement.any_rank(lambda: isinstance(every, timedelta) or active_preemption() is not None)
-        store = dist.PrefixStore(f"variable_batch_size/{token}", self._backend.store()) if sharded or meets else None
-        self._meetings = Meetings(store, "meetings", world) if meets and store else None
-        publisher = Publisher(self._folder, keep, world.rank, store)
-        self._saver = Saver(self._backend, agreement, self._parts, self._folder, self._writer, publisher, sharded)
+        sharded = not (alone or agreement.any_rank("Checkpoint()", not self._folder.is_shared(token)))
+        self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
+        self._publisher = Publisher(self._folder, keep, agreement, self._due)
+        self._saver = Saver(self._backend, agreement, self._parts, self._writer, self._publisher, sharded)
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
+        self._events = Events(self._folder.path, world)
+        self._events.add("start", optimizer.updates)
+        optimizer.watch(self._events)
 
     @property
     def latest(self) -> Path | None:
@@ -155,7 +158,9 @@ class Checkpoint:
         return self._save(wait, in_loop=False)
 
     def _save(self, wait: bool, *, in_loop: bool, reported: dict[str, Any] | None = None) -> Path:
-        path = self._saver.save(self._optimizer.updates, wait, in_loop=in_loop, reported=reported or {})
+        updates = self._optimizer.updates
+        with self._events.timed("save", updates):
+            path = self._saver.save(updates, wait, in_loop=in_loop, reported=reported or {})
         self._mark_saved()
         return path
 
@@ -173,28 +178,24 @@ class Checkpoint:
 
         Raises:
             SystemExit: with code 143 on every rank, after a save that a signal to a `Preemption` requested.
-            RuntimeError: as `save(wait=False)`; or if a `Preemption` was entered after this object was created, unless
-                `every` is a timedelta.
+            RuntimeError: as `save(wait=False)`.
         """
         self._stepped, updates = True, self._optimizer.updates
         if updates == self._last_update or self._optimizer.inside_step:
             return False
         before, self._last_update = self._last_update, updates
+        self._events.progress(updates)
+        if self._agreement.world.rank == 0:
+            self._folder.renew()
         in_loop = updates == before + 1  # and not once an epoch, after what the loop does at its end
         if not self._updated:  # an update may have added to the state what no checkpoint can hold
             self._updated = True
-            self._agreement.on_every_rank(self._check_storable)
-        if self._meetings is None and active_preemption() is not None:
-            raise RuntimeError(
-                "Checkpoint does not handle the signals of a Preemption that was entered after the Checkpoint was "
-                "created; enter the Preemption first"
-            )
+            self._agreement.run_on_all("Checkpoint.step()", self._check_storable)
+        self._wish()
+        if self._agreement.take(_STOP):
+            self._save_and_exit(in_loop)
         due = isinstance(self._every, int) and updates // self._every > before // self._every
-        if self._meetings and self._meetings.after_update(wanted=self._wish() != b""):
-            wishes = self._agreement.on_every_rank(self._wish)
-            if _STOP in wishes:
-                self._save_and_exit(in_loop)
-            due = due or _SAVE in wishes
+        due = self._agreement.take(self._due) or due
         if due:
             self._save(wait=False, in_loop=in_loop)
         return due
@@ -231,21 +232,21 @@ class Checkpoint:
             raise RuntimeError(
                 "report() was called within an accumulation; call it after the last microbatch of a step"
             )
-        self._criterion.check(metrics, decides=self._backend.world.rank == 0)
+        self._criterion.check(metrics, decides=self._agreement.world.rank == 0)
         self._backend.mark_step()  # all ranks compute what is pending, so that rank 0 can read its values
-        self._agreement.raise_write_error()
+        self._publisher.raise_error("Checkpoint.report()")
         criterion, reported = self._criterion, dict[str, Any]()
 
         def mark_best() -> str:
             reported.update(criterion.facts(metrics))
             return self._writer.mark_best(self._optimizer.updates, reported)
 
-        outcome = self._agreement.on_rank_0(mark_best)
+        outcome = self._agreement.run_on_rank_0("Checkpoint.report()", mark_best)
         if outcome == "save":
             self._save(wait=False, in_loop=False, reported=reported)
         return outcome != ""
 
-    def restore(self, strict: bool = True, *, best: bool = False) -> bool:
+    def restore(self, strict: bool = True, *, best: bool = False, required: bool = False) -> bool:
         """Restore the newest intact checkpoint, or the best one, and return whether there is one.
 
         After `restore(best=True)` the training continues from there: the first save deletes the checkpoints that are
@@ -256,49 +257,52 @@ class Checkpoint:
                 trace. Another future of the trace, another rule and another `ref_batchsize` are told in any case.
             best: whether to restore the checkpoint with the best value that was reported. Without `best=` of the
                 constructor, the newest such checkpoint tells which metric counts.
+            required: whether to raise if there is nothing to restore.
 
-        Rank 0 prints to standard error which checkpoint was restored, or that there is none. One whose state or
+        Rank 0 logs which checkpoint was restored, or that there is none. One whose state or
         manifest is damaged is skipped with a RuntimeWarning; a UserWarning names a tensor of the model that has another
         dtype than the saved one. Every rank reads each file once, and executes no code from it. In a world of the same
         size, passes over the sampler begin with the saved RNG states until the next update.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint has other parts, another model, or other samples than this
-                training, if it is not the same on every rank, or if the previous save failed.
+                training, if it is not the same on every rank, if there are checkpoints and all of them are damaged, or
+                if the previous save failed.
         """
-        self._agreement.raise_write_error()
-        damaged: dict[str, str] = {}
-        stored: StoredState | None = None
-        names = self._agreement.on_rank_0(lambda: "/".join(path.name for path in self._writer.candidates(best)))
-        for name in filter(None, names.split("/")):
-            found = self._read_same(self._folder.path / name)
-            if isinstance(found, StoredState):
-                stored = found
-                break
-            damaged[name] = str(found)
-        if damaged and self._backend.world.rank == 0:
-            warnings.warn(
-                notices.damaged(self._folder.path, damaged, stored and stored.path, best), RuntimeWarning, stacklevel=2
-            )
+        began = time.monotonic()
+        self._agreement.forget()
+        self._publisher.raise_error(_RESTORE)
+        candidates = partial(self._writer.candidates, best)
+        names = self._agreement.run_on_rank_0(_RESTORE, lambda: "/".join(path.name for path in candidates()))
+        paths = [self._folder.path / name for name in filter(None, names.split("/"))]
+        stored, damaged = read_first(paths, self._parts.likes(), self._agreement, _RESTORE)
         if stored is None:
-            if not damaged and self._backend.world.rank == 0:
-                notices.say(notices.absent(self._folder.path, best))
+            absent = notices.absent(self._folder.path, best)
+            if damaged or required:
+                raise RuntimeError(notices.unreadable(self._folder.path, damaged) if damaged else absent)
+            if self._agreement.world.rank == 0:
+                tell(absent, rank=0, update=self._optimizer.updates)
             return False
+        if damaged and self._agreement.world.rank == 0:
+            warnings.warn(notices.damaged(self._folder.path, damaged, stored.path), RuntimeWarning, stacklevel=2)
         self._folder.trust(stored.path)
-        self._agreement.on_every_rank(partial(self._load, stored, strict))
+        self._agreement.run_on_all(_RESTORE, partial(self._load, stored, strict))
         self._mark_saved()
-        if self._backend.world.rank == 0:
+        if self._agreement.world.rank == 0:
             optimizer = self._optimizer
-            self._writer.resume(stored.path, optimizer.epoch, optimizer.updates, optimizer.samples, best)
+            lost = max(0, self._events.reached - optimizer.updates)
+            sizes = stored.batch_size, self._parts.batch_size(optimizer.updates)
+            self._writer.resume(stored, optimizer, sizes, lost, best)
+            self._events.add("restore", optimizer.updates, lost=lost, seconds=time.monotonic() - began)
         return True
 
     def close(self) -> None:
         """Wait for the write in progress, if any, and unlock the folder.
 
         While an exception propagates, perhaps on this rank only, as in a `with` block or in `finally`, it waits for no
-        other rank, and an error of the write is a RuntimeWarning. Rank 0 then prints to standard error what to resume
-        from, unless the exception is a SystemExit or a KeyboardInterrupt. Without an exception, a RuntimeWarning on
-        rank 0 tells if updates are not saved because `step()`, which saves at the interval `every`, was never called.
+        other rank, and an error of the write is a RuntimeWarning. Rank 0 then logs what to resume from, unless the
+        exception is a SystemExit. Without an exception, a RuntimeWarning on rank 0 tells if updates are not saved
+        because `step()`, which saves at the interval `every`, was never called.
 
         Raises:
             RuntimeError: on every rank, if that write failed.
@@ -316,32 +320,39 @@ class Checkpoint:
     def _close(self, error: BaseException | None) -> None:
         try:
             if error is None:
-                self._agreement.raise_write_error()
+                self._optimizer.settle()
+                self._publisher.raise_error("Checkpoint.close()")
+                self._agreement.compare("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update
-                if missed and self._backend.world.rank == 0:
+                if missed and self._agreement.world.rank == 0:
                     warnings.warn(notices.UNCALLED_STEP, RuntimeWarning, stacklevel=3)
             else:
-                self._agreement.warn_of_write_error()
-            if isinstance(error, Exception) and self._backend.world.rank == 0:
+                self._publisher.warn_of_error()
+            if isinstance(error, (Exception, KeyboardInterrupt)) and self._agreement.world.rank == 0:
                 self._writer.say_what_to_resume_from(self._optimizer.updates)
         finally:
-            if not self._agreement.writing:  # else an interrupt ended the wait, and the thread still writes
+            self._events.add("end", self._optimizer.updates, error=type(error).__name__ if error else "")
+            if self._publisher.idle:  # else an interrupt ended the wait, and the thread still writes
                 self._folder.unlock()
 
     def _save_and_exit(self, in_loop: bool) -> NoReturn:
         try:
-            self._agreement.raise_write_error()
+            self._publisher.raise_error(_EXIT)
         except RuntimeError as error:  # of the previous save; this one may still succeed
             warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+        updates = self._optimizer.updates
+        self._events.add("notice", updates)
         path = self._save(wait=True, in_loop=in_loop)
-        notices = [notice.decode() for notice in self._agreement.on_every_rank(lambda: signal_notice().encode())]
+        notices = self._agreement.gather(_EXIT, signal_notice())
         earliest = max(notices, key=lambda notice: float(notice.partition(" ")[0] or 0))  # the longest time ago
 
         def report() -> str:
-            print(f"Checkpoint {path.name} saved {earliest}; exiting with {EXIT_CODE}.", flush=True)
+            tell(f"Checkpoint {path.name} saved {earliest}; exiting with {EXIT_CODE}.", rank=0, update=updates)
             return ""
 
-        self._agreement.on_rank_0(report)  # all ranks wait: a launcher may end rank 0 when another rank has exited
+        self._agreement.run_on_rank_0(
+            _EXIT, report
+        )  # all ranks wait: a launcher may end rank 0 when another rank has exited
         raise SystemExit(EXIT_CODE)
 
     # On every rank. ----------------------------------------------------------------------------------------------
@@ -350,41 +361,20 @@ class Checkpoint:
         """Record that the training and the folder now hold the same state."""
         self._last_update, self._saved_time = self._optimizer.updates, time.monotonic()
 
-    def _wish(self) -> bytes:
-        """Return what this rank wants to do after this update, or nothing."""
+    def _wish(self) -> None:
+        """Ask for what all ranks are to do after the same update."""
         if signal_notice():
-            return _STOP
-        if self._backend.world.rank or not isinstance(self._every, timedelta):
-            return b""
-        return _SAVE * (time.monotonic() - self._saved_time >= self._every.total_seconds())
+            self._agreement.wish(_STOP)
+        every = self._every.total_seconds() if isinstance(self._every, timedelta) else math.inf
+        if self._agreement.world.rank == 0 and time.monotonic() - self._saved_time >= every:
+            self._agreement.wish(self._due)
 
-    def _check_storable(self) -> bytes:
+    def _check_storable(self) -> str:
         self._parts.check_storable(updated=self._updated)
         self._backend.mark_step()
-        return b""
+        return ""
 
-    def _read_same(self, path: Path) -> StoredState | DamagedError:
-        """Return the checkpoint or how it is damaged; raise RuntimeError if ranks read different checkpoints."""
-        read: list[StoredState | DamagedError] = []
-
-        def checksum() -> bytes:
-            try:
-                read.append(stored := StoredState.read(path))
-            except DamagedError as error:
-                read.append(error)
-                return b""
-            return stored.checksum.encode()
-
-        checksums = self._agreement.on_every_rank(checksum)
-        for rank, found in enumerate(checksums):
-            if found != checksums[0]:
-                raise RuntimeError(
-                    f"Checkpoint {path} on rank {rank} differs from the one on rank 0, or is damaged on one of them; "
-                    f"pass a folder that all ranks share"
-                )
-        return read[0]
-
-    def _load(self, stored: StoredState, strict: bool) -> bytes:
+    def _load(self, stored: StoredState, strict: bool) -> str:
         self._parts.load(stored, strict)
         self._backend.mark_step()
-        return b""
+        return ""

@@ -1,46 +1,26 @@
-"""A folder of checkpoints: each one is published atomically, and its checksum shows later damage.
+"""A folder of checkpoints: which there are, which is the best one, and which are deleted.
 
-A checkpoint is a folder `update-00001234` with the files of the state and a manifest. It is written under a name that
-begins with a dot, by one rank or several, flushed to disk and then renamed; a checkpoint is renamed to such a name
-before it is deleted. A name without a dot therefore never belongs to an incomplete checkpoint.
-
-Users keep other files in the same folder. What is deleted is therefore recognized as a checkpoint of this package: a
-folder with nothing but these files in it, and with a sealed manifest or a name `.update-00001234.part` or `.old`.
+A checkpoint is a folder `update-00001234` with the files of the state and a manifest, whose checksums show later
+damage. Where the folder is decides how one is published: see `disk.py` and `object_store.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import re
-import socket
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, final
-from uuid import uuid4
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
 
 from variable_batch_size.checkpoint.best import Criterion
-from variable_batch_size.checkpoint.hashed_file import HashingWriter
-from variable_batch_size.checkpoint.manifest import (
-    DAMAGE,
-    MANIFEST,
-    StateFile,
-    facts_of_files,
-    flush_file,
-    is_file_name,
-    sealed_manifest,
-    verified_manifest,
-    write_manifest,
-)
+from variable_batch_size.checkpoint.manifest import DAMAGE, sealed_manifest, verified_manifest
+from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
 
-LOCK = ".lock"
-
-_NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,})(?:-([1-9][0-9]*))?")  # the name of each revision is unique
-_LEFTOVER = re.compile(rf"\.{_NAME.pattern}\.(?:part|old)")
-_unlock_by_file: dict[int, weakref.finalize[[int], CheckpointFolder]] = {}  # of the locked files, by descriptor
+NAME = re.compile(r"update-([0-9]{8}|[1-9][0-9]{8,})(?:-([1-9][0-9]*))?")  # the name of each revision is unique
 
 
 @final
@@ -56,8 +36,7 @@ class Entry(NamedTuple):
     path: Path
 
 
-@final
-class CheckpointFolder:
+class CheckpointFolder(ABC):
     """The checkpoints in one folder, which has at most one writer.
 
     Args:
@@ -66,65 +45,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unlock: weakref.finalize[[int], CheckpointFolder] | None = None
         self._verified: set[Path] = set()  # `prune` verifies the others before it deletes an older one
-
-    def lock(self) -> str:
-        """Create the folder and lock it against other writers, until `unlock` or any end of this process.
-
-        Returns:
-            A token, by which other ranks see whether their folder of this name is the same one.
-
-        Raises:
-            OSError: if the folder cannot be created or is itself a checkpoint, another writer has locked it, or the
-                file `.lock` in it belongs to another program.
-        """
-        import fcntl  # not on Windows, where the package can still be imported
-
-        if _is_checkpoint(self.path):
-            raise OSError(
-                f"dir must be the folder of a training, got the checkpoint {self.path}; pass the folder that it is in"
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not b"process ".startswith(os.read(file, 8)):
-                raise OSError(
-                    f"Checkpoint folder {self.path} must not hold a file {LOCK} of another program; choose another "
-                    f"folder, or delete that file"
-                )
-            token = uuid4().hex
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
-            os.fsync(file)  # on network file systems, for other hosts
-        except BlockingIOError:
-            writer = os.read(file, 1000).decode(errors="replace").partition("\n")[0].strip()
-            os.close(file)
-            raise OSError(
-                f"Checkpoint folder {self.path} is in use by {writer or 'another writer'}; close() that Checkpoint, "
-                f"or choose another folder"
-            ) from None
-        except BaseException:
-            os.close(file)
-            raise
-        self._unlock = _unlock_by_file[file] = weakref.finalize(self, _unlock_file, file)
-        _reset_after_fork()
-        return token
-
-    def unlock(self) -> None:
-        """Let other writers lock the folder."""
-        if self._unlock is not None:
-            self._unlock()
-
-    def is_shared(self, token: str) -> bool:
-        """Return whether this process can write to the folder that was locked with this token.
-
-        It may see another folder of this name, as on a disk of its own.
-        """
-        with suppress(*DAMAGE):
-            return (self.path / LOCK).read_text().splitlines()[1] == token and os.access(self.path, os.W_OK)
-        return False
 
     def trust(self, path: Path) -> None:
         """Record that the checkpoint at `path` is intact, so that it is not read to find out."""
@@ -132,107 +53,13 @@ class CheckpointFolder:
 
     def entries(self) -> list[Entry]:
         """Return everything that has the name of a checkpoint, newest first; it is not verified."""
-        names = [(_NAME.fullmatch(path.name), path) for path in self.path.glob("update-*")]
+        names = [(NAME.fullmatch(path.name), path) for path in self._paths()]
         return sorted((Entry(int(m[1]), int(m[2] or 0), path) for m, path in names if m), reverse=True)
 
     def newer_than(self, path: Path) -> list[Path]:
         """Return the entries that are newer than the one at `path`, newest first; none if it is missing."""
         paths = [entry.path for entry in self.entries()]
         return paths[: paths.index(path)] if path in paths else []
-
-    def next_path(self, update: int) -> Path:
-        """Return the path at which to publish the next checkpoint of `update`.
-
-        Raises:
-            RuntimeError: if this object has not locked the folder.
-        """
-        if self._unlock is None or not self._unlock.alive:
-            raise RuntimeError(
-                f"Checkpoint folder {self.path} is not locked by this Checkpoint, which was closed or is in a forked "
-                f"process; create another Checkpoint"
-            )
-        revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
-        while True:
-            path = self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
-            part = _part_of(path)
-            if not os.path.lexists(part) or _is_leftover(part):
-                return path
-            revision += 1  # that name belongs to another program
-
-    def begin(self, target: Path) -> None:
-        """Create the place where a checkpoint is written, before any rank writes.
-
-        Args:
-            target: the path that `next_path` returned.
-
-        Raises:
-            OSError: if it cannot be created.
-        """
-        self._delete_leftovers()
-        _part_of(target).mkdir()
-
-    def write(self, target: Path, name: str, write: Callable[[IO[bytes]], None]) -> StateFile:
-        """Write a file of the checkpoint, flush it to disk, and return its description.
-
-        Args:
-            target: path at which the checkpoint will be published.
-            name: name of the file.
-            write: writes the contents to the file that it gets.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
-        with (_part_of(target) / name).open("xb") as file:
-            hashing = HashingWriter(file)
-            write(hashing)  # type: ignore[arg-type]
-            if hashing.error is not None:
-                raise hashing.error
-            flush_file(file)
-        return StateFile(name, hashing.bytes, hashing.digest.hexdigest())
-
-    def publish(self, target: Path, facts: Mapping[str, Any], files: Sequence[StateFile]) -> None:
-        """Rename a checkpoint to `target`; all of its files have been written.
-
-        Args:
-            target: path at which the checkpoint is published.
-            facts: further entries of the manifest.
-            files: the files of the state, that of rank 0 first.
-
-        Raises:
-            OSError: if the manifest cannot be written; nothing of the checkpoint remains.
-        """
-        part = _part_of(target)
-        try:
-            write_manifest(part, {**facts, **facts_of_files(files)})
-            _flush_folder(part)
-            part.rename(target)
-        except BaseException:
-            _delete(part)
-            raise
-        _flush_folder(self.path)
-        self.trust(target)
-
-    def abandon(self, target: Path) -> None:
-        """Delete what has been written of a checkpoint."""
-        _delete(_part_of(target))
-
-    def mark(self, entry: Entry, facts: Mapping[str, Any]) -> None:
-        """Add facts to the manifest of a checkpoint, which holds all of them or none at any instant.
-
-        Raises:
-            OSError: if the manifest cannot be written; the checkpoint is unchanged.
-        """
-        self._delete_leftovers()
-        manifest = sealed_manifest(entry.path)
-        del manifest["seal"]
-        part = _part_of(self.next_path(entry.update))
-        part.mkdir()
-        try:
-            write_manifest(part, {**manifest, **facts})
-            (part / MANIFEST).replace(entry.path / MANIFEST)
-            _flush_folder(entry.path)
-        finally:
-            _delete(part)
 
     def prune(self, keep: int) -> None:
         """Keep the newest `keep` intact updates, each in its newest intact revision, and delete older entries.
@@ -242,9 +69,10 @@ class CheckpointFolder:
         because it may belong to another program.
         """
         kept: set[int] = set()
-        criteria = {Criterion.of(manifest) for _, manifest in self._manifests()} - {None}
-        best = {self.best(criterion) for criterion in criteria}
-        for update, _, path in self.entries():
+        manifests = self._manifests()
+        criteria = filter(None, {Criterion.of(manifest) for _, manifest in manifests})
+        best = {next(filter(self._is_intact, _ranked(criterion, manifests)), None) for criterion in criteria}
+        for (update, _, path), _ in manifests:
             if update not in kept and len(kept) < keep:
                 if self._is_intact(path):
                     kept.add(update)
@@ -270,10 +98,7 @@ class CheckpointFolder:
         """
         manifests = self._manifests()
         criterion = criterion or next(filter(None, (Criterion.of(manifest) for _, manifest in manifests)), None)
-        if criterion is None:
-            return []
-        ranks = [(criterion.rank(manifest) if manifest else -math.inf, entry) for entry, manifest in manifests]
-        return [entry.path for rank, entry in sorted(ranks) if rank < math.inf]
+        return _ranked(criterion, manifests) if criterion else []
 
     def best(self, criterion: Criterion | None = None) -> Path | None:
         """Return the first intact checkpoint of `ranked`, or None."""
@@ -296,85 +121,103 @@ class CheckpointFolder:
                 manifest.update(sealed_manifest(entry.path))
         return found
 
-    def _discard(self, path: Path) -> None:
-        """Delete a checkpoint, and nothing else."""
-        if _is_checkpoint(path):
-            self._verified.discard(path)
-            old = path.with_name(f".{path.name}.old")
-            with suppress(OSError):  # the next save deletes what remains
-                if not os.path.lexists(old):
-                    _delete(path.rename(old))
-
     def _is_intact(self, path: Path) -> bool:
         if path not in self._verified and verified_manifest(path) is not None:
             self._verified.add(path)
         return path in self._verified
 
-    def _delete_leftovers(self) -> None:
-        """Delete the incomplete and half-deleted checkpoints of writers that were killed."""
-        for path in self.path.glob(".update-*"):
-            if _is_leftover(path):
-                _delete(path)
+    # What depends on where the folder is. -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def lock(self) -> str:
+        """Create the folder and lock it against other writers, until `unlock`.
+
+        Returns:
+            A token, by which other ranks see whether their folder of this name is the same one.
+
+        Raises:
+            OSError: if the folder cannot be created or is itself a checkpoint, or another writer has locked it.
+        """
+
+    @abstractmethod
+    def unlock(self) -> None:
+        """Let other writers lock the folder."""
+
+    def renew(self) -> None:  # noqa: B027 (a lock that ends with the process needs no sign of life)
+        """Give a sign of life of the writer; call it after each update."""
+
+    @abstractmethod
+    def is_shared(self, token: str) -> bool:
+        """Return whether this process can write to the folder that was locked with this token.
+
+        It may see another folder of this name, as on a disk of its own.
+        """
+
+    @abstractmethod
+    def next_path(self, update: int) -> Path:
+        """Return the path at which to publish the next checkpoint of `update`.
+
+        Raises:
+            RuntimeError: if this object has not locked the folder.
+        """
+
+    @abstractmethod
+    def begin(self, target: Path) -> None:
+        """Create the place where a checkpoint is written, before any rank writes.
+
+        Args:
+            target: the path that `next_path` returned.
+
+        Raises:
+            OSError: if it cannot be created.
+        """
+
+    @abstractmethod
+    def write(self, target: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[FileEntry, dict[str, Extent]]:
+        """Write a file of tensors of the checkpoint, and return what the manifest says of it.
+
+        Args:
+            target: path at which the checkpoint will be published.
+            name: name of the file.
+            tensors: in host memory.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+
+    @abstractmethod
+    def publish(self, target: Path, facts: Mapping[str, Any]) -> None:
+        """Let a checkpoint be there; all of its files have been written.
+
+        Args:
+            target: path at which the checkpoint is published.
+            facts: contents of the manifest.
+
+        Raises:
+            OSError: if the manifest cannot be written; nothing of the checkpoint remains.
+        """
+
+    @abstractmethod
+    def abandon(self, target: Path) -> None:
+        """Delete what has been written of a checkpoint."""
+
+    @abstractmethod
+    def mark(self, entry: Entry, facts: Mapping[str, Any]) -> None:
+        """Add facts to the manifest of a checkpoint, which holds all of them or none at any instant.
+
+        Raises:
+            OSError: if the manifest cannot be written; the checkpoint is unchanged.
+        """
+
+    @abstractmethod
+    def _paths(self) -> Iterable[Path]:
+        """Return the paths of all checkpoints."""
+
+    @abstractmethod
+    def _discard(self, path: Path) -> None:
+        """Delete a checkpoint, and nothing else."""
 
 
-def _part_of(target: Path) -> Path:
-    """Return the path at which the checkpoint is written."""
-    return target.with_name(f".{target.name}.part")
-
-
-def _holds_nothing_else(path: Path) -> bool:
-    """Return whether `path` is a folder, and not a link, without anything but the files of a checkpoint."""
-    try:
-        with os.scandir(path) as contents:
-            return not path.is_symlink() and all(
-                is_file_name(item.name) and item.is_file(follow_symlinks=False) for item in contents
-            )
-    except OSError:
-        return False
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, of which the state may be damaged, and nothing else."""
-    try:
-        return _holds_nothing_else(path) and bool(sealed_manifest(path))
-    except DAMAGE:
-        return False
-
-
-def _is_leftover(path: Path) -> bool:
-    """Return whether a folder is an incomplete or half-deleted checkpoint, and nothing else."""
-    return _LEFTOVER.fullmatch(path.name) is not None and _holds_nothing_else(path)
-
-
-def _delete(path: Path) -> None:
-    """Delete the files of a checkpoint, and its folder if nothing else is in it."""
-    with suppress(OSError):
-        for file in list(path.iterdir()):
-            if is_file_name(file.name):
-                file.unlink(missing_ok=True)
-        path.rmdir()
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, as POSIX requires after a file is created or renamed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _unlock_file(file: int) -> None:
-    del _unlock_by_file[file]
-    os.close(file)
-
-
-@functools.cache
-def _reset_after_fork() -> None:
-    """Close the locked files in forked children, which share the lock: a child must neither hold it nor release it."""
-
-    def close_all() -> None:
-        for unlock in list(_unlock_by_file.values()):
-            unlock()
-
-    os.register_at_fork(after_in_child=close_all)
+def _ranked(criterion: Criterion, manifests: Iterable[tuple[Entry, Mapping[str, Any]]]) -> list[Path]:
+    ranks = [(criterion.rank(manifest) if manifest else -math.inf, entry) for entry, manifest in manifests]
+    return [entry.path for rank, entry in sorted(ranks) if rank < math.inf]

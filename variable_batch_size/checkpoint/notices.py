@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from variable_batch_size.checkpoint.manifest import is_on_disk
 
 UNCALLED_STEP = (
     "Checkpoint.step() was never called, so that nothing was saved at the interval `every`; call it in the loop, after "
@@ -12,48 +13,57 @@ UNCALLED_STEP = (
 )
 
 
-def say(line: str) -> None:
-    """Print a line to standard error."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def damaged(folder: Path, reasons: Mapping[str, str], restored: Path | None, best: bool) -> str:
+def damaged(folder: Path, reasons: Mapping[str, str], restored: Path) -> str:
     """Return the warning that these checkpoints are damaged, and what is restored instead.
 
     Args:
         folder: folder of the checkpoints.
         reasons: by the names of the checkpoints, what is wrong with them.
-        restored: the checkpoint that is restored, or None.
-        best: whether only checkpoints with a reported value count.
+        restored: the checkpoint that is restored.
     """
     names, verb = list(reasons), "is" if len(reasons) == 1 else "are"
     subject = f"Checkpoint {names[0]}" if len(names) == 1 else f"Checkpoints {', '.join(names)}"
     why = ", ".join(dict.fromkeys(reasons.values()))
-    if restored:
-        action = f"restoring {restored.name} instead"
-    elif best:
-        action = "restoring nothing, because no other checkpoint with a reported value is left"
-    else:
-        action = "starting from the beginning, because no other checkpoint is left"
-    return f"{subject} in {folder} {verb} damaged ({why}); {action}"
+    return f"{subject} in {folder} {verb} damaged ({why}); restoring {restored.name} instead"
+
+
+def unreadable(folder: Path, reasons: Mapping[str, str]) -> str:
+    """Return the error that all checkpoints are damaged; arguments as those of `damaged`."""
+    each = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    return f"no checkpoint in {folder} can be read: {each}; copy intact ones there, or choose another folder"
 
 
 def absent(folder: Path, best: bool) -> str:
     """Return the line that there is nothing to restore."""
-    return f"No checkpoint{' with a reported value' * best} in {folder.absolute()}: nothing is restored."
+    where = folder.absolute() if is_on_disk(folder) else folder
+    return f"No checkpoint{' with a reported value' * best} in {where}: nothing is restored."
 
 
-def restored(path: Path, epoch: int, samples: int, newer: Sequence[str] = ()) -> str:
+def restored(
+    path: Path,
+    worlds: tuple[int, int],
+    sizes: tuple[int, int],
+    position: tuple[int, int, int],
+    lost: int,
+    newer: Sequence[str] = (),
+) -> str:
     """Return the line that a checkpoint was restored.
 
     Args:
         path: the checkpoint.
-        epoch: the epoch with which the training resumes.
-        samples: number of samples of the training so far.
+        worlds: number of ranks that have saved it, and that restore it; 0: unknown.
+        sizes: batch size of the last update, and of the next one; 0: unknown.
+        position: updates, the epoch with which the training resumes, and samples so far.
+        lost: number of updates that were made after it.
         newer: names of the checkpoints that the next save deletes.
     """
+    saved, own = worlds
+    updates, epoch, samples = position
+    world = f"world {saved} -> {own}, " if saved not in (0, own) else ""
+    size = f"batch size {sizes[0]} -> {sizes[1]}, " if all(sizes) and sizes[0] != sizes[1] else ""
     deleted = f"; the next save deletes {', '.join(newer)}" if newer else ""
-    return f"Checkpoint {path.name} restored: epoch {epoch}, {samples} samples{deleted}."
+    at = f"update {updates}, epoch {epoch}, {samples} samples, lost {lost}"
+    return f"Checkpoint {path.name} restored: {world}{size}{at}{deleted}."
 
 
 def interrupted(folder: Path, path: Path | None, lost: int, best: bool) -> str:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.checkpoint.format import encode, identity
+from variable_batch_size.checkpoint.names import Names
+from variable_batch_size.checkpoint.reading import StoredState
 from variable_batch_size.checkpoint.rng_states import RNGStates
-from variable_batch_size.checkpoint.scheduler_check import check_scheduler
-from variable_batch_size.checkpoint.snapshot import check_storable, map_tensors
-from variable_batch_size.checkpoint.stateful import Stateful
-from variable_batch_size.checkpoint.stored_state import StoredState
+from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.wrapper import parameters_of
 
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that can be a part of a checkpoint."""
+
+    def state_dict(self) -> Any:
+        """Return the state as tensors and plain Python values."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Restore a state that `state_dict()` returned."""
+
+
+OPTIMIZERS = (CustomOptimizer, torch.optim.Optimizer)
+PREVIOUS = "vbs/noise/earlier/gradients"  # of the gradient before the last one
 _TYPES: dict[str, tuple[type, str]] = {
     "optimizer": (CustomOptimizer, "a vbs.CustomOptimizer"),
     "model": (torch.nn.Module, "a torch.nn.Module"),
@@ -43,8 +62,8 @@ class Parts:
             kind, description = _TYPES.get(name, _OTHER)
             if not isinstance(part, kind):
                 raise type_error(f"{name} must be {description}", part, "pass one")
-        self._model, self._optimizer = model, optimizer
-        check_scheduler(list(self._by_name.values()), optimizer)
+        self._names, self._optimizer = Names(model), optimizer
+        _check_scheduler(list(self._by_name.values()), optimizer)
 
     def state_dicts(self, *, in_loop: bool) -> dict[str, Any]:
         """Return the states by name.
@@ -53,31 +72,24 @@ class Parts:
             in_loop: whether the states of optimizers are to note, at the end of an epoch, that what the loop does there
                 is to come.
         """
-        states = {name: part.state_dict() for name, part in self._by_name.items()}
+        states = {name: self._state_of(name) for name in self._by_name}
         for name, part in self._by_name.items():
             if in_loop and isinstance(part, CustomOptimizer):
-                states[name]["vbs"]["end_pending"] = True
+                states[name]["vbs"]["sampler"]["end_pending"] = True
         return states
 
-    def equal_tensors(self, states: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors that are equal on all ranks: what optimizers update, and what they keep for it.
+    def equal_on_ranks(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of tensors that are equal on all ranks: what optimizers update, and what they keep for it.
 
         Other parameters may differ, because the first update compares those of the optimizers only.
 
         Args:
-            states: what `state_dicts` has returned.
+            tensors: by their names in a checkpoint.
         """
-        equal = list[Tensor]()
-
-        def take(tensor: Tensor, _: str) -> Tensor:
-            equal.append(tensor)
-            return tensor
-
-        for name, part in self._by_name.items():
-            if isinstance(part, CustomOptimizer):
-                equal += [parameter for group in part.param_groups for parameter in group["params"]]
-                map_tensors({f"{name}['state']": states[name].get("state")}, take)
-        return equal
+        optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, CustomOptimizer)}
+        updated = {identity(one) for part in optimizers.values() for one in parameters_of(part.param_groups)}
+        kept = tuple(f"{name}/state/" for name in optimizers)
+        return {name for name, tensor in tensors.items() if name.startswith(kept) or identity(tensor) in updated}
 
     def check_storable(self, *, updated: bool) -> None:
         """Collect the states and drop them, so that what cannot be saved raises before there is anything to lose.
@@ -92,7 +104,41 @@ class Parts:
         """
         parts = self._by_name.items()
         asked = {name: part for name, part in parts if updated or not isinstance(part, DataLoader)}
-        check_storable({name: part.state_dict() for name, part in asked.items()})
+        for name in asked:
+            encode(self._state_of(name), name)
+
+    def likes(self) -> dict[str, DTensor]:
+        """Return the sharded tensors of this rank by the names that they, or their states, have in a checkpoint."""
+        found = dict[str, Any]()
+        for name, part in self._by_name.items():
+            if isinstance(part, torch.nn.Module):
+                found |= {f"{name}/{key}": value for key, value in self._state_of(name).items()}
+            elif isinstance(part, OPTIMIZERS):
+                for number, (key, parameter) in enumerate(self._names.of_parameters(part)):
+                    found |= {f"{name}/state/{key}": parameter, f"{name}/{PREVIOUS}/{number}": parameter}
+        return {name: value for name, value in found.items() if isinstance(value, DTensor)}
+
+    def batch_size(self, step: int) -> int:
+        """Return the batch size of an update; 0 if it is not known."""
+        with suppress(ValueError, IndexError):
+            return self._optimizer.sampler.plan.trace.batch_size(step) if step >= 0 else 0
+        return 0
+
+    def _state_of(self, name: str) -> Any:
+        part = self._by_name[name]
+        if name == "model":
+            return self._names.of_model()
+        if not isinstance(part, OPTIMIZERS):
+            return part.state_dict()
+        outside = self._outside(part)
+        return self._names.of_optimizer(part) | ({"outside": outside} if outside else {})
+
+    def _outside(self, optimizer: Stateful) -> dict[int, Tensor]:
+        """Return the parameters of an optimizer that no module among the parts has, by their numbers."""
+        modules = [part for part in self._by_name.values() if isinstance(part, torch.nn.Module)]
+        within = {id(parameter) for module in modules for parameter in module.parameters()}
+        named = self._names.of_parameters(optimizer)
+        return {name: one for name, one in named if isinstance(name, int) and id(one) not in within}
 
     def load(self, stored: StoredState, strict: bool) -> None:
         """Restore all parts and the RNG states of this rank.
@@ -100,15 +146,49 @@ class Parts:
         Raises:
             ValueError: if the checkpoint has other parts, another model or, if `strict`, other samples.
         """
-        world = self._optimizer.backend.world
+        world = self._optimizer.agreement.world
         stored.check_parts(self._by_name)
-        stored.check_model(self._model.state_dict(), warn=world.rank == 0)
+        stored.check_model(self._names.of_model(), warn=world.rank == 0)
+        for name, part in self._by_name.items():
+            if isinstance(part, OPTIMIZERS):
+                self._names.check_groups(stored.parts[name], part)
+                stored.check_outside(name, self._outside(part))
         for name, part in self._by_name.items():  # the optimizer is first: it raises before it changes anything
-            if isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
+            if name == "model":
+                self._names.load_model(stored.parts[name])
+            elif isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
                 part.load_state_dict(stored.parts[name], strict)
             else:
                 part.load_state_dict(stored.parts[name])
+            if isinstance(part, OPTIMIZERS):
+                for number, parameter in self._outside(part).items():
+                    parameter.detach().copy_(stored.parts[name]["outside"][number])
         if len(stored.rng_states) == world.size:
-            states = RNGStates(stored.rng_states[world.rank])
-            states.set()  # at the end of an epoch: the loader draws its seed of the next one from these states
-            self._optimizer.sampler.set_before_reading(states)  # within one: the loader has drawn a seed by then
+            random = RNGStates(stored.rng_states[world.rank])
+            random.set()  # at the end of an epoch: the loader draws its seed of the next one from these states
+            self._optimizer.sampler.set_before_reading(random)  # within one: the loader has drawn a seed by then
+
+
+def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:
+    """Warn if the learning rate has a scheduler, but no part is one.
+
+    Raises:
+        ValueError: if a part is the scheduler that a `ProgressScheduler` steps, and that is not a part.
+    """
+    if not any(isinstance(part, ProgressScheduler) for part in parts):
+        for part in parts:
+            if is_stepped_by_progress(part):
+                raise value_error(
+                    "the scheduler of a checkpoint must be the one whose step() the loop calls",
+                    f"a {type(part).__name__} that a ProgressScheduler steps",
+                    "pass the ProgressScheduler",
+                )
+    # Every scheduler of torch wraps the method step() of its optimizer, to warn if it is not called.
+    scheduled = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (optimizer, optimizer.inner))
+    if scheduled and not any(hasattr(part, "get_last_lr") for part in parts) and optimizer.agreement.world.rank == 0:
+        warnings.warn(
+            "The checkpoint has no scheduler, but one was created for the optimizer: a restored training would begin "
+            "its schedule again; pass scheduler=",
+            UserWarning,
+            stacklevel=4,  # at Checkpoint()
+        )

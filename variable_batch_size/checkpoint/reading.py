@@ -1,25 +1,52 @@
-"""Read a checkpoint: every file once, verified, and without executing code from it."""
+"""Read a checkpoint: what a rank has of it, each file at most once, verified, and without executing code from it.
+
+Ranks that restore choose the first checkpoint together that is intact on all of them.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from variable_batch_size._validation import value_error
-from variable_batch_size.checkpoint.folder import CheckpointFolder
-from variable_batch_size.checkpoint.hashed_file import HashingReader
-from variable_batch_size.checkpoint.manifest import DAMAGE, STATE, StateFile, sealed_manifest, state_files
-from variable_batch_size.checkpoint.snapshot import map_tensors
+from variable_batch_size.backend import Agreement
+from variable_batch_size.checkpoint import format, rng_states, tensor_file
+from variable_batch_size.checkpoint.format import Json, VersionError
+from variable_batch_size.checkpoint.manifest import (
+    DAMAGE,
+    extent_of,
+    extents_of,
+    facts_of,
+    files_of,
+    is_damage,
+    opened,
+    sealed_manifest,
+)
+from variable_batch_size.checkpoint.object_store import folder_at
+from variable_batch_size.checkpoint.shards import Part, placed
+from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
 
 
 @final
 class DamagedError(ValueError):
-    """A checkpoint is not intact; the message says why."""
+    """A checkpoint is not intact; the message says why.
+
+    Args:
+        why: what is wrong.
+        seal: checksum of its manifest; "" if that cannot be read.
+    """
+
+    def __init__(self, why: str, seal: str = "") -> None:
+        super().__init__(why)
+        self.seal = seal
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict[str, Any]:
@@ -35,12 +62,13 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
             reported. One that is damaged is skipped with a RuntimeWarning.
 
     Returns:
-        The state dicts by name under "parts", and the host RNG states by rank under "rng".
+        The state dicts by name under "parts", the host RNG states by rank under "rng", and what `checkpoint.json` says
+        of the training, as `updates` and `library`, under "facts".
 
     Raises:
         ValueError: if there is no intact checkpoint, with what is wrong; or `best` is True and no value was reported.
     """
-    folder = CheckpointFolder(Path(path))
+    folder = folder_at(path)
     if not folder.path.exists():
         raise value_error("path must be the folder of a checkpoint or of a training", path, "there is no such folder")
     within = folder.candidates(best=best)
@@ -62,57 +90,265 @@ def read_checkpoint(path: str | os.PathLike[str], *, best: bool = False) -> dict
     raise value_error(requirement, ", ".join(damaged), "pass another one")
 
 
-def read_verified(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the contents of a checkpoint and the checksums of its files.
+def read_verified(path: Path, likes: Mapping[str, DTensor] | None = None) -> tuple[dict[str, Any], str]:
+    """Return the contents of a checkpoint and its checksum.
+
+    Args:
+        path: its folder.
+        likes: sharded tensors, by the names of those that are to be sharded likewise, or by what these begin with
+            before the last "/". Only the parts that this rank has are read.
 
     Raises:
+        VersionError: if it has a version of the format that this library does not know.
         DamagedError: if it is missing or damaged.
     """
     try:
-        files = state_files(sealed_manifest(path))
+        manifest = sealed_manifest(path)
+    except VersionError as error:
+        raise VersionError(f"Checkpoint {path} cannot be read: {error}; install a newer variable_batch_size") from None
     except DAMAGE as error:
-        raise _damaged(error, "the manifest") from None
-    state, *shards = [_read(path / file.name, file) for file in files]
+        raise _damaged(error, path, "the manifest") from None
     try:
-        state = {"parts": dict(state["parts"]), "rng": list(state["rng"])}
-        if shards:
-            tensors = {where: tensor for shard in shards for where, tensor in shard.items()}
-            state["parts"] = map_tensors(state["parts"], lambda tensor, where: _filled(tensor, tensors.get(where)))
+        found = {name: _Found.of(name, facts, likes or {}) for name, facts in manifest["tensors"].items()}
+        wanted = _chunks(found)
+        for file in files_of(manifest):
+            if file.name in wanted:
+                _read(path, file, extents_of(manifest, file), wanted[file.name], found)
+        tensors = {name: tensor.whole() for name, tensor in found.items()}
+        parts = {name: format.decode(part, tensors.__getitem__) for name, part in manifest["state"].items()}
+        rng = [rng_states.as_text(tensor) for tensor in format.decode(manifest["random"], tensors.__getitem__)]
+    except DamagedError as error:
+        error.seal = manifest["seal"]
+        raise
     except DAMAGE as error:  # another program can have published any content with a valid checksum
-        raise _damaged(error, STATE) from None
-    return state, " ".join(file.sha256 for file in files)
+        raise _damaged(error, path, "the manifest", manifest["seal"]) from None
+    return {"parts": parts, "rng": rng, "facts": facts_of(manifest)}, manifest["seal"]
 
 
-def _read(path: Path, expected: StateFile) -> Any:
-    error: Exception | None = None
-    contents = None
+@final
+class _Found:
+    """A tensor, or the part of one that this rank has, while it is read.
+
+    Args:
+        facts: what the JSON says of it.
+        like: how it is sharded; None if it is not.
+    """
+
+    def __init__(self, facts: Mapping[str, Json], like: DTensor | None) -> None:
+        self.facts, self._like = facts, like
+        self.part = Part.whole(facts["shape"]) if like is None else Part.of(like)
+        self._tensor: Tensor | None = None
+        self._missing = math.prod(self.part.shape)
+
+    @staticmethod
+    def of(name: str, facts: Mapping[str, Json], likes: Mapping[str, DTensor]) -> _Found:
+        like = likes.get(name, likes.get(name.rpartition("/")[0]))
+        return _Found(facts, like if like is not None and [*like.shape] == facts["shape"] else None)
+
+    def place(self, tensor: Tensor, part: Part, common: Part) -> None:
+        """Take what a chunk has of this part."""
+        self._missing -= math.prod(common.shape)
+        if part == self.part:
+            self._tensor = tensor
+            return
+        if self._tensor is None:
+            self._tensor = torch.empty(self.part.shape, dtype=tensor.dtype)
+        self._tensor[common.slices(self.part)] = tensor[common.slices(part)]
+
+    def whole(self) -> Tensor:
+        """Return it.
+
+        Raises:
+            ValueError: if a part of it was in no file.
+        """
+        if self._missing:
+            raise ValueError("a part of a tensor is in no file")
+        if self._tensor is None:  # it has no elements
+            self._tensor = torch.empty(self.part.shape, dtype=format.DTYPES[self.facts["dtype"]])
+        return self._tensor if self._like is None else placed(self._tensor, self._like)
+
+
+def _chunks(found: Mapping[str, _Found]) -> dict[str, list[tuple[Extent, str, Part, Part]]]:
+    """Return what this rank needs of each file: where it has which part of which tensor, and what of it is needed."""
+    wanted: dict[str, list[tuple[Extent, str, Part, Part]]] = {}
+    for name, tensor in found.items():
+        for chunk in tensor.facts["chunks"]:
+            cut = "shape" in chunk
+            part = Part(tuple(chunk["offset"]), tuple(chunk["shape"])) if cut else Part.whole(tensor.facts["shape"])
+            if (common := part.overlap(tensor.part)) is not None:
+                wanted.setdefault(chunk["file"], []).append((extent_of(chunk), name, part, common))
+    return wanted
+
+
+def _read(
+    path: Path, entry: FileEntry, extents: Sequence[Extent], wanted: list[Any], found: Mapping[str, _Found]
+) -> None:
+    """Read what this rank needs of a file."""
     try:
-        if path.stat().st_size != expected.bytes:
-            raise DamagedError(f"checksum mismatch of {path.name}")
-        with HashingReader(path) as file:
-            try:
-                contents = torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-            except Exception as unreadable:  # perhaps because of the damage that the checksum shows
-                error = unreadable
-            if file.checksum() != (expected.bytes, expected.sha256):
-                raise DamagedError(f"checksum mismatch of {path.name}")
-    except OSError as missing:
-        raise _damaged(missing, path.name) from None
-    if isinstance(error, MemoryError):
-        raise error
-    if error is not None:
-        raise _damaged(error, path.name)
-    return contents
+        with opened(path / entry.name) as file:
+            tensor_file.check(file, entry, extents)
+            for extent, name, part, common in sorted(wanted):
+                facts = found[name].facts
+                facts = facts if [*part.shape] == facts["shape"] else {"dtype": facts["dtype"], "shape": part.shape}
+                found[name].place(tensor_file.read(file, extent, facts), part, common)
+    except OSError as error:
+        raise _damaged(error, path, entry.name) from None
+    except ValueError:
+        raise DamagedError(f"checksum mismatch of {entry.name}") from None
 
 
-def _filled(tensor: Tensor, saved: Tensor | None) -> Tensor:
-    """Return the tensor that another rank has saved in place of one on the meta device."""
-    if not tensor.is_meta:
-        return tensor
-    if saved is None or (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
-        raise ValueError("a tensor is in none of its files")
-    return saved
+def _damaged(error: Exception, path: Path, what: str, seal: str = "") -> Exception:
+    """Return that a checkpoint is damaged; or the error itself, if the store cannot be reached."""
+    if not is_damage(error, path):
+        return error
+    return DamagedError(f"{what} is {'missing' if isinstance(error, FileNotFoundError) else 'unreadable'}", seal)
 
 
-def _damaged(error: Exception, what: str) -> DamagedError:
-    return DamagedError(f"{what} is {'missing' if isinstance(error, FileNotFoundError) else 'unreadable'}")
+# A checkpoint that a training restores. ------------------------------------------------------------------------------
+
+
+@final
+class StoredState(NamedTuple):
+    """The contents of an intact checkpoint."""
+
+    path: Path
+    checksum: str  # of all files
+    parts: dict[str, Any]  # state dicts by name
+    rng_states: list[str]  # by rank
+    batch_size: int = 0  # of the last update; 0: unknown
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that have saved it."""
+        return len(self.rng_states)
+
+    @staticmethod
+    def read(path: Path, likes: Mapping[str, DTensor]) -> StoredState:
+        """Return the contents of the checkpoint at `path`, with the parts of sharded tensors that this rank has.
+
+        Args:
+            path: its folder.
+            likes: how tensors are sharded, by their names or the names that theirs begin with.
+
+        Raises:
+            DamagedError: if it is not intact.
+        """
+        state, checksum = read_verified(path, likes)
+        return StoredState(path, checksum, state["parts"], state["rng"], state["facts"].get("batch_size", 0))
+
+    def check_parts(self, names: Iterable[str]) -> None:
+        """Check that the checkpoint has exactly these parts.
+
+        Raises:
+            ValueError: if a part is missing or was not passed.
+        """
+        saved, passed = set(self.parts), set(names)
+        missing = [f"{name} is not in it" for name in sorted(passed - saved)]
+        unknown = [f"{name} is in it and was not passed" for name in sorted(saved - passed)]
+        if missing or unknown:
+            raise ValueError(
+                f"Checkpoint {self.path} has other parts than this training: {' and '.join(missing + unknown)}; pass "
+                f"the parts that were saved, under the same names"
+            )
+
+    def check_outside(self, optimizer: str, parameters: Mapping[int, Tensor]) -> None:
+        """Check that an optimizer in the checkpoint had these parameters that no module among the parts has.
+
+        Args:
+            optimizer: name of the part.
+            parameters: by their numbers in the optimizer.
+
+        Raises:
+            ValueError: if it had others, or of other shapes.
+        """
+        saved = {number: tuple(one.shape) for number, one in self.parts[optimizer].get("outside", {}).items()}
+        own = {number: tuple(one.shape) for number, one in parameters.items()}
+        if saved != own:
+            raise ValueError(
+                f"Checkpoint {self.path} must have the parameters of the {optimizer} that no module among its parts "
+                f"has, but it has those with the shapes {saved} by their numbers, and here they are {own}; pass the "
+                f"modules that were passed when it was saved"
+            )
+
+    def check_model(self, state: dict[str, Any], warn: bool = True) -> None:
+        """Check that the model in the checkpoint has the tensors of this state dict, in the same shapes.
+
+        Args:
+            state: state dict of the model that will be restored.
+            warn: whether to warn of tensors with another dtype, to which torch converts them when it loads them.
+
+        Raises:
+            ValueError: if a tensor is missing or has another shape or name.
+        """
+        saved, own = _shapes(self.parts["model"]), _shapes(state)
+        for name in {**own, **saved}:
+            if saved.get(name) != own.get(name):
+                raise ValueError(
+                    f"Checkpoint {self.path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
+                    f"in it and {own.get(name, 'missing')} here; create the model that was saved"
+                )
+        saved_dtypes, own_dtypes = _dtypes(self.parts["model"]), _dtypes(state)
+        different = [name for name in own if saved_dtypes[name] != own_dtypes[name]]
+        if different and warn:
+            name, others = different[0], f" (and {len(different) - 1} others)" if len(different) > 1 else ""
+            warnings.warn(
+                f"Checkpoint {self.path} is converted to other dtypes: {name}{others} is {saved_dtypes[name]} in it "
+                f"and {own_dtypes[name]} here, so that the training does not resume exactly; create the model with the "
+                f"saved dtypes before the optimizer, for example by model.to({saved_dtypes[name]})",
+                UserWarning,
+                stacklevel=6,  # at restore()
+            )
+
+
+def read_first(
+    paths: Iterable[Path], likes: Mapping[str, DTensor], agreement: Agreement, what: str
+) -> tuple[StoredState | None, dict[str, str]]:
+    """Return the first of these checkpoints that is intact on all ranks, and what is wrong with earlier ones, by name.
+
+    Args:
+        paths: of the checkpoints, the same on all ranks.
+        likes: see `StoredState.read`.
+        agreement: of all ranks.
+        what: the call that all of them make.
+
+    Raises:
+        RuntimeError: on every rank, if ranks read different checkpoints.
+    """
+    damaged = dict[str, str]()
+    for path in paths:
+        found = _read_same(path, likes, agreement, what)
+        if isinstance(found, StoredState):
+            return found, damaged
+        damaged[path.name] = str(found)
+    return None, damaged
+
+
+def _read_same(path: Path, likes: Mapping[str, DTensor], agreement: Agreement, what: str) -> StoredState | DamagedError:
+    read: list[StoredState | DamagedError] = []
+
+    def seal() -> str:
+        try:
+            stored = StoredState.read(path, likes)
+        except DamagedError as error:
+            read.append(error)
+            return f"{error.seal} {error}"
+        read.append(stored)
+        return f"{stored.checksum} "
+
+    seals, reasons = zip(*(text.split(" ", 1) for text in agreement.run_on_all(what, seal)), strict=True)
+    for rank, found in enumerate(seals):
+        if found != seals[0]:
+            raise RuntimeError(
+                f"Checkpoint {path} on rank {rank} differs from the one on rank 0, or is damaged on one of them; pass "
+                f"a folder that all ranks share"
+            )
+    reason = next(filter(None, reasons), "")  # a rank reads only what it has of sharded tensors
+    return DamagedError(reason) if reason else read[0]
+
+
+def _dtypes(state: dict[str, Any]) -> dict[str, torch.dtype]:
+    return {name: value.dtype for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}

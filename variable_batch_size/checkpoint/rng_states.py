@@ -11,6 +11,7 @@ from typing import final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def get_rng_states() -> str:
@@ -21,6 +22,16 @@ def get_rng_states() -> str:
         "python": random.getstate(),
     }
     return json.dumps(states, default=np.ndarray.tolist)
+
+
+def as_tensor(text: str) -> Tensor:
+    """Return a text of states as bytes, in which a checkpoint stores it."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def as_text(tensor: Tensor) -> str:
+    """Return the text of `as_tensor`."""
+    return tensor.numpy().tobytes().decode()
 
 
 def set_rng_states(text: str) -> None:

@@ -1,35 +1,34 @@
-"""Which rank writes which tensors of a checkpoint.
+"""Which rank writes which tensors of a checkpoint, and which part of one it has.
 
-Ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors, as
-a file of the checkpoint that is called its shard. Rank 0 writes all that may differ between ranks: buffers, frozen
-parameters, further objects.
-The distribution follows from the shapes of the tensors alone, which the ranks compare in the message that every save
-exchanges anyway. What shares a storage stays together, so that tied tensors are written once and stay tied.
+Of a sharded tensor (a DTensor) each rank writes the part that it has; of ranks that have the same part, one. Otherwise
+ranks hold equal optimized parameters and equal states of optimizers, so any of them can write any of these tensors.
+Rank 0 writes all that may differ between ranks: buffers, frozen parameters, further objects.
+The distribution follows from the names and shapes of the tensors alone, which the ranks compare in the message that
+every save exchanges anyway.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, final
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, final
 
-import torch
 from torch import Tensor
-
-from variable_batch_size.checkpoint.snapshot import is_dense, map_tensors
+from torch.distributed.tensor import DTensor, Shard
 
 SMALLEST = 4 << 20  # bytes of the smallest mean shard: a file for less takes longer than it saves
 
 
 def assign(sizes: Sequence[int], world_size: int, others: int = 0) -> list[int]:
-    """Return the rank that writes each storage: the largest first, each to the rank that has the least so far.
+    """Return the rank that writes each tensor: the largest first, each to the rank that has the least so far.
 
     At most so many ranks write that their shards have `SMALLEST` bytes on average. They are evenly spaced, because
     neighbors often share a host and its network.
 
     Args:
-        sizes: bytes of each storage that any rank can write.
+        sizes: bytes of each tensor that any rank can write.
         world_size: number of ranks.
         others: bytes that only rank 0 can write.
 
@@ -51,58 +50,107 @@ class Replicas(NamedTuple):
     """The tensors of a state that are equal on all ranks, as one rank finds them.
 
     Attributes:
-        tensors: by their places in the state.
-        storages: the number of the storage of each, in the same order.
-        sizes: bytes of each storage.
+        sizes: bytes of each, by name.
         summary: what all ranks have to agree on, and the bytes that only this rank can write.
     """
 
-    tensors: dict[str, Tensor]
-    storages: list[int]
-    sizes: list[int]
+    sizes: dict[str, int]
     summary: str
 
     @staticmethod
-    def find(parts: dict[str, Any], equal: Iterable[Tensor]) -> Replicas:
-        """Return the tensors of a state whose storages belong to tensors that are equal on all ranks.
+    def find(tensors: Mapping[str, Tensor], equal: Collection[str]) -> Replicas:
+        """Return which tensors of a state are equal on all ranks.
 
-        Raises:
-            TypeError: if the state holds a value that `torch.load(weights_only=True)` cannot read.
+        Args:
+            tensors: those of the state, by name.
+            equal: the names of those that are equal on all ranks.
         """
-        known = {_storage(tensor) for tensor in equal if is_dense(tensor)}
-        found, others = Replicas({}, [], [], ""), dict[tuple[torch.device, int], int]()
-        numbers, digest = dict[tuple[torch.device, int], int](), hashlib.sha256()
-
-        def look(tensor: Tensor, where: str) -> Tensor:
-            if not is_dense(tensor) or not tensor.numel():
-                return tensor
-            storage, size = _storage(tensor), tensor.untyped_storage().nbytes()
-            if storage not in known:
-                others[storage] = size
-                return tensor
-            number = numbers.setdefault(storage, len(numbers))
-            if number == len(found.sizes):
-                found.sizes.append(size)
-            found.tensors[where] = tensor
-            found.storages.append(number)
-            digest.update(f"{where} {tensor.dtype} {tuple(tensor.shape)} {number} {size};".encode())
-            return tensor
-
-        map_tensors(parts, look)
-        return found._replace(summary=f"{digest.hexdigest()} {sum(others.values())}")
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items() if name in equal}
+        digest = hashlib.sha256()
+        for name in sizes:
+            digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)};".encode())
+        others = sum(tensor.nbytes for tensor in tensors.values()) - sum(sizes.values())
+        return Replicas(sizes, f"{digest.hexdigest()} {others}")
 
     def writers(self, summaries: Sequence[str]) -> dict[str, int]:
-        """Return the ranks that write tensors, by place, without rank 0: it writes all others.
+        """Return the ranks that write tensors, by name, without rank 0: it writes all others.
 
         Args:
             summaries: those of all ranks, by rank. If ranks have found different tensors, rank 0 writes all of them.
         """
-        if len({summary.partition(" ")[0] for summary in summaries}) > 1:
+        if not self.sizes or len({summary.partition(" ")[0] for summary in summaries}) > 1:
             return {}
-        ranks = assign(self.sizes, len(summaries), int(summaries[0].partition(" ")[2]))
-        by_place = zip(self.tensors, self.storages, strict=True)
-        return {where: ranks[storage] for where, storage in by_place if ranks[storage]}
+        ranks = assign([*self.sizes.values()], len(summaries), int(summaries[0].partition(" ")[2]))
+        return {name: rank for name, rank in zip(self.sizes, ranks, strict=True) if rank}
 
 
-def _storage(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+@final
+class Part(NamedTuple):
+    """The part of a tensor that a rank has.
+
+    Attributes:
+        offset: its first place in the whole tensor, by dimension.
+        shape: its own.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Part:
+        """Return the part that is all of a tensor."""
+        return Part((0,) * len(shape), tuple(shape))
+
+    @staticmethod
+    def of(tensor: Tensor) -> Part:
+        """Return which part of a tensor this rank has.
+
+        A tensor is cut into chunks by one dimension of the mesh after the other; those in which FSDP2 shards what
+        tensor parallelism has cut (`_StridedShard`) come last. torch 2.9 computes another part for unequal chunks.
+
+        Raises:
+            ValueError: if its memory has another shape: it is sharded in a way that is not known.
+        """
+        offset, shape = map(list, Part.whole(tensor.shape))
+        if isinstance(tensor, DTensor):
+            mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or []
+            cuts = [(type(placement) is not Shard, dim) for dim, placement in enumerate(tensor.placements)]
+            for _, dim in sorted(cuts):
+                if (cut := getattr(tensor.placements[dim], "dim", None)) is not None:
+                    size = -(-shape[cut] // mesh.size(dim))
+                    begin = min(coordinate[dim] * size, shape[cut])
+                    offset[cut], shape[cut] = offset[cut] + begin, min(size, shape[cut] - begin)
+            if tuple(shape) != (found := tuple(tensor.to_local().shape)):
+                raise ValueError(
+                    f"a checkpoint must know which part of a tensor a rank has, but of one of shape "
+                    f"{tuple(tensor.shape)}, with placements {tensor.placements}, this rank has {found} in the place "
+                    f"of {tuple(shape)}; shard it with fully_shard() and parallelize_module()"
+                )
+        return Part(tuple(offset), tuple(shape))
+
+    def overlap(self, other: Part) -> Part | None:
+        """Return what two parts have in common."""
+        ends = [min(a + length, b + other_length) for a, length, b, other_length in zip(*self, *other, strict=True)]
+        begins = [max(pair) for pair in zip(self.offset, other.offset, strict=True)]
+        shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return None if any(length <= 0 for length in shape) else Part(tuple(begins), shape)
+
+    def slices(self, within: Part) -> tuple[slice, ...]:
+        """Return where this part is in the memory of another one."""
+        firsts = [own - other for own, other in zip(self.offset, within.offset, strict=True)]
+        return tuple(slice(first, first + length) for first, length in zip(firsts, self.shape, strict=True))
+
+
+def is_writer(name: str, tensor: DTensor) -> bool:
+    """Return whether this rank writes its part of a sharded tensor: one does of those that have the same part."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None or not bool((mesh.mesh == 0).any()):  # other meshes are replicas of that with rank 0
+        return False
+    replicas = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return all(coordinate[dim] == zlib.crc32(name.encode()) % mesh.size(dim) for dim in replicas)
+
+
+def placed(part: Tensor, like: DTensor) -> DTensor:
+    """Return a sharded tensor of which this rank has `part`, sharded as another one."""
+    where = like.device_mesh, like.placements
+    return DTensor.from_local(part.to(like.device), *where, shape=like.shape, stride=like.stride())

@@ -50,6 +50,8 @@ def main(args: list[str] | None = None) -> NoReturn:
             raise
         else:
             expected = isinstance(error, (ValueError, TypeError, OSError, ModuleNotFoundError, IndexError, Warning))
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:
+                error = OSError(f"{error.filename}: {error.strerror}; pass a path that can be used")
             unexpected = f"{type(error).__name__}: {error}; set VBS_TRACEBACK=1 to see where, and report it"
             status = _report(_in_options(str(error)) if expected and str(error) else unexpected, 1)
     sys.exit(status)

@@ -1,0 +1,85 @@
+"""A checkpoint as plain states of torch in one file, and the other way round."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.checkpoint import format
+from variable_batch_size.checkpoint.manifest import file_name, merged, versions
+from variable_batch_size.checkpoint.object_store import folder_at
+from variable_batch_size.checkpoint.reading import read_checkpoint
+
+
+def to_torch(checkpoint: str | os.PathLike[str], file: Path) -> None:
+    """Write the states of a checkpoint by `torch.save`, which `torch.load(file, weights_only=True)` reads.
+
+    The file has a dict with the state dicts by name, such as "model" and "optimizer"; what an optimizer of this library
+    adds to that of torch is left out.
+
+    Args:
+        checkpoint: see `read_checkpoint`.
+        file: created, or replaced.
+
+    Raises:
+        ValueError: if there is no intact checkpoint.
+    """
+    states = {name: _numbered(state) for name, state in read_checkpoint(checkpoint)["parts"].items()}
+    torch.save(states, file)
+
+
+def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
+    """Write a checkpoint of update 0, from which a training begins by `restore(strict=False)`; return its path.
+
+    Args:
+        file: what `torch.save` has written: a dict of state dicts by name, of which "model" is one and "optimizer" may
+            be another one, with the state of torch's optimizer.
+        folder: of the training that begins, without checkpoints.
+
+    Raises:
+        TypeError, ValueError: if the file has something else, or the folder has checkpoints.
+    """
+    states = torch.load(file, map_location="cpu", weights_only=True)
+    requirement = 'the file must have a dict of state dicts, with "model" and perhaps "optimizer"'
+    remedy = 'write it by torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise type_error(requirement, states, remedy)
+    if "model" not in states:
+        raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
+    place = folder_at(folder)
+    place.lock()
+    try:
+        if place.entries():
+            raise value_error("the folder must have no checkpoints", folder, "choose another one")
+        encoded = {name: format.encode(state, name) for name, state in states.items()}
+        tensors = {name: tensor for one in encoded.values() for name, tensor in one.tensors.items()}
+        path = place.next_path(0)
+        place.begin(path)
+        entry, extents = place.write(path, file_name(0), tensors)
+        found = (entry._asdict(), {name: extent._asdict() for name, extent in extents.items()})
+        contents = merged([found], {name: format.described(tensor) for name, tensor in tensors.items()})
+        known = {"updates": 0, "world": 1, "epoch": 0, "step": 0, "samples": 0}
+        state = {name: one.json for name, one in encoded.items()}
+        place.publish(path, {**versions(), **known, "state": state, "random": [], **contents})
+    finally:
+        place.unlock()
+    return path
+
+
+def _numbered(state: Any) -> Any:
+    """Return the state of an optimizer with numbers of parameters, as torch has it; another one as it is."""
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        return state
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in reversed([*enumerate(names)])}
+    return {
+        "state": {numbers.get(name, name): own for name, own in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }

@@ -1,0 +1,254 @@
+"""A folder of checkpoints on a POSIX file system: each one is published by a rename.
+
+A checkpoint is a folder `update-00001234` with the files of the state and a manifest. It is written under a name that
+begins with a dot, by one rank or several, flushed to disk and then renamed; a checkpoint is renamed to such a name
+before it is deleted. A name without a dot therefore never belongs to an incomplete checkpoint.
+
+Users keep other files in the same folder. What is deleted is therefore recognized as a checkpoint of this package: a
+folder with nothing but these files in it, and with a sealed manifest or a name `.update-00001234.part` or `.old`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import socket
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+from uuid import uuid4
+
+from torch import Tensor
+
+from variable_batch_size.checkpoint import tensor_file
+from variable_batch_size.checkpoint.folder import NAME, CheckpointFolder, Entry
+from variable_batch_size.checkpoint.format import MANIFEST
+from variable_batch_size.checkpoint.lease import Lease
+from variable_batch_size.checkpoint.manifest import DAMAGE, flush_file, is_file_name, sealed_manifest, write_manifest
+from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
+
+LOCK = ".lock"
+_NO_FLOCK = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)  # of file systems without it
+
+_LEFTOVER = re.compile(rf"\.{NAME.pattern}\.(?:part|old)")
+_unlock_by_file: dict[int, weakref.finalize[[int], DiskFolder]] = {}  # of the locked files, by descriptor
+
+
+@final
+class DiskFolder(CheckpointFolder):
+    """The checkpoints in one folder of a disk, which a process that ends unlocks at once; without `flock`, a `Lease`.
+
+    Args:
+        path: path of the folder; `lock` creates it.
+        run: see `Lease`.
+    """
+
+    def __init__(self, path: Path, run: str | None = None) -> None:
+        super().__init__(path)
+        self._lease = Lease(path, run)
+        self._unlock: weakref.finalize[[int], DiskFolder] | None = None
+
+    def lock(self) -> str:
+        """Lock the folder until `unlock` or any end of this process; see `CheckpointFolder.lock`.
+
+        A file `.lock` of another program is an error, too.
+        """
+        import fcntl  # not on Windows, where the package can still be imported
+
+        if _is_checkpoint(self.path):
+            raise OSError(
+                f"dir must be the folder of a training, got the checkpoint {self.path}; pass the folder that it is in"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not b"process ".startswith(os.read(file, 8)):
+                raise OSError(
+                    f"Checkpoint folder {self.path} must not hold a file {LOCK} of another program; choose another "
+                    f"folder, or delete that file"
+                )
+            token = uuid4().hex
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
+            os.fsync(file)  # on network file systems, for other hosts
+        except BlockingIOError:
+            writer = os.read(file, 1000).decode(errors="replace").partition("\n")[0].strip()
+            os.close(file)
+            raise OSError(
+                f"Checkpoint folder {self.path} is in use by {writer or 'another writer'}; close() that Checkpoint, "
+                f"or choose another folder"
+            ) from None
+        except BaseException as error:
+            os.close(file)
+            if isinstance(error, OSError) and error.errno in _NO_FLOCK:
+                return self._lease.acquire([])
+            raise
+        self._unlock = _unlock_by_file[file] = weakref.finalize(self, _unlock_file, file)
+        _reset_after_fork()
+        return token
+
+    def unlock(self) -> None:
+        """Let other writers lock the folder."""
+        self._lease.release()
+        if self._unlock is not None:
+            self._unlock()
+
+    def renew(self) -> None:
+        """Give a sign of life; see `Lease.renew`."""
+        self._lease.renew()
+
+    def is_shared(self, token: str) -> bool:
+        """Return whether this process can write to the folder that was locked with this token."""
+        with suppress(*DAMAGE):
+            holder = self._lease.holder()
+            tokens = [*(self.path / LOCK).read_text().splitlines(), holder.token if holder else ""]
+            return token in tokens and os.access(self.path, os.W_OK)
+        return False
+
+    def next_path(self, update: int) -> Path:
+        """Return the path at which to publish the next checkpoint of `update`; see `CheckpointFolder.next_path`."""
+        if self._lease.number is not None:
+            self._lease.check(self._lease.number)
+        elif self._unlock is None or not self._unlock.alive:
+            raise RuntimeError(
+                f"Checkpoint folder {self.path} is not locked by this Checkpoint, which was closed or is in a forked "
+                f"process; create another Checkpoint"
+            )
+        revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
+        while True:
+            path = self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
+            part = _part_of(path)
+            if not os.path.lexists(part) or _is_leftover(part):
+                return path
+            revision += 1  # that name belongs to another program
+
+    def begin(self, target: Path) -> None:
+        """Create the folder in which a checkpoint is written; see `CheckpointFolder.begin`."""
+        self._delete_leftovers()
+        _part_of(target).mkdir()
+
+    def write(self, target: Path, name: str, tensors: Mapping[str, Tensor]) -> tuple[FileEntry, dict[str, Extent]]:
+        """Write a file of tensors, and flush it to disk; see `CheckpointFolder.write`."""
+        with (_part_of(target) / name).open("xb", buffering=0) as file:
+            written = tensor_file.write(file, name, tensors)
+            flush_file(file)
+        return written
+
+    def publish(self, target: Path, facts: Mapping[str, Any]) -> None:
+        """Rename a checkpoint to `target`; see `CheckpointFolder.publish`."""
+        part = _part_of(target)
+        try:
+            write_manifest(part, facts)
+            _flush_folder(part)
+            if self._lease.number is not None:
+                self._lease.check(self._lease.number)
+            part.rename(target)
+        except BaseException:
+            _delete(part)
+            raise
+        _flush_folder(self.path)
+        self.trust(target)
+
+    def abandon(self, target: Path) -> None:
+        """Delete what has been written of a checkpoint."""
+        _delete(_part_of(target))
+
+    def mark(self, entry: Entry, facts: Mapping[str, Any]) -> None:
+        """Replace the manifest of a checkpoint by one with further facts; see `CheckpointFolder.mark`."""
+        self._delete_leftovers()
+        manifest = sealed_manifest(entry.path)
+        del manifest["seal"]
+        part = _part_of(self.next_path(entry.update))
+        part.mkdir()
+        try:
+            write_manifest(part, {**manifest, **facts})
+            (part / MANIFEST).replace(entry.path / MANIFEST)
+            _flush_folder(entry.path)
+        finally:
+            _delete(part)
+
+    def _discard(self, path: Path) -> None:
+        """Delete a checkpoint, and nothing else."""
+        if _is_checkpoint(path):
+            self._verified.discard(path)
+            old = path.with_name(f".{path.name}.old")
+            with suppress(OSError):  # the next save deletes what remains
+                if not os.path.lexists(old):
+                    _delete(path.rename(old))
+
+    def _delete_leftovers(self) -> None:
+        """Delete the incomplete and half-deleted checkpoints of writers that were killed."""
+        for path in self.path.glob(".update-*"):
+            if _is_leftover(path):
+                _delete(path)
+
+    def _paths(self) -> Iterable[Path]:
+        return self.path.glob("update-*")
+
+
+def _part_of(target: Path) -> Path:
+    """Return the path at which the checkpoint is written."""
+    return target.with_name(f".{target.name}.part")
+
+
+def _holds_nothing_else(path: Path) -> bool:
+    """Return whether `path` is a folder, and not a link, without anything but the files of a checkpoint."""
+    try:
+        with os.scandir(path) as contents:
+            return not path.is_symlink() and all(
+                is_file_name(item.name) and item.is_file(follow_symlinks=False) for item in contents
+            )
+    except OSError:
+        return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, of which the state may be damaged, and nothing else."""
+    try:
+        return _holds_nothing_else(path) and bool(sealed_manifest(path))
+    except DAMAGE:
+        return False
+
+
+def _is_leftover(path: Path) -> bool:
+    """Return whether a folder is an incomplete or half-deleted checkpoint, and nothing else."""
+    return _LEFTOVER.fullmatch(path.name) is not None and _holds_nothing_else(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete the files of a checkpoint, and its folder if nothing else is in it."""
+    with suppress(OSError):
+        for file in list(path.iterdir()):
+            if is_file_name(file.name):
+                file.unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk, as POSIX requires after a file is created or renamed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unlock_file(file: int) -> None:
+    del _unlock_by_file[file]
+    os.close(file)
+
+
+@functools.cache
+def _reset_after_fork() -> None:
+    """Close the locked files in forked children, which share the lock: a child must neither hold it nor release it."""
+
+    def close_all() -> None:
+        for unlock in list(_unlock_by_file.values()):
+            unlock()
+
+    os.register_at_fork(after_in_child=close_all)

@@ -1,0 +1,170 @@
+"""What happened to the training in a folder, a JSON object a line; and which share of the time it trained.
+
+`events.jsonl` is written by rank 0, beside the checkpoints; in an object store, to whose objects nothing can be added,
+each run has a file of its own. Each line has `version`, `event`, `time` (seconds since 1970), `update` and `world`,
+and: `restore`: `lost`, the updates that were made and are made again, and `seconds`; `save`: `seconds` for which
+updates waited; `skip`: the gradient of the update was not finite; `notice`: a signal that asks to stop; `end`: `error`,
+the exception with which the training ended, or "". Between them, `progress` at most once a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+from variable_batch_size.checkpoint.manifest import is_on_disk, read_text
+from variable_batch_size.world import World
+
+VERSION: Final = 1
+FILE: Final = "events.jsonl"
+_PROGRESS_SECONDS = 60.0
+
+
+@final
+class Events:
+    """Adds lines to the file of a folder, on rank 0.
+
+    Args:
+        folder: the folder of the checkpoints.
+        world: this rank, and the number of ranks.
+
+    Attributes:
+        reached: the last update of the run before this one, of which the file tells; 0 if there was none.
+    """
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self._path, self._world, self._lines = folder / FILE, world, list[str]()
+        self._adds = is_on_disk(folder)
+        if not self._adds:
+            self._path = folder / f"events-{time.time():.6f}.jsonl"
+        self.reached = 0 if world.rank else next((line["update"] for line in reversed(read(folder))), 0)
+        self._last, self._skipped = time.monotonic(), False
+
+    def add(self, event: str, update: int, **facts: float | str) -> None:
+        """Add an event; without a word, if that cannot be written: a training does not end for it."""
+        self._last = time.monotonic()
+        if self._world.rank:
+            return
+        known = {"version": VERSION, "event": event, "time": time.time(), "update": update, "world": self._world.size}
+        self._lines.append(json.dumps({**known, **facts}) + "\n")
+        with suppress(Exception):  # of a store any
+            if self._adds:
+                with self._path.open("a", encoding="utf-8", newline="\n") as file:
+                    file.write(self._lines.pop())
+            else:
+                self._path.write_text("".join(self._lines))
+
+    @contextmanager
+    def timed(self, event: str, update: int) -> Iterator[None]:
+        """Add an event with the seconds of a block, if that does not raise."""
+        began = time.monotonic()
+        yield
+        self.add(event, update, seconds=time.monotonic() - began)
+
+    def commit(self, *, updated: bool) -> None:
+        """Take whether an update was skipped; see `Watcher`."""
+        self._skipped = not updated
+
+    def discard(self) -> None:
+        """See `Watcher`."""
+
+    def progress(self, update: int) -> None:
+        """Add that an update was made, at most once a minute, or that it was skipped."""
+        if self._skipped:
+            self._skipped = False
+            self.add("skip", update)
+        elif time.monotonic() - self._last >= _PROGRESS_SECONDS:
+            self.add("progress", update)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a folder, the oldest first, without lines that were cut off or are of another version."""
+    found = []
+    with suppress(OSError):
+        files = [path for path in folder.iterdir() if path.name.startswith("events") and path.name.endswith(".jsonl")]
+        for path in sorted(files, key=lambda path: path.name):
+            for line in read_text(path, errors="replace").splitlines():
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    if isinstance(event, dict) and event.get("version") == VERSION:
+                        found.append(event)
+    return found
+
+
+@final
+class Goodput(NamedTuple):
+    """How the time between the first and the last event was spent, in seconds.
+
+    Attributes:
+        productive: updates that count.
+        redone: updates that were lost, because they were made after the checkpoint from which a later run resumed.
+        saving: updates waited for a save.
+        restoring: checkpoints were read.
+        down: no run was there.
+        runs: number of runs.
+        saves: number of saves.
+    """
+
+    productive: float
+    redone: float
+    saving: float
+    restoring: float
+    down: float
+    runs: int
+    saves: int
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self[:5])
+
+    @property
+    def restart(self) -> float:
+        """Mean seconds between the last event of a run and the end of the restore of the next one."""
+        return (self.down + self.restoring) / max(1, self.runs - 1)
+
+    @property
+    def save(self) -> float:
+        """Mean seconds of a save."""
+        return self.saving / max(1, self.saves)
+
+    @staticmethod
+    def of(events: Iterable[Mapping[str, Any]]) -> Goodput:
+        """Return how the time was spent.
+
+        Args:
+            events: of one training, the oldest first.
+        """
+        redone = saving = restoring = down = total = 0.0
+        runs = saves = 0
+        run, earlier = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+        for event in events:
+            if event["event"] == "start":
+                down += event["time"] - run[-1]["time"] if run else 0
+                total += event["time"] - run[-1]["time"] if run else 0
+                runs, earlier, run = runs + 1, run, []
+            elif run:
+                total += event["time"] - run[-1]["time"]
+            run.append(event)
+            if event["event"] == "restore":
+                restoring += event["seconds"]
+                redone += _seconds_after(earlier, event["update"])
+            elif event["event"] == "save":
+                saving, saves = saving + event["seconds"], saves + 1
+        return Goodput(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
+
+
+def _seconds_after(run: list[Mapping[str, Any]], update: int) -> float:
+    """Return for how long a run has trained after it had made an update, without its saves."""
+    seconds = 0.0
+    for before, event in pairwise(run):
+        if event["update"] > update:
+            made, lost = event["update"] - before["update"], event["update"] - max(update, before["update"])
+            waited = event.get("seconds", 0.0) if event["event"] in ("save", "restore") else 0.0
+            seconds += max(0.0, event["time"] - before["time"] - waited) * (lost / made if made > 0 else 1.0)
+    return seconds

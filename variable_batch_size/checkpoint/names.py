@@ -1,0 +1,116 @@
+"""Under which names a checkpoint has the states of models and optimizers, and how each tensor lies on the ranks.
+
+The names are those of the model itself, whatever wraps it and its modules: DistributedDataParallel, `torch.compile`,
+activation checkpointing. The state of an optimizer is by these names, too; a parameter that is not one of the model has
+its number in the optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from variable_batch_size.checkpoint.shards import placed
+
+State: TypeAlias = dict[str, Any]
+
+_INSERTED = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")  # by torch.compile, by checkpointing
+
+
+@final
+class Names:
+    """The names in a checkpoint of what one model and its optimizers have.
+
+    Args:
+        model: the model, as it is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = _unwrapped(model)
+        self._parameters = {id(one): _clean(name) for name, one in self.model.named_parameters(remove_duplicate=False)}
+
+    def of_model(self) -> State:
+        """Return the state of the model by the names of a checkpoint."""
+        state = self.model.state_dict()
+        named = OrderedDict((_clean(name), value) for name, value in state.items())
+        if metadata := getattr(state, "_metadata", None):  # versions of modules
+            named._metadata = OrderedDict((_clean(name), value) for name, value in metadata.items())  # type: ignore[attr-defined]
+        return named
+
+    def load_model(self, saved: Mapping[str, Any]) -> None:
+        """Load a state that `of_model` returned."""
+        own = self.model.state_dict()
+        state = OrderedDict((name, saved[_clean(name)]) for name in own)
+        if metadata := getattr(saved, "_metadata", None):
+            named = {name: metadata.get(_clean(name)) for name in getattr(own, "_metadata", {})}
+            state._metadata = OrderedDict((name, of) for name, of in named.items() if of is not None)  # type: ignore[attr-defined]
+        self.model.load_state_dict(state)
+
+    def of_parameters(self, optimizer: Any) -> list[tuple[str | int, Tensor]]:
+        """Return the parameters of an optimizer with their names, in the order of its groups."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        first = {id(one): number for number, one in reversed([*enumerate(parameters)])}
+        return [(self._parameters.get(id(one), first[id(one)]), one) for one in parameters]
+
+    def of_optimizer(self, optimizer: Any) -> State:
+        """Return the state of an optimizer by the names of its parameters."""
+        state, named = optimizer.state_dict(), self.of_parameters(optimizer)
+        names = [name for name, _ in named]
+        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+        found = {}
+        for key, own in state["state"].items():
+            if isinstance(key, int):
+                found[names[key]] = {name: _as_parameter(value, named[key][1]) for name, value in own.items()}
+            else:  # of the optimizer itself
+                found[key] = own
+        return {**state, "state": found, "param_groups": groups}
+
+    def check_groups(self, saved: Mapping[str, Any], optimizer: Any) -> None:
+        """Check that an optimizer has the parameters of a state that `of_optimizer` returned.
+
+        The state can then be loaded as it is: torch's `load_state_dict()` takes any names of parameters. A state of
+        torch has numbers.
+
+        Raises:
+            ValueError: if it has others, or in another order.
+        """
+        names, begin = [name for name, _ in self.of_parameters(optimizer)], 0
+        for number, group in enumerate(saved["param_groups"]):
+            end = begin + len(group["params"])
+            own, begin, numbers = names[begin:end], end, [*range(begin, end)]
+            if group["params"] not in (own, numbers):
+                raise ValueError(
+                    f"the optimizer must have the parameters that were saved, in the same order, but group {number} "
+                    f"has {_listed(own)} in the place of {_listed(group['params'])}; create the groups that were saved"
+                )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def _clean(name: str) -> str:
+    return _INSERTED.sub("", name).removeprefix(".")
+
+
+def _listed(names: Sequence[str | int]) -> str:
+    shown = ", ".join(f"parameter {name}" if isinstance(name, int) else name for name in names[:3])
+    return f"{shown or 'none'}{' ...' * (len(names) > 3)}"
+
+
+def _as_parameter(value: Any, parameter: Tensor) -> Any:
+    """Return a tensor of an optimizer's state as it lies on the ranks: as its parameter does, if it is as large.
+
+    torch 2.9 gives momentum other placements than it has, with weight decay and tensor parallelism within FSDP2.
+    """
+    if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return placed(value.to_local(), parameter)
+    return value

@@ -1,0 +1,143 @@
+"""`vbs checkpoint`: what checkpoints hold, whether they are intact, and plain states of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from variable_batch_size._validation import value_error
+from variable_batch_size.cli import output
+
+app = typer.Typer(help="Checkpoints: what they hold, whether they are intact, plain states.", no_args_is_help=True)
+
+Source = Annotated[
+    str,
+    typer.Argument(help="Folder or URL of a training, or a checkpoint in it.", metavar="FOLDER", show_default=False),
+]
+
+
+@app.command()
+def show(folder: Source, json: output.Json = False) -> None:
+    """List the checkpoints of a training, or the states that one of them holds.
+
+    Examples:
+
+    - `vbs checkpoint show runs/a`
+    - `vbs checkpoint show runs/a/update-00001234`
+    """
+    from variable_batch_size.checkpoint.manifest import facts_of
+
+    found = [*_manifests(folder)]
+    manifests = {path.name: manifest for path, manifest in found}
+    one = found[0][1] if str(found[0][0]) == folder.rstrip("/") else None
+    if json:
+        kept = {name: None if manifest is None else facts_of(manifest) for name, manifest in manifests.items()}
+        output.print_json(kept if one is None else facts_of(one))
+        return
+    if one is not None:
+        _show_states(one)
+        return
+    rows = []
+    for name, manifest in manifests.items():
+        if manifest is None:
+            rows.append([name, *["?"] * 5, "damaged"])
+            continue
+        numbers = [output.number(manifest.get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
+        metrics = ", ".join(f"{key} {value}" for key, value in manifest.get("metrics", {}).items())
+        rows.append([name, *numbers, _size(sum(file["bytes"] for file in manifest["files"])), metrics])
+    output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported"], rows)
+
+
+def _show_states(manifest: dict[str, Any]) -> None:
+    from variable_batch_size.checkpoint.manifest import facts_of
+
+    output.print_facts({name: str(value) for name, value in facts_of(manifest).items()})
+    rows = []
+    for part in manifest["state"]:
+        own = [one for name, one in manifest["tensors"].items() if name.split("/", 1)[0] == part]
+        size = sum(chunk["end"] - chunk["begin"] for one in own for chunk in one["chunks"])
+        rows.append([part, output.number(len(own)), _size(size)])
+    output.print_table(["state", "tensors", "size"], rows)
+
+
+@app.command()
+def verify(folder: Source) -> None:
+    """Read checkpoints and compare all checksums; the exit status is 1 if one is damaged.
+
+    Example: `vbs checkpoint verify runs/a`
+    """
+    from variable_batch_size.checkpoint.reading import read_verified
+
+    damaged = False
+    for path, _ in _manifests(folder):
+        try:
+            read_verified(path)
+            typer.echo(f"{path}: intact")
+        except ValueError as error:
+            damaged = True
+            typer.echo(f"{path}: {error}")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command(name="to-torch")
+def to_torch(
+    folder: Source,
+    file: Annotated[Path, typer.Argument(help="Written by torch.save.", metavar="FILE", show_default=False)],
+) -> None:
+    """Write the states of the newest intact checkpoint as `torch.save` does, for torch's own `load_state_dict()`.
+
+    Example: `vbs checkpoint to-torch runs/a model.pt`
+    """
+    from variable_batch_size.checkpoint.conversion import to_torch
+
+    to_torch(folder, file)
+    typer.echo(f"{file}: written")
+
+
+@app.command(name="from-torch")
+def from_torch(
+    file: Annotated[Path, typer.Argument(help="A dict of state dicts.", metavar="FILE", show_default=False)],
+    folder: Annotated[str, typer.Argument(help="Folder or URL of a training.", metavar="FOLDER", show_default=False)],
+) -> None:
+    """Write a checkpoint from which a training begins, from `torch.save({"model": ..., "optimizer": ...}, file)`.
+
+    `restore(strict=False)` loads it.
+
+    Example: `vbs checkpoint from-torch model.pt runs/b`
+    """
+    from variable_batch_size.checkpoint.conversion import from_torch
+
+    typer.echo(f"{from_torch(file, folder)}: written")
+
+
+def _manifests(folder: str) -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """Yield the checkpoints in a folder, or the one that it is, newest first; None for a damaged manifest."""
+    from variable_batch_size.checkpoint.manifest import DAMAGE, sealed_manifest
+    from variable_batch_size.checkpoint.object_store import folder_at
+
+    place = folder_at(folder)
+    for path in [entry.path for entry in place.entries()] or [place.path]:
+        try:
+            yield path, sealed_manifest(path)
+        except DAMAGE as error:
+            if path == place.path:
+                requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
+                raise value_error(requirement, f"{folder} ({error})", "pass another one") from None
+            yield path, None
+
+
+def _size(count: int) -> str:
+    """Format a number of bytes.
+
+    >>> _size(1234567)
+    '1.2 MB'
+    """
+    size, units = float(count), iter(("bytes", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while size >= 1000:
+        size, unit = size / 1000, next(units)
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
