@@ -1,4 +1,4 @@
-"""What docs/coming_from.md says of other libraries' lines and ours: both columns run, or the numbers are computed."""
+"""What docs/coming_from.md and docs/ddp.md say of other lines and ours: both columns run, or numbers are computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from helpers.processes import spawn
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.tracker import SCALARS, read_scalars
 
-PAGE = (DOCS / "coming_from.md").read_text()
+PAGE = (DOCS / "ddp.md").read_text() + (DOCS / "coming_from.md").read_text()
 BY_HAND = "Accumulation written by hand"
 NAMES = {
     kind.__name__: kind for kind in (DataLoader, DistributedDataParallel, DistributedSampler, SGD, StepLR, nullcontext)
@@ -36,7 +36,7 @@ NAMES = {
 
 def columns(section: str) -> tuple[str, str]:
     """Return the code of the left and the right column of a section, which read the samples in their order."""
-    text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
+    text = PAGE.split(f"# {section}\n")[1].split("\n## ")[0]
     left, right = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0] for kind in ("py", "python"))
     left = left.replace("shuffle=True", "shuffle=False").replace("Sampler(dataset", "Sampler(dataset, shuffle=False")
     return left, right.replace("minibatch_size=32", "minibatch_size=32, shuffle=False")

@@ -27,6 +27,8 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=8 examples/clusters/train.py": "eight GPUs; test_clusters.py runs the script",
     "torchrun --nnodes=2 --node-rank=0": "two hosts; test_clusters.py runs the script in two jobs",
     "while python examples/clusters/torchrun_143.py": "eight GPUs; test_clusters.py runs it with two processes",
+    "torchrun --nproc-per-node=2 examples/ddp.py": "test_ddp_page.py runs it",
+    "torchrun --nproc-per-node=2 examples/fsdp.py": "test_sharded_page.py runs it",
     "PJRT_DEVICE=TPU python examples/xla.py": "a TPU; test_devices.py runs the next line",
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
     "sbatch": "a cluster; test_clusters.py runs the script",

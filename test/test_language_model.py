@@ -16,6 +16,7 @@ from pydoc_data.topics import topics
 import pytest
 from side_by_side import FOLDER, SCRIPTS, changed, section
 
+from helpers.checkpoints import told
 from helpers.commands import run
 from helpers.pages import DOCS, ROOT, blocks, commands
 
@@ -115,22 +116,23 @@ def test_with_batches_of_one_size_both_learn_equally_well(
 @pytest.mark.slow("starts three trainings")
 @pytest.mark.torch
 def test_two_processes_make_the_updates_of_one_also_after_a_stop(
-    tmp_path: Path, short: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, short: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone, together, stopped = (tmp_path / name for name in ("alone", "together", "stopped"))
     run_here(monkeypatch, VARIABLE, *short, *TRACE, "--folder", alone)
     run_processes(VARIABLE_ON_TWO, *short, *TRACE, "--folder", together)
     assert_same(together, alone)
 
-    capsys.readouterr()
+    told(caplog)
     send_in_microbatch(50, monkeypatch)
     with pytest.raises(SystemExit, match="143"):
         run_here(monkeypatch, STOPPED, *short, *TRACE, "--folder", stopped)
-    notice = capsys.readouterr().out
-    saved = re.match(r"Checkpoint (update-\d+) saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", notice)
-    assert saved is not None, notice
+    saved = re.match(r"Checkpoint (update-\d+) saved \d+\.\d\d s after SIGTERM; exiting with 143\.$", told(caplog)[-1])
+    assert saved is not None
     printed = run_processes(RESUMED, *short, *TRACE, "--folder", stopped)
-    assert re.search(rf"^Checkpoint {saved[1]} restored: epoch 0, \d+ samples\.$", printed, re.MULTILINE), printed
+    assert re.search(
+        rf"Checkpoint {saved[1]} restored: world 1 -> 2, .*epoch 0, \d+ samples, lost 0\.$", printed, re.MULTILINE
+    ), printed
     assert_same(stopped, alone)
 
 

@@ -41,10 +41,6 @@ WITHOUT_TORCH = {
 }
 NAMES_NO_TORCH = {
     "tracker",
-    "checkpoint.folder",
-    "checkpoint.manifest",
-    "checkpoint.hashed_file",
-    "checkpoint.background",
     "backend._xla_launch",
 }  # but their package does
 WITH_XLA = {"backend.xla"}
@@ -158,6 +154,12 @@ def test_the_page_on_architecture_names_every_module() -> None:
 def test_a_file_has_at_most_400_lines() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in python_files()}
     assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """pytest would import one of them only."""
+    names = [path.name for path in (ROOT / "test").rglob("test_*.py")]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
 
 
 def test_nobody_patches_the_import_path() -> None:

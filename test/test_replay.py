@@ -21,12 +21,15 @@ FLAGS = ["--microbatch=1000", "--width=4", "--save-every=0.01"]
 
 @pytest.mark.slow("restarts torchrun several times")
 @pytest.mark.torch
-@pytest.mark.parametrize("notice", [0, 5])
+@pytest.mark.parametrize("notice", [0, 25])
 def test_one_process_makes_the_updates_of_an_elastic_training_under_the_simulated_trace(
     tmp_path: Path, notice: int
 ) -> None:
-    """The clock of the capacity trace is the number of rows in the journals, so that no time matters."""
-    capacity = CapacityTrace(seconds=[0, 4, 20], nodes=[1, 2, 1], end=26)
+    """The clock of the capacity trace is the number of rows in the journals, so that no time matters.
+
+    A notice is 25 updates long, some seconds: ranks look for a request to stop every half a second.
+    """
+    capacity = CapacityTrace(seconds=[0, 4, 40], nodes=[1, 2, 1], end=46)
 
     def rows() -> int:
         return sum(len(path.read_text().splitlines()) for path in elastic.glob("journal-*"))
@@ -72,23 +75,26 @@ def test_the_seconds_of_a_training_take_the_place_of_those_of_another_one(monkey
     constant = ConstantBatch(benchmark.BATCH_SIZE)
 
     def second(nodes: int) -> float:
-        return computed * -(-64 // nodes) / 64 + communication * (nodes > 1)
+        return computed * -(-benchmark.BATCH_SIZE // nodes) / benchmark.BATCH_SIZE + communication * (nodes > 1)
+
+    def close(expected: Any) -> Any:
+        return pytest.approx(expected, rel=0.005)  # a fit knows whole rows only: 22 microbatches of 249 for 5,462 rows
 
     before = [start_of("growth", nodes, 100.0, nodes, second(nodes), benchmark) for nodes in (1, 2, 3, 4)]
     model = benchmark.Model.fit([*before, start_of("start", 1, 0.0, 9.0, second(1), benchmark)], constant)
-    assert model.restarts == pytest.approx({**{("growth", nodes): nodes for nodes in (1, 2, 3, 4)}, ("start", 1): 9})
+    assert model.restarts == close({**{("growth", nodes): nodes for nodes in (1, 2, 3, 4)}, ("start", 1): 9})
     assert model.save_every == pytest.approx(2.875 * second(2), rel=1)
     own, ratio = model.with_own_seconds(
         [start_of("growth", nodes, 0.0, 7.0, 1.5 * second(nodes), benchmark) for nodes in (2, 4)]
     )
-    assert ratio == pytest.approx(1.5)
+    assert ratio == close(1.5)
     expected = {("growth", 1): 1, ("growth", 2): 7, ("growth", 3): 3, ("growth", 4): 7, ("start", 1): 9}
-    assert own.restarts == pytest.approx(expected)
+    assert own.restarts == close(expected)
     for nodes in (1, 2, 3, 4):
         for fitted, factor in ((model, 1.0), (own, 1.5)):
-            assert fitted.seconds(benchmark.BATCH_SIZE, nodes) == pytest.approx(factor * second(nodes))
+            assert fitted.seconds(benchmark.BATCH_SIZE, nodes) == close(factor * second(nodes))
             run = fitted.simulate(CapacityTrace([0], [nodes], 1000), notice=0, until=3)
-            assert run.summary["productive"] == pytest.approx(3 * factor * second(nodes))
+            assert run.summary["productive"] == close(3 * factor * second(nodes))
     assert own.save_every == model.save_every
 
 

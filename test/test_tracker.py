@@ -97,7 +97,7 @@ def test_every_log_steps_updates_one_row_is_written(logged: Path) -> None:
     assert table["update"].tolist() == [2, 4, 6]
     for update, *row in table.drop(columns=OF_TIME).itertuples(index=False):
         size, samples = SIZES[update - 1], sum(SIZES[:update])
-        microbatches = max(-(-size // 4), min(size, 3))  # one for each rank
+        microbatches = min(size, -(-size // 12) * 3)  # as many on each of three ranks
         expected = [samples / sum(SIZES), samples, size, microbatches, 3, SGD["lr"] * size / REF, size / REF]
         assert row == pytest.approx(expected)
 

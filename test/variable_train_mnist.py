@@ -83,16 +83,18 @@ def train(flags: argparse.Namespace) -> None:
         )
         checkpoint.restore()
 
-    # 4. The loop. Unlike a plain PyTorch loop, it calls step() after every backward(), although only some calls update
-    # the weights, and it does not call zero_grad().
+    # 4. The loop. Unlike a plain PyTorch loop, it calls step() after every backward(), although only the last one of an
+    # update changes the weights, and it does not call zero_grad().
     backend = vbs.detect(model.parameters())  # how the ranks communicate
     loss_fn = nn.CrossEntropyLoss()
     began = time.monotonic()
     backend.print0(f"{world.size} x {device.type}, rule {flags.rule}, {flags.epochs} epochs of {flags.trace}")
     for epoch in vbs.remaining_epochs(sampler, optimizer, until=flags.epochs):  # not from 0 after a restore
-        for images, labels in loader:  # one microbatch
-            loss_fn(model(images.to(device)), labels.to(device)).backward()
-            if optimizer.step() and scheduler:  # step() returns True if this microbatch completed an update
+        for update in vbs.updates(loader, optimizer):
+            for images, labels in update:  # one microbatch
+                optimizer.backward(loss_fn(model(images.to(device)), labels.to(device)))
+                updated = optimizer.step()  # True if this microbatch completed an update
+            if updated and scheduler:
                 scheduler.step()
             if checkpoint:
                 checkpoint.step()  # saves if a save is due, and exits after it if a signal asked for that

@@ -83,7 +83,7 @@ def test_the_time_is_that_of_the_model(
 def test_the_rows_are_those_of_the_busiest_rank(
     batch_size: int, devices: int, minibatch_size: int, spread: bool, fixed_shape: bool
 ) -> None:
-    split = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, min_microbatches=devices if spread else 1)
+    split = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, multiple_of=devices if spread else 1)
     sizes = [minibatch_size if fixed_shape else split.locate(number)[1] for number in range(split.microbatches)]
     ranks = [sizes[rank::devices] for rank in range(devices)]
     busiest = max(ranks, key=lambda rank: (sum(rank), len(rank)))

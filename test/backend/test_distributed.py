@@ -140,10 +140,11 @@ def test_resumes_in_another_world(folder: Path) -> None:
     [
         ("weights", r"same parameters, but it is \d+ on rank 0 and \d+ on rank 1; call vbs\.broadcast_parameters"),
         ("seed", r"same seed, but it is 0 on rank 0 and 1 on rank 1; pass the same value on every rank"),
-        ("rule", r"same rule, reduction, max_grad_norm, noise and other options, but it is"),
-        ("wrapped before", r"wrapped in DistributedDataParallel, which reduces them too; train the bare module"),
-        ("wrapped after", r"wrapped in DistributedDataParallel, which reduces them too; train the bare module"),
-        ("broadcast", r"wrapped in DistributedDataParallel, which reduces them too; train the bare module"),
+        ("rule", r"same rule, but it is"),
+        ("wrapped", r"but something else has changed them; pass a DistributedDataParallel to the optimizer as model=,"),
+        ("wrapped, with views", r"something else has changed them; pass a DistributedDataParallel to .* as model=,"),
+        ("wrapped, optimizer.backward", r"as a DistributedDataParallel does; pass it to the optimizer as model=,"),
+        ("wrapped, optimizer.backward, with views", r"as a DistributedDataParallel does; pass it to .* as model=,"),
         ("world", r"deals for rank 0 of 1 and the optimizer's DistributedBackend is rank \d of \d; pass num_replicas"),
     ],
 )

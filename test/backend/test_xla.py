@@ -265,7 +265,8 @@ def start(script: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start a script that uses `launch`, in a process of its own."""
     path = folder / "program.py"
     path.write_text(IMPORTS + script)
-    return subprocess.Popen([sys.executable, str(path), str(folder)], env=environment())
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets its background jobs ignore Ctrl-C
+    return subprocess.Popen([sys.executable, str(path), str(folder)], env=environment(), preexec_fn=heard)
 
 
 def child_of(folder: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from torch import nn
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, names, start
 from helpers.reference import SIZES, Training, assert_equal, training
+from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.background import Background
-from variable_batch_size.checkpoint.manifest import STATE, verified_manifest
+from variable_batch_size.checkpoint import tensor_file
+from variable_batch_size.checkpoint.manifest import file_name, verified_manifest
+from variable_batch_size.checkpoint.names import Names
 from variable_batch_size.testing import run_ranks
+
+__all__ = ["always_sharded"]
 
 
 def tensors(state: Any) -> dict[str, torch.Tensor]:
@@ -43,7 +49,7 @@ def test_a_background_save_holds_the_state_at_the_call(
             run.run(stop - 1)
             state = {
                 "model": run.model.state_dict(),
-                "optimizer": run.optimizer.state_dict(),
+                "optimizer": Names(run.model).of_optimizer(run.optimizer),
                 "blob": blob.state_dict(),
             }
             state = copy.deepcopy(state)
@@ -56,7 +62,7 @@ def test_a_background_save_holds_the_state_at_the_call(
         return state
 
     expected = tensors(run_ranks(train, world)[0])
-    found = tensors(torch.load(tmp_path / f"update-0000000{stop}" / STATE, weights_only=True)["parts"])
+    found = tensors(vbs.read_checkpoint(tmp_path / f"update-0000000{stop}")["parts"])
     assert len(expected) > 5
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
@@ -137,21 +143,74 @@ def test_a_failed_save_raises_even_while_another_exception_is_handled(
         raise MemoryError
     except MemoryError:
         saves = checkpoint(tmp_path, run)
-        monkeypatch.setattr(torch, "save", fails)
+        monkeypatch.setattr(tensor_file, "write", fails)
         saves.save(wait=False)
         with pytest.raises(RuntimeError, match="could not be written to"), saves:
             pass
 
 
-def test_a_background_task_runs_once_and_its_error_is_raised_once() -> None:
-    done, background = [], Background()
-    for number in range(3):
-        background.start(lambda number=number: done.append(number))  # type: ignore[misc]
-        assert not background.idle
-        background.wait()
-    assert done == [0, 1, 2]
-    background.start(lambda: {}["missing"])
-    with pytest.raises(KeyError, match="missing"):
-        background.wait()
-    assert background.idle
-    background.wait()
+def fail(text: str) -> Any:
+    raise KeyError(text)
+
+
+def caught(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_a_write_is_raised_once_on_every_rank(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always_sharded: None
+) -> None:
+    """A close() without the other ranks warns of it."""
+    whole, full = tensor_file.write, [True]
+
+    def write(file: Any, name: str, *rest: Any) -> Any:
+        if full and file_name(failing) == name:
+            raise OSError(28, "No space left on device")
+        return whole(file, name, *rest)
+
+    monkeypatch.setattr(tensor_file, "write", write)
+
+    def run(backend: Backend) -> list[str]:
+        run, errors = wide(backend).run(1), []
+        saves = checkpoint(tmp_path, run, keep=9)
+        for _ in range(2):
+            saves.save(wait=False)
+            errors += [caught(saves.restore), caught(saves.restore)]
+        saves.save(wait=False)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            saves.__exit__(KeyError, KeyError(), None)
+        return errors + [str(one.message) for one in warned if one.category is RuntimeWarning]
+
+    for rank, told in enumerate(run_ranks(run, 2)):
+        once = "Checkpoint update-00000001 could not be written"
+        assert [text.startswith(once) for text in told] == [True, False, True, False, *[True] * (rank == failing)], told
+    full.clear()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_state_dict_that_fails_on_one_rank_prevents_the_save_on_all(failing: int, tmp_path: Path) -> None:
+    """As the optimizer's does after an exception within its step."""
+
+    def run(backend: Backend) -> list[str]:
+        run, errors = training(backend=backend).run(1), []
+        with checkpoint(tmp_path, run, every=1) as saves:
+            run.run(1)
+            state_dict = run.optimizer.state_dict
+            if backend.world.rank == failing:
+                run.optimizer.state_dict = partial(fail, "load a state first")  # type: ignore[method-assign]
+            for save in (saves.save, saves.step, partial(saves.save, wait=False)):
+                errors.append(caught(save))
+            run.optimizer.state_dict = state_dict  # type: ignore[method-assign]
+            assert names(tmp_path) == []
+            saves.save()
+        return errors
+
+    assert run_ranks(run, 2) == 2 * [3 * ["'load a state first'"]]
+    assert names(tmp_path) == ["update-00000002"]

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import StepLR
 
-from helpers.checkpoints import checkpoint, names, truncate_state
+from helpers.checkpoints import STATE, checkpoint, names, told, truncate_state
 from helpers.properties import examples
 from helpers.reference import Training, assert_equal, training
 from helpers.sudden_death import dying_after
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.manifest import MANIFEST, STATE
+from variable_batch_size.checkpoint.format import MANIFEST
 from variable_batch_size.testing import run_ranks
 
 LOSS = "min:loss"
@@ -175,7 +175,7 @@ def test_there_is_an_intact_best_one_at_every_moment(
                     if update:
                         under_way = min(completed, values[update - 1])
                         saves.report(loss=values[update - 1])
-                        saves._agreement.raise_write_error()
+                        saves._publisher.raise_error("test")
                         completed = under_way
                 saves.close()
             finally:
@@ -249,13 +249,13 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path)
             assert saves.restore(best=True)
         assert saves.best == tmp_path / "update-00000001"
         truncate_state(tmp_path / "update-00000001")
-        with pytest.warns(RuntimeWarning, match="damaged .*; restoring nothing, because no other .* reported value is"):
-            assert not saves.restore(best=True)
+        with pytest.raises(RuntimeError, match=r"can be read: update-00000002 \(.*\), update-00000001 \(checksum "):
+            saves.restore(best=True)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
-    world: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    world: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reported(tmp_path, [0.5, 0.25, 0.75])
     with checkpoint(tmp_path, training().run(4)) as saves:
@@ -269,7 +269,7 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
             assert names(tmp_path) == ["update-00000002", "update-00000004"]  # an evaluation deletes nothing
             run.run(1)
             assert not saves.report(loss=0.3)
-            backend.all_gather_bytes(b"")
+            backend._gather_bytes(b"")
             assert names(tmp_path) == ["update-00000002", "update-00000004"]
             run.run(1)
             assert saves.report(loss=0.2)  # of update 4, and not that of the other branch
@@ -277,10 +277,8 @@ def test_a_training_that_continues_from_the_best_one_replaces_the_newer_ones(
         assert saves.best == tmp_path / "update-00000004"
 
     run_ranks(resume, world)
-    line = (
-        f"Checkpoint update-00000002 restored: epoch 0, {sum((20, 7))} samples; the next save deletes update-00000004."
-    )
-    assert capfd.readouterr().err.splitlines() == [line]
+    (line,) = told(caplog)
+    assert line.endswith(f"epoch 0, {sum((20, 7))} samples, lost 2; the next save deletes update-00000004.")
     assert facts(tmp_path / "update-00000004")["metrics"] == {"loss": 0.2}
 
 

@@ -18,10 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.checkpoints import checkpoint, names, start, truncate_state, two_saved
+import variable_batch_size as vbs
+from helpers.checkpoints import STATE, checkpoint, names, start, truncate_state, two_saved
 from helpers.reference import training
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, format_manifest, verified_manifest
+from variable_batch_size.checkpoint import format
+from variable_batch_size.checkpoint.format import MANIFEST
+from variable_batch_size.checkpoint.manifest import verified_manifest
 from variable_batch_size.testing import run_ranks
 
 
@@ -108,14 +111,42 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
         assert saves.latest is None
 
 
-def test_starts_from_the_beginning_if_all_checkpoints_are_damaged(saved: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_training_does_not_begin_again_because_all_checkpoints_are_damaged(world: int, saved: Path) -> None:
     for name in names(saved):
         truncate_state(saved / name)
-    run = training()
-    expected = "^Checkpoints update-00000002, update-00000001 in .* are damaged .*; starting from the beginning"
-    with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match=expected):
-        assert not saves.restore()
-    assert run.optimizer.updates == 0
+    reasons = r"update-00000002 \(checksum mismatch of .*\), update-00000001 \(checksum .*\); copy intact ones there"
+
+    def train(backend: Backend) -> None:
+        run = training(backend=backend)
+        with checkpoint(saved, run) as saves:
+            with pytest.raises(RuntimeError, match=rf"^no checkpoint in {saved} can be read: {reasons}"):
+                saves.restore()
+            assert run.optimizer.updates == 0
+
+    run_ranks(train, world)
+
+
+def test_a_required_checkpoint_that_is_absent_is_an_error(tmp_path: Path) -> None:
+    with (
+        checkpoint(tmp_path, training()) as saves,
+        pytest.raises(RuntimeError, match=rf"^No checkpoint in {tmp_path}: nothing is restored"),
+    ):
+        saves.restore(required=True)
+
+
+def test_a_checkpoint_of_another_version_is_named_and_stays(saved: Path) -> None:
+    file = saved / "update-00000002" / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    run, before = training(), names(saved)
+    with (
+        checkpoint(saved, run) as saves,
+        pytest.raises(RuntimeError, match=r"update-00000002 .* version 2 .* newer var"),
+    ):
+        saves.restore()
+    assert names(saved) == before
+    with pytest.raises(ValueError, match=r"version 2"):
+        vbs.read_checkpoint(saved)
 
 
 class Trap:
@@ -127,21 +158,22 @@ class Trap:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("form", ["pickle 2", "pickle 4", "torch", "shape"])
+@pytest.mark.parametrize("form", ["pickle 2", "pickle 4", "torch"])
 def test_nothing_in_a_checkpoint_is_executed(form: str, saved: Path, tmp_path: Path) -> None:
     folder, trap, protocol = saved / "update-00000002", tmp_path / "executed", int(form.partition(" ")[2] or 2)
     if form.startswith("pickle"):
         (folder / STATE).write_bytes(pickle.dumps(Trap(trap), protocol=protocol))
         pickle.loads((folder / STATE).read_bytes())
     else:
-        torch.save({"parts": {"model": Trap(trap)}, "rng": []} if form == "torch" else [1, 2], folder / STATE)
-        torch.load(folder / STATE, weights_only=False)
-    assert trap.exists() == (form != "shape")
-    trap.unlink(missing_ok=True)
+        torch.save(Trap(trap), tmp_path / "state.pt")
+        torch.load(tmp_path / "state.pt", weights_only=False)
+        (tmp_path / "state.pt").replace(folder / STATE)
+    trap.unlink()  # which is created where it is executed
     contents = (folder / STATE).read_bytes()
-    file = {"name": STATE, "bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
+    file = {"name": STATE, "bytes": len(contents), "header": hashlib.sha256(contents).hexdigest()}
     facts = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(format_manifest({**{k: v for k, v in facts.items() if k != "seal"}, "file": file}))
+    del facts["seal"]
+    (folder / MANIFEST).write_text(format.dumps({**facts, "files": [file], "tensors": {}}))
     assert verified_manifest(folder) is not None  # else the state is not opened
     run = training()
     with checkpoint(saved, run) as saves, pytest.warns(RuntimeWarning, match="restoring update-00000001"):
@@ -187,14 +219,14 @@ def train(backend):
         saves.save()
         run.run(1)
         for limit in (1, 200, 5000, 10500, 100_000, 360_000):
-            backend.all_gather_bytes(b"")
+            backend._gather_bytes(b"")
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             try:
                 saves.save()
             except RuntimeError as error:
                 errors.append(str(error))
             assert names(folder) == ["update-00000001"], names(folder)
-        backend.all_gather_bytes(b"")
+        backend._gather_bytes(b"")
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         saves.save()
     return errors
@@ -214,7 +246,7 @@ print(names(folder), [len(rank) for rank in errors], *{text for rank in errors f
 def test_a_failed_background_save_raises_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
     script = """
 def limit(backend, size):
-    backend.all_gather_bytes(b"")
+    backend._gather_bytes(b"")
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -223,7 +255,7 @@ def train(backend):
 
     class Communicating:  # a part whose state_dict() waits for all ranks, so no rank may raise before it
         def state_dict(self):
-            return {"ranks": len(backend.all_gather_bytes(b""))}
+            return {"ranks": len(backend._gather_bytes(b""))}
 
         def load_state_dict(self, state):
             pass

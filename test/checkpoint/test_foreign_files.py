@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.checkpoints import checkpoint, names, truncate_state, two_saved
+from helpers.checkpoints import STATE, checkpoint, names, truncate_state, two_saved
 from helpers.properties import examples
 from helpers.reference import training
-from variable_batch_size.checkpoint.manifest import MANIFEST, STATE
+from variable_batch_size.checkpoint.format import MANIFEST
 
 # What a folder holds by path: contents of a file, target of a link, or None for an empty folder.
 Tree = dict[str, "bytes | str | None"]
@@ -37,7 +37,7 @@ contents = st.sampled_from([b"", b"{}", b"a user's"])
 def foreign_folders(draw: st.DrawFn) -> Tree:
     """A folder with something else than the two files of a checkpoint, or with one of them as a link or a folder."""
     tree: Tree = {name: draw(contents) for name in draw(st.sets(st.sampled_from([STATE, MANIFEST])))}
-    other: Tree = draw(st.sampled_from([{"notes.txt": b"mine"}, {"a/state.pt": b"mine"}, {"b": None}, {".c": b""}]))
+    other: Tree = draw(st.sampled_from([{"notes.txt": b"mine"}, {f"a/{STATE}": b"mine"}, {"b": None}, {".c": b""}]))
     strange: Tree = draw(st.sampled_from([{STATE: "nowhere"}, {STATE: None}, {f"{MANIFEST}/a": b"mine"}]))
     return draw(st.sampled_from([tree | other, {**other, MANIFEST: b"{}"}, strange, {**strange, "notes.txt": b""}]))
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, names, start, two_saved
-from helpers.reference import training
+from helpers.reference import assert_equal, training
+from helpers.sharded import always_sharded, wide
+from variable_batch_size.backend import Backend
+from variable_batch_size.checkpoint import lease, tensor_file
+from variable_batch_size.testing import run_ranks
+
+__all__ = ["always_sharded"]
 
 
 def test_a_checkpoint_is_not_a_folder_of_checkpoints(tmp_path: Path) -> None:
@@ -71,6 +82,74 @@ time.sleep(100)
     finally:
         os.killpg(writer.pid, signal.SIGKILL)
         writer.communicate()
+
+
+@pytest.fixture
+def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all file systems be ones without locks, as some network file systems are."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_a_folder_without_locks_has_one_writer(tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = checkpoint(tmp_path, training(), run="a")
+    with pytest.raises(RuntimeError, match=rf"in use by process {os.getpid()} on .*; close\(\) that .* wait for \d+ s"):
+        checkpoint(tmp_path, training())
+    first.close()
+    ended = checkpoint(tmp_path, training())
+    with pytest.raises(RuntimeError, match="in use"):
+        checkpoint(tmp_path, training(), run="b")
+    clock = time.time()
+    monkeypatch.setattr(lease.time, "time", lambda: clock + lease.SECONDS + 1)
+    with checkpoint(tmp_path, training(), run="b"):
+        pass
+    with pytest.raises(RuntimeError, match="was taken over by"):
+        ended.save()
+    ended.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_writer_without_locks_that_was_replaced_publishes_nothing(
+    late: bool, tmp_path: Path, no_flock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it was replaced while it wrote."""
+    stale, run = training(), training()
+    old, new = checkpoint(tmp_path, stale, run="job"), list[vbs.Checkpoint]()
+    stale.run(1)
+    old.save()
+    stale.run(1)
+    write = tensor_file.write
+
+    def replace_and_write(*arguments: Any) -> Any:
+        monkeypatch.setattr(tensor_file, "write", write)
+        new.append(checkpoint(tmp_path, run, run="job"))
+        return write(*arguments)
+
+    if late:
+        monkeypatch.setattr(tensor_file, "write", replace_and_write)
+    else:
+        new.append(checkpoint(tmp_path, run, run="job"))
+    with pytest.raises(RuntimeError, match="was taken over by process"):
+        old.save()
+    assert new[0].restore()
+    run.run(1)
+    new[0].save()
+    new[0].close()
+    assert [path.name for path in sorted(tmp_path.glob("*update*"))] == ["update-00000001", "update-00000002"]
+    assert_equal(run.weights(), training().run(2).weights())
+
+
+def test_ranks_without_locks_write_together(tmp_path: Path, no_flock: None, always_sharded: None) -> None:
+    def train(backend: Backend) -> None:
+        run = wide(backend).run(1)
+        with checkpoint(tmp_path, run) as saves:
+            saves.save()
+
+    run_ranks(train, 2)
+    assert len(list((tmp_path / "update-00000001").glob("tensors-*"))) == 2
 
 
 def test_a_closed_checkpoint_does_not_save(tmp_path: Path) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.checkpoints import checkpoint, start
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint, messages, names, start, told
 from helpers.reference import SIZES, training
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint import notices
+from variable_batch_size.checkpoint import notices, tensor_file
 from variable_batch_size.testing import run_ranks
 
+RESTORED = (
+    f"Checkpoint update-00000002 restored: batch size {SIZES[1]} -> {SIZES[2]}, update 2, epoch 0, {sum(SIZES[:2])} "
+    f"samples, lost {{}}."
+)
 NEWEST = "Checkpoint update-00000002 is the newest one; {}; restore() resumes from it."
 
 
@@ -43,7 +50,7 @@ with checkpoint(folder / "saved", run, every=2) as saves:
     ranks = [start(script, tmp_path, rank) for rank in range(2)]
     errors = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1, -signal.SIGKILL]
-    lines = [line for line in errors[0].splitlines() if "Checkpoint" in line]
+    lines = [line for line in messages(errors[0]) if "Checkpoint" in line]
     assert lines == [NEWEST.format("1 later update is lost")], errors[0]
     assert "by peer" in errors[0]  # what gloo says of the connection
 
@@ -60,7 +67,7 @@ with checkpoint(folder / "saved", run, every=2) as saves:
     ],
 )
 def test_an_exception_tells_rank_0_what_to_resume_from(
-    updates: int, line: str | None, end: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    updates: int, line: str | None, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(backend: Backend) -> None:
         run = training(backend=backend)
@@ -84,12 +91,12 @@ def test_an_exception_tells_rank_0_what_to_resume_from(
                 saves.close()
 
     run_ranks(train, 2)
-    assert capfd.readouterr().err.splitlines() == ([line.format(folder=tmp_path)] if line else [])
+    assert told(caplog) == ([line.format(folder=tmp_path)] if line else [])
 
 
-@pytest.mark.parametrize("error", [SystemExit(143), SystemExit(1), KeyboardInterrupt(), GeneratorExit(), None])
+@pytest.mark.parametrize("error", [SystemExit(143), SystemExit(1), GeneratorExit(), None])
 def test_an_end_that_was_asked_for_says_nothing(
-    error: BaseException | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    error: BaseException | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train() -> None:
         with checkpoint(tmp_path, training().run(2)) as saves:
@@ -102,10 +109,32 @@ def test_an_end_that_was_asked_for_says_nothing(
             train()
     else:
         train()
-    assert capfd.readouterr().err == ""
+    assert told(caplog) == []
 
 
-def test_only_updates_since_the_restore_are_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_ctrl_c_saves_where_preemption_is_asked_to_and_tells_what_is_lost_elsewhere(
+    asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    preemption = vbs.Preemption(signals=(signal.SIGINT,)) if asked else nullcontext()
+    run = training()
+    expected = pytest.raises(SystemExit if asked else KeyboardInterrupt)
+    with expected, preemption, checkpoint(tmp_path, run) as saves:
+        for _ in range(1000):
+            run.run(1)
+            saves.step()
+            if run.optimizer.updates == 2:
+                saves.save()
+            if run.optimizer.updates == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+    saved = f"update-{run.optimizer.updates:08d}"
+    assert (saved in names(tmp_path)) == asked
+    assert told(caplog)[-1].startswith(
+        f"Checkpoint {saved} saved" if asked else NEWEST.format("1 later update is lost")
+    )
+
+
+def test_only_updates_since_the_restore_are_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def save() -> None:
         with checkpoint(tmp_path, training().run(2), best="min:loss") as saves:
             saves.report(loss=1)
@@ -116,32 +145,35 @@ def test_only_updates_since_the_restore_are_lost(tmp_path: Path, capfd: pytest.C
             after(saves)
             run.run(updates)
             raise KeyError
-        return capfd.readouterr().err.splitlines()
+        return told(caplog)
 
     save()
-    restored = f"Checkpoint update-00000002 restored: epoch 0, {sum(SIZES[:2])} samples."
-    assert fail(0, lambda saves: saves.restore()) == [restored]
-    assert fail(3, lambda saves: saves.restore()) == [restored, NEWEST.format("3 later updates are lost")]
+    assert fail(0, lambda saves: saves.restore()) == [RESTORED.format(0)]
+    assert fail(3, lambda saves: saves.restore()) == [RESTORED.format(0), NEWEST.format("3 later updates are lost")]
+    assert fail(0, lambda saves: saves.restore()) == [RESTORED.format(3)]
     assert fail(1, lambda saves: saves.latest) == []  # the folder is that of another training
     assert fail(1, lambda saves: saves.restore(best=True)) == [
-        restored,
+        RESTORED.format(0),
         "Checkpoint update-00000002 is the best one; 1 later update is lost; restore(best=True) resumes from it.",
     ]
 
 
-def test_what_cannot_be_written_is_not_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_written_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = training()
     saves = checkpoint(tmp_path, run)
     run.run(2)
     saves.save()
     run.run(1)
-    saves._agreement.start_write(lambda: (tmp_path / "missing").unlink())
-    with pytest.warns(RuntimeWarning, match="missing"), pytest.raises(KeyError), saves:
+    monkeypatch.setattr(tensor_file, "write", lambda *_: (tmp_path / "missing").unlink())
+    saves.save(wait=False)
+    with pytest.warns(RuntimeWarning, match="update-00000003 could not be written"), pytest.raises(KeyError), saves:
         raise KeyError
-    assert capfd.readouterr().err.splitlines() == [NEWEST.format("1 later update is lost")]
+    assert told(caplog) == [NEWEST.format("1 later update is lost")]
 
 
-def test_rank_0_says_once_what_was_restored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_says_once_what_was_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with checkpoint(tmp_path, training().run(2)) as saves:
         saves.save()
 
@@ -150,12 +182,11 @@ def test_rank_0_says_once_what_was_restored(tmp_path: Path, capfd: pytest.Captur
             assert saves.restore()
 
     run_ranks(restore, 3)
-    expected = f"Checkpoint update-00000002 restored: epoch 0, {sum(SIZES[:2])} samples."
-    assert capfd.readouterr().err.splitlines() == [expected]
+    assert told(caplog) == [RESTORED.format(0).replace("batch size", "world 1 -> 3, batch size")]
 
 
 def test_rank_0_says_once_that_there_is_nothing_to_restore(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def restore(backend: Backend) -> None:
         with checkpoint(Path("runs"), training(backend=backend)) as saves:
@@ -164,7 +195,7 @@ def test_rank_0_says_once_that_there_is_nothing_to_restore(
 
     monkeypatch.chdir(tmp_path)  # a relative path often is one of another working directory
     run_ranks(restore, 2)
-    assert capfd.readouterr().err.splitlines() == [
+    assert told(caplog) == [
         f"No checkpoint in {tmp_path}/runs: nothing is restored.",
         f"No checkpoint with a reported value in {tmp_path}/runs: nothing is restored.",
     ]
@@ -192,8 +223,9 @@ def test_saves_of_the_loop_need_no_step(tmp_path: Path) -> None:
 
 
 def test_the_newer_ones_that_will_be_deleted_are_named() -> None:
-    line = notices.restored(Path("update-00000001"), 3, 12800, ["update-00000003", "update-00000002"])
+    newer = ["update-00000003", "update-00000002"]
+    line = notices.restored(Path("update-00000001"), (0, 2), (8, 8), (1, 3, 12800), 7, newer)
     assert line == (
-        "Checkpoint update-00000001 restored: epoch 3, 12800 samples; the next save deletes update-00000003, "
-        "update-00000002."
+        "Checkpoint update-00000001 restored: update 1, epoch 3, 12800 samples, lost 7; the next save deletes "
+        "update-00000003, update-00000002."
     )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
 from helpers.properties import examples
 from helpers.reference import Training, assert_equal, data, filled, training
@@ -93,6 +94,14 @@ class Script:
             some: Any = range(5)
             list(DataLoader(some, batch_size=2, shuffle=True))
 
+    def microbatches(self) -> Iterator[Any]:
+        """Those of an epoch; only `vbs.updates` sees that a loader starts workers for all epochs to come."""
+        if self.case.persistent:
+            for update in vbs.updates(self.loader, self.run.optimizer):
+                yield from update
+        else:
+            yield from self.loader
+
     def updates(self, first_epoch: int = 0) -> Iterator[None]:
         """Train; yield after every update."""
         run = self.run
@@ -100,7 +109,7 @@ class Script:
             run.sampler.set_epoch(epoch)
             run.optimizer.set_epoch(epoch)
             self.dataset.epoch = epoch
-            for x, target in self.loader:
+            for x, target in self.microbatches():
                 factor = 1 + random.random() + np.random.random()
                 (factor * (run.model(x) - target).square().sum(dim=1).mean()).backward()
                 if run.optimizer.step():

@@ -120,13 +120,13 @@ def test_a_save_of_the_user_restarts_the_interval_of_time(
     def train(backend: Backend) -> list[bool]:
         run, saved = training(backend=backend).run(1), []
         with checkpoint(tmp_path, run, every=timedelta(seconds=60)) as saves:
-            backend.all_gather_bytes(b"")
+            backend._gather_bytes(b"")
             now[0] = 100.0
             saves.save()
             for _ in range(20):
                 run.run(1)
                 saved.append(saves.step())
-            backend.all_gather_bytes(b"")
+            backend._gather_bytes(b"")
             now[0] = 0.0
         return saved
 

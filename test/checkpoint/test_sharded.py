@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, names
+from helpers.checkpoints import STATE, checkpoint, names
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import checkpoint as module
-from variable_batch_size.checkpoint import manifest, reading
-from variable_batch_size.checkpoint.hashed_file import HashingReader
-from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, verified_manifest
+from variable_batch_size.checkpoint import tensor_file
+from variable_batch_size.checkpoint.format import MANIFEST
+from variable_batch_size.checkpoint.manifest import file_name, verified_manifest
+from variable_batch_size.checkpoint.tensor_file import FileEntry
 from variable_batch_size.preemption import EXIT_CODE
 from variable_batch_size.testing import ThreadBackend, run_ranks
 
@@ -52,7 +53,7 @@ def save(folder: Path, world: int, updates: int = STOP, wait: bool = True, **opt
 )
 def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int, wait: bool, tmp_path: Path) -> None:
     path = save(tmp_path, before, wait=wait)
-    assert files(path) == sorted([MANIFEST, STATE, *(f"shard-{rank}.pt" for rank in range(1, before))])
+    assert files(path) == sorted([MANIFEST, *map(file_name, range(before))])
 
     def resume(backend: Backend) -> Any:
         run = wide(backend)
@@ -69,22 +70,17 @@ def test_every_rank_writes_a_file_and_any_world_restores(before: int, after: int
 def test_the_ranks_write_equally_much_and_rank_0_keeps_what_it_alone_has(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     facts = json.loads((path / MANIFEST).read_text())
-    sizes = [file["bytes"] for file in (facts["file"], *facts["shards"])]
+    sizes = [file["bytes"] for file in facts["files"]]
     assert sum(sizes) < 1.1 * (save(tmp_path / "one", 1) / STATE).stat().st_size
     assert max(sizes) < 1.2 * sum(sizes) / 3
-    state = torch.load(path / STATE, weights_only=True)
-    assert any(tensor.is_meta for tensor in state["parts"]["model"].values())
-    assert len(state["rng"]) == 3
-    with pytest.raises(RuntimeError, match="no data"):  # who reads one file only does not get a part of the model
-        wide().model.load_state_dict(state["parts"]["model"])
+    assert len(facts["random"]) == 3
 
 
 def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> None:
     path, one = save(tmp_path / "sharded", 3), save(tmp_path / "one", 1)
-    assert files(one) == [MANIFEST, STATE]  # as before there were shards
-    assert set(json.loads((one / MANIFEST).read_text())) == set(json.loads((path / MANIFEST).read_text())) - {"shards"}
     sharded, whole = vbs.read_checkpoint(path), vbs.read_checkpoint(str(one))
-    assert whole.keys() == sharded.keys() == torch.load(one / STATE, weights_only=True).keys()
+    assert files(one) == [MANIFEST, STATE]
+    assert whole.keys() == sharded.keys()
     model = sharded["parts"]["model"]
     assert model.keys() == whole["parts"]["model"].keys()
     assert model._metadata == whole["parts"]["model"]._metadata
@@ -95,7 +91,7 @@ def test_read_checkpoint_returns_what_one_file_would_hold(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("how", "world"), [("missing", 2), ("truncated", 1), ("changed", 1), ("another", 1)])
 def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_path: Path) -> None:
     save(tmp_path, 2, updates=1)
-    path, shard = (found := save(tmp_path, 2, updates=2)), found / "shard-1.pt"
+    path, shard = (found := save(tmp_path, 2, updates=2)), found / file_name(1)
     contents = bytearray(shard.read_bytes())
     if how == "missing":
         shard.unlink()
@@ -106,7 +102,7 @@ def test_a_damaged_shard_makes_the_checkpoint_damaged(how: str, world: int, tmp_
         shard.write_bytes(contents)
     else:
         shard.write_bytes((tmp_path / "update-00000001" / shard.name).read_bytes())
-    reason = "shard-1.pt is missing" if how == "missing" else "checksum mismatch of shard-1.pt"
+    reason = "tensors-1.safetensors is missing" if how == "missing" else "checksum mismatch of tensors-1.safetensors"
     with pytest.raises(ValueError, match=rf"^path must be .* intact checkpoint, .*, got {path} \({reason}\); pass"):
         vbs.read_checkpoint(path)
     assert verified_manifest(path) is None
@@ -212,12 +208,12 @@ def test_rank_0_writes_alone_if_ranks_have_other_states(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_write_leaves_nothing_and_all_ranks_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = torch.save
+    written = tensor_file.write
 
-    def fails(contents: Any, file: Any) -> None:
-        if "parts" not in contents:  # the file of rank 1
+    def fails(file: Any, name: str, tensors: Any) -> Any:
+        if name == file_name(1):
             raise OSError(28, "No space left on device")
-        saved(contents, file)
+        return written(file, name, tensors)
 
     def train(backend: Backend) -> list[str]:
         run, errors = wide(backend).run(1), []
@@ -225,15 +221,15 @@ def test_a_rank_that_cannot_write_leaves_nothing_and_all_ranks_raise(
             saves.save()
             run.run(1)
             for wait in (True, False):
-                backend.all_gather_bytes(b"")
-                monkeypatch.setattr(torch, "save", fails)
+                backend._gather_bytes(b"")
+                monkeypatch.setattr(tensor_file, "write", fails)
                 try:
                     saves.save(wait)
                     saves.close()
                 except RuntimeError as error:
                     errors.append(str(error))
-                backend.all_gather_bytes(b"")
-                monkeypatch.setattr(torch, "save", saved)
+                backend._gather_bytes(b"")
+                monkeypatch.setattr(tensor_file, "write", written)
                 assert names(tmp_path) == ["update-00000001"]
         return errors
 
@@ -257,9 +253,9 @@ def test_an_interrupted_state_dict_leaves_no_place_behind(tmp_path: Path) -> Non
         run, part = wide(backend).run(1), Part()
         with checkpoint(tmp_path, run, part=part) as saves:
             part.state = object()
-            with pytest.raises(RuntimeError, match=r"got a builtins.object at part\['state'\]"):
+            with pytest.raises(RuntimeError, match=r"got a builtins.object at part/state"):
                 saves.save()
-            backend.all_gather_bytes(b"")
+            backend._gather_bytes(b"")
             assert names(tmp_path) == []
             part.state = 1
             saves.save()
@@ -272,13 +268,12 @@ def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A restore reads each file once on every rank, and later saves none, whichever rank has published them."""
     opened: list[tuple[str, str, str]] = []
 
-    class Reader(HashingReader):  # type: ignore[misc]
-        def __init__(self, path: Path) -> None:
-            super().__init__(path)
-            opened.append((threading.current_thread().name, path.parent.name, path.name))
+    def check(file: Any, entry: FileEntry, extents: Any) -> None:
+        opened.append((threading.current_thread().name, Path(file.name).parent.name, entry.name))
+        original(file, entry, extents)
 
-    for user in (manifest, reading):
-        monkeypatch.setattr(user, "HashingReader", Reader)
+    original = tensor_file.check
+    monkeypatch.setattr(tensor_file, "check", check)
     path = save(tmp_path, 3)
     assert opened == []
 
@@ -293,7 +288,7 @@ def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     run_ranks(resume, 2)
     assert {name for _, name, _ in opened} == {path.name}
-    assert sorted(file for _, _, file in opened) == sorted(2 * [STATE, "shard-1.pt", "shard-2.pt"])
+    assert sorted(file for _, _, file in opened) == sorted(2 * [*map(file_name, range(3))])
     assert len(set(opened)) == len(opened)
 
 

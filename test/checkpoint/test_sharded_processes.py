@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 import variable_batch_size as vbs
-from helpers.checkpoints import checkpoint, names, start
+from helpers.checkpoints import checkpoint, messages, names, start
 from helpers.reference import assert_equal
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
-from variable_batch_size.checkpoint.folder import CheckpointFolder
-from variable_batch_size.checkpoint.manifest import MANIFEST, STATE, verified_manifest
+from variable_batch_size.checkpoint.disk import DiskFolder
+from variable_batch_size.checkpoint.format import MANIFEST
+from variable_batch_size.checkpoint.manifest import file_name, verified_manifest
 from variable_batch_size.testing import run_ranks
 
 pytestmark = [pytest.mark.slow("starts processes in several worlds"), pytest.mark.torch]
@@ -46,13 +47,13 @@ assert saves.step()
 def test_processes_write_equally_much_and_another_world_restores(size: int, end: str, tmp_path: Path) -> None:
     """Also if they end without close(): every process then ends after its thread."""
     ranks = [start(SCRIPT + end + "dist.destroy_process_group()", tmp_path, rank, size) for rank in range(size)]
-    ends = [(process.communicate(timeout=100)[1], process.returncode) for process in ranks]
-    absent = f"No checkpoint in {tmp_path}/saved: nothing is restored.\n"  # of rank 0
-    assert ends == [(absent, 0), *[("", 0)] * (size - 1)]
+    ends = [(messages(process.communicate(timeout=100)[1]), process.returncode) for process in ranks]
+    absent = f"No checkpoint in {tmp_path}/saved: nothing is restored."  # of rank 0
+    assert ends == [([absent], 0), *[([], 0)] * (size - 1)]
     assert names(tmp_path / "saved") == ["update-00000002"]
     path = tmp_path / "saved" / "update-00000002"
     sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != MANIFEST}
-    assert sizes.keys() == {STATE, *(f"shard-{rank}.pt" for rank in range(1, size))}
+    assert sizes.keys() == {file_name(rank) for rank in range(size)}
     assert max(sizes.values()) < 1.3 * min(sizes.values())
     run = wide()
     with checkpoint(tmp_path / "saved", run) as saves:
@@ -94,7 +95,7 @@ def test_ranks_that_are_killed_at_any_moment_leave_a_checkpoint_of_one_update(
                 process.kill()
                 process.wait()
         reached = [int(log.read_text().split("\n")[-2]) for log in logs]
-        entries = CheckpointFolder(saved).entries()
+        entries = DiskFolder(saved).entries()
         assert all(verified_manifest(entry.path) for entry in entries)
         assert max(reached) - 2 <= entries[0].update <= max(reached) + 1
 

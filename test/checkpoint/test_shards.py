@@ -15,12 +15,15 @@ from torch import Tensor
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from variable_batch_size.checkpoint import publication, shards
-from variable_batch_size.checkpoint.folder import CheckpointFolder
+from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.checkpoint import format, publishing, shards
+from variable_batch_size.checkpoint.disk import DiskFolder
+from variable_batch_size.checkpoint.format import Encoded, encode, identity
 from variable_batch_size.checkpoint.manifest import sealed_manifest
-from variable_batch_size.checkpoint.publication import Publisher, Save
+from variable_batch_size.checkpoint.publishing import Publisher, Save
+from variable_batch_size.checkpoint.saving import Copies
 from variable_batch_size.checkpoint.shards import Replicas, assign
-from variable_batch_size.checkpoint.snapshot import Snapshot, map_tensors
+from variable_batch_size.testing import run_ranks
 
 
 @examples(300)
@@ -68,19 +71,12 @@ def states(draw: st.DrawFn) -> tuple[dict[str, Any], list[Tensor]]:
     return draw(st.dictionaries(st.sampled_from(["model", "optimizer", "part"]), trees, min_size=1)), equal
 
 
-def tensors_of(parts: dict[str, Any]) -> dict[str, Tensor]:
-    found = {}
-
-    def look(tensor: Tensor, where: str) -> Tensor:
-        found[where] = tensor
-        return tensor
-
-    map_tensors(parts, look)
-    return found
+def named(encoded: Encoded, tensors: list[Tensor]) -> set[str]:
+    known = {identity(tensor) for tensor in tensors}
+    return {name for name, tensor in encoded.tensors.items() if identity(tensor) in known}
 
 
 @pytest.mark.slow("saves for many examples")
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.15, in torch.load
 @examples(80)
 @given(state=states(), world_size=st.integers(1, 4), wait=st.booleans(), data=st.data())
 def test_what_the_ranks_write_together_is_the_state(
@@ -88,52 +84,54 @@ def test_what_the_ranks_write_together_is_the_state(
 ) -> None:
     """In any order of the ranks, the last of which publishes the checkpoint."""
     parts, equal = state
-    replicas = [Replicas.find(parts, equal) for _ in range(world_size)]
+    encoded = encode(parts)
+    replicas = [Replicas.find(encoded.tensors, named(encoded, equal)) for _ in range(world_size)]
     with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SMALLEST", 1)
-        patch.setattr(publication, "_PATIENCE_SECONDS", 0)
+        patch.setattr(publishing, "_PATIENCE_SECONDS", 0)
         writers = replicas[0].writers([found.summary for found in replicas])
         assert all(found.writers([found.summary] * world_size) == writers for found in replicas)
-        folder, store = CheckpointFolder(Path(place)), torch.distributed.HashStore()
+        folder = DiskFolder(Path(place))
         folder.lock()
         path = folder.next_path(1)
         folder.begin(path)
-        ranks = sorted({0, *writers.values()})
+        ranks, agreements = sorted({0, *writers.values()}), run_ranks(Agreement, world_size)
+        facts = {"state": encoded.json, "random": []}
         for rank in data.draw(st.permutations(ranks)):
             assert not path.exists()
-            snapshot = Snapshot(vbs.LocalBackend())
-            to_host = snapshot.view if wait else snapshot.copy
-            own = {where: replicas[rank].tensors[where] for where, writer in writers.items() if writer == rank}
-            contents = to_host(own) if rank else {"parts": to_host(parts, writers), "rng": []}
-            Publisher(folder, 1, rank, store).write(Save(1, path, ranks, contents, {}))
+            own = {name: tensor for name, tensor in encoded.tensors.items() if writers.get(name, 0) == rank}
+            tensors = own if wait else Copies(vbs.LocalBackend()).take(own)
+            described = {name: format.described(tensor) for name, tensor in encoded.tensors.items()}
+            Publisher(folder, 1, agreements[rank], "test").write(Save(1, path, ranks, tensors, {}, described, facts))
         loaded = vbs.read_checkpoint(path)["parts"]
         folder.unlock()
-        assert len(sealed_manifest(path).get("shards", ())) == len(ranks) - 1
-    expected, found = tensors_of(parts), tensors_of(loaded)
-    assert list(found) == list(expected)
-    for where, tensor in expected.items():
-        assert torch.equal(found[where].to_dense(), tensor.detach().to_dense())
-    storages = {id(base): base.untyped_storage().data_ptr() for base in equal if len(base)}
-    for where in writers:
-        assert expected[where].untyped_storage().data_ptr() in storages.values()
-        tied = [other for other in writers if expected[other].data_ptr() == expected[where].data_ptr()]
-        assert {writers[other] for other in tied} == {writers[where]}
+        assert len(sealed_manifest(path)["files"]) == len({writers.get(name, 0) for name in encoded.tensors})
+    found = encode(loaded)
+    assert found.json == encoded.json
+    for name, tensor in encoded.tensors.items():
+        assert torch.equal(found.tensors[name], tensor)
+    assert writers.keys() <= named(encoded, equal)
+
+
+def find(tensors: list[Tensor]) -> Replicas:
+    found = encode({"model": tensors}).tensors
+    return Replicas.find(found, found)
 
 
 def test_ranks_that_find_different_tensors_leave_all_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SMALLEST", 1)
     tensors = [torch.ones(3), torch.ones(4)]
-    found = Replicas.find({"model": tensors}, tensors)
-    assert found.writers([found.summary] * 2) == {"model[0]": 1}
-    for other in ({"model": tensors[:1]}, {"model": [*tensors[::-1]]}, {"model": [tensors[0].double(), tensors[1]]}):
-        different = Replicas.find(other, [*other["model"]])
+    found = find(tensors)
+    assert found.writers([found.summary] * 2) == {"model/0": 1}
+    for other in (tensors[:1], tensors[::-1], [tensors[0].double(), tensors[1]]):
+        different = find(other)
         assert found.writers([found.summary, different.summary]) == {}
 
 
 def test_a_small_state_is_one_file() -> None:
     tensors = [torch.ones(shards.SMALLEST // 4 - 1) for _ in range(2)]
-    found = Replicas.find({"model": tensors}, tensors)
+    found = find(tensors)
     assert found.writers([found.summary] * 2) == {}
     tensors = [torch.ones(shards.SMALLEST // 4) for _ in range(2)]
-    found = Replicas.find({"model": tensors}, tensors)
-    assert found.writers([found.summary] * 2) == {"model[1]": 1}
+    found = find(tensors)
+    assert found.writers([found.summary] * 2) == {"model/1": 1}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.dry_run import dry_run
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.trace import BatchTrace
@@ -46,7 +47,7 @@ def test_every_number_is_that_of_the_plan(
                 for number in range(epoch.first_step, epoch.end_step)
                 if plan.step(epoch, number).batch_size == size
             )
-            step = plan.step(epoch, number, world if spread else 1)
+            step = plan.step(epoch, number, Dealing(world if spread else 1))
             ranks = [
                 [step.microbatch(turn, World(rank, world)) for turn in range(step.rounds(World(rank, world)))]
                 for rank in range(world)

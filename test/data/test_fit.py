@@ -60,7 +60,7 @@ def test_a_sampler_needs_as_many_rounds_as_fit_says(
         vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold", fixed_shape=fixed_shape)
         for rank in range(world)
     ]
-    first_step = [sampler.plan.step(sampler.plan.epoch(0), 0, sampler.min_microbatches) for sampler in samplers]
+    first_step = [sampler.plan.step(sampler.plan.epoch(0), 0, sampler.dealing) for sampler in samplers]
     dealt = [step.rounds(sampler.world) for step, sampler in zip(first_step, samplers, strict=True)]
     assert max(dealt) == rounds
     assert first_step[0].num_microbatches == microbatches

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.data.microbatching import Cut, cut, divisors, microbatch_counts, partial_sizes
+from variable_batch_size.data.microbatching import (
+    Cut,
+    count_microbatches,
+    cut,
+    divisors,
+    microbatch_counts,
+    partial_sizes,
+)
 
 
 @pytest.mark.parametrize("minibatch_size", range(1, 65))
@@ -33,25 +43,30 @@ def sizes_of(cut: Cut) -> list[int]:
 @given(st.integers(1, 3000), st.integers(1, 200), st.booleans(), st.integers(1, 40))
 @examples(300)
 def test_a_cut_holds_every_sample_once(
-    batch_size: int, minibatch_size: int, fixed_shape: bool, min_microbatches: int
+    batch_size: int, minibatch_size: int, fixed_shape: bool, multiple_of: int
 ) -> None:
-    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, min_microbatches=min_microbatches)
-    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape, min_microbatches)
+    found = cut(batch_size, minibatch_size, fixed_shape=fixed_shape, multiple_of=multiple_of)
+    assert sizes_of(found) == split_sizes(batch_size, minibatch_size, fixed_shape, multiple_of)
     assert sum(sizes_of(found)) == batch_size
     starts = [found.locate(number)[0] for number in range(found.microbatches)]
     assert starts == [sum(sizes_of(found)[:number]) for number in range(found.microbatches)]
 
 
-@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 300))
+@given(st.integers(1, 3000), st.integers(1, 200), st.integers(1, 300))
 @examples(300)
-def test_a_minimum_number_of_microbatches_changes_only_steps_that_have_fewer(
-    batch_size: int, minibatch_size: int, min_microbatches: int
+def test_all_ranks_have_the_fewest_rounds_and_no_replay_if_there_are_samples(
+    batch_size: int, minibatch_size: int, world: int
 ) -> None:
-    usual = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False))
-    sizes = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False, min_microbatches=min_microbatches))
-    assert len(sizes) == max(len(usual), min(batch_size, min_microbatches))
+    sizes = sizes_of(cut(batch_size, minibatch_size, fixed_shape=False, multiple_of=world))
+    rounds = -(-batch_size // (minibatch_size * world))
+    assert sum(sizes) == batch_size
+    assert max(sizes) <= minibatch_size
     assert max(sizes) - min(sizes) <= 1
-    assert len(usual) < min_microbatches or sizes == usual
+    assert -(-len(sizes) // world) == rounds
+    if batch_size >= world * rounds:
+        assert [len(sizes[rank::world]) for rank in range(world)] == [rounds] * world
+    else:
+        assert sizes == [1] * batch_size
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))
@@ -63,6 +78,16 @@ def test_without_a_fixed_shape_sizes_differ_by_at_most_one(batch_size: int, mini
     assert max(sizes) - min(sizes) <= 1
     if batch_size > 1 and minibatch_size >= 3:  # with 2, three samples are 1 + 2
         assert min(sizes) >= 2
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1), st.integers(1, 200), st.booleans(), st.integers(1, 40))
+@examples(100)
+def test_counts_of_many_batches_equal_those_of_their_cuts(
+    batch_sizes: list[int], minibatch_size: int, fixed_shape: bool, multiple_of: int
+) -> None:
+    how: dict[str, Any] = {"fixed_shape": fixed_shape, "multiple_of": multiple_of}
+    found = count_microbatches(np.array(batch_sizes), minibatch_size, **how)
+    assert found.tolist() == [cut(size, minibatch_size, **how).microbatches for size in batch_sizes]
 
 
 @pytest.mark.parametrize("fixed_shape", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +85,15 @@ def test_rejects_sizes_below_one(name: str) -> None:
     arguments = {"dataset_size": 10, "minibatch_size": 2} | {name: 0}
     with pytest.raises(ValueError, match=rf"^{name} must be an integer >= 1, got 0; pass a positive integer$"):
         Plan(BatchTrace.constant(1), **arguments)
+
+
+def test_sizes_of_numpy_become_numbers_of_python() -> None:
+    """A state holds them, and JSON writes it."""
+    sizes = {"dataset_size": 10, "minibatch_size": 4, "max_updates": 3, "max_samples": 9}
+    plan = Plan(BatchTrace.constant(1), **{name: np.int64(size) for name, size in sizes.items()})  # type: ignore[arg-type]
+    found = {name: getattr(plan, name) for name in sizes}
+    assert found == sizes
+    assert {*map(type, found.values())} == {int}
 
 
 def test_rejects_a_batch_larger_than_the_dataset() -> None:

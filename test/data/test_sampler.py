@@ -21,6 +21,7 @@ from helpers.splitting import rows_of, split_sizes
 from helpers.strategies import Case, Run, cases, minibatch_sizes, read_ahead, together, worlds
 from variable_batch_size.data import iteration as iteration_module
 from variable_batch_size.data import plan as plan_module
+from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
@@ -61,7 +62,7 @@ def test_every_sample_counts_once_an_epoch_over_all_ranks(case: Case, size: int)
         for sampler in samplers:
             sampler.set_epoch(number)
             plan, epoch = sampler.plan, sampler.plan.epoch(number)
-            steps = [plan.step(epoch, step, size) for step in range(epoch.first_step, epoch.end_step)]
+            steps = [plan.step(epoch, step, Dealing(size)) for step in range(epoch.first_step, epoch.end_step)]
             due = [s.microbatch(r, sampler.world) for s in steps for r in range(s.rounds(sampler.world))]
             for microbatch, rows in zip(due, sampler, strict=True):
                 for index in rows:

@@ -16,8 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.strategies import Case, Run, Steps, cases, error_of, read_ahead, together
+from helpers.strategies import Case, Log, Run, Steps, cases, error_of, read_ahead, together
 from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
 CASE = Case(vbs.BatchTrace.from_sizes([7, 3, 12, 1, 5], on_end="cycle"), 40, 4, False, True, seed=3, epochs=3)
@@ -216,6 +217,21 @@ def test_reading_forward_from_an_older_snapshot_reaches_the_update(case: Case, a
     shortened = not case.is_complete(stop.epoch) and last not in case.endless[stop.epoch]
     with pytest.raises(ValueError, match="the same update, but") if shortened and forward else nullcontext():
         assert rest_of(case, stop, snapshot.iterator, forward, ahead) == case.steps[stop.updates :]
+
+
+def test_reading_forward_counts_the_rounds_of_its_world() -> None:
+    """On three ranks a batch of 17 takes two rounds of each, although five microbatches would do."""
+    case = replace(CASE, trace=vbs.BatchTrace.from_sizes([17, 3, 20], on_end="hold"), fixed_shape=False)
+
+    def train(backend: Backend) -> Log:
+        every = moments(case, backend)
+        stop = next(moment for moment in every if moment.updates == 2)
+        run = Run(case, backend)
+        run.optimizer.load_state_dict(stop.optimizer)
+        list(microbatches(run, Resumed(run, every[0].iterator, stop.microbatch - 1, 0)))
+        return run.log
+
+    assert together(run_ranks(train, 3)) == case.steps[2:]
 
 
 @given(cases(largest_dataset=30), st.integers(0, 12), st.data())

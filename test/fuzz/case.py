@@ -35,7 +35,7 @@ FEATURES = {
     "poison": 0.1,  # a sample with an infinite loss, where the noise is measured
     "cut": 0.5,  # fixed_shape=False
     "even_cut": 1.0,  # fixed_shape=False makes ceil(B / m) microbatches whose sizes differ by at most one
-    "spread": 1.0,  # and as many as there are ranks, unless the noise is measured or the model has batch normalization
+    "spread": 1.0,  # and as many on each rank, unless the noise is measured or the model has batch normalization
     "worlds": 0.3,
     "resume": 0.4,
     "other_cut": 0.2,  # resume with another fixed_shape: the saved one wins
@@ -47,7 +47,6 @@ FEATURES = {
     "stray_backward": 0.15,  # a backward() for no microbatch between two steps, then optimizer.zero_grad()
     "stray_inside": 0.1,  # the same inside a step: an error unless gradients are buffered
     "buffered": 0.2,
-    "overlap": 0.7,  # sums in buckets that leave during backward, in worlds of several ranks
     "discard": 0.2,
     "save_inside": 0.1,  # state_dict() inside a step raises
     "set_epoch": 0.15,  # of the epoch under way
@@ -59,7 +58,10 @@ FEATURES = {
     "in_place": 0.1,  # gradients changed in place, in the first updates
     "ends": 0.2,  # max_updates, max_samples, on_end="stop"
     "controller": 0.25,  # the batch sizes are chosen while the training goes on
-    "by_update": 0.2,  # a loop over vbs.updates
+    "by_update": 0.3,  # a loop over vbs.updates
+    "backward": 0.3,  # optimizer.backward(loss)
+    "wrong_loop": 0.15,  # a microbatch skipped, or stepped twice, or a backward() left in a loop that is left
+    "interrupt": 0.1,  # KeyboardInterrupt at a line of step()
     "closure": 0.15,  # step(closure)
     "log": 0.25,  # optimizer.log
     "counts": 0.2,  # step(count=)
@@ -68,6 +70,10 @@ FEATURES = {
 RULES = ("constant", "linear", "root", "legw")
 NOISE_RULES = ("adascale", "adamscale")
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
+
+
+class WrongError(AssertionError):
+    """The package accepted what it must not, or raised where it must not."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,6 @@ class Case:
     max_grad_norm: float | None
     reduction: str
     buffered: bool  # accumulation="buffered"
-    overlap: bool
-    bucket_cap_mb: float
     loss_scale: float
     decay: float  # of the user's lr after every update
     poisoned: int | None
@@ -141,6 +145,7 @@ class Case:
     max_updates: int | None = None
     max_samples: int | None = None
     by_update: bool = False
+    backward: bool = False
     closure: bool = False
     logs: bool = False
     counts: bool = False
@@ -171,7 +176,7 @@ class Case:
         return self._segment(update).minibatch_size
 
     def ranks(self, update: int) -> int:
-        """The number of ranks over which a small step is spread."""
+        """The number of ranks over which a step is spread."""
         if self.measures_noise or "batchnorm" in self.parts or "spread" in self.without:
             return 1
         return self._segment(update).world

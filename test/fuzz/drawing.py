@@ -71,8 +71,6 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         max_grad_norm=draw.number("max_grad_norm", 0.05, 3) if draw.feature("clipping", not small) else None,
         reduction="sum" if counts else draw.choice("reduction", ["mean", "sum"]),
         buffered=draw.feature("buffered"),
-        overlap=draw.feature("overlap"),
-        bucket_cap_mb=draw.choice("bucket_cap_mb", [0, 2e-5, 1e-4, 25]),
         loss_scale=draw.choice("loss scale", [1e-6, 1e-3, 8.0]) if draw.feature("loss_scale", not small) else 1.0,
         decay=0.97 if draw.feature("schedule") else 1.0,
         poisoned=draw.integer("poisoned", 0, dataset_size - 1) if draw.feature("poison", measured) else None,
@@ -85,6 +83,7 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         host_dropout=all(segment.world == 1 for segment in segments),
         **ends,
         by_update=draw.feature("by_update"),
+        backward=draw.feature("backward"),
         closure=draw.feature("closure"),
         logs=draw.feature("log"),
         counts=counts,
@@ -244,6 +243,12 @@ def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
     if draw.feature("misuse"):
         detail = rng.choice(["cleared", "no_backward"])
         events += [Event("misuse", update, int(detail == "cleared"), detail=detail)]
+    if draw.feature("wrong_loop"):
+        kinds = ["twice", "left", *(["skipped"] if case.by_update else [])]
+        events += [Event(rng.choice(kinds), at(), rng.randint(0, 3))]
+    alone = all(segment.world == 1 for segment in case.segments)
+    if draw.feature("interrupt", alone and case.poisoned is None and not case.closure):
+        events += [Event("interrupt", at(), rng.randint(0, 3), detail=str(rng.random()))]
     if draw.feature("in_place"):
         detail = rng.choice(["zeroed", "multiplied"])
         events += [Event("misuse", early, int(detail == "zeroed"), detail=detail)]

@@ -87,7 +87,12 @@ def create_sampler(case: Case, segment: Segment, world: World) -> vbs.CustomSamp
 
 
 def create_optimizer(
-    case: Case, inner: torch.optim.Optimizer, sampler: vbs.CustomSampler, rules: list[Any], backend: Backend
+    case: Case,
+    model: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    sampler: vbs.CustomSampler,
+    rules: list[Any],
+    backend: Backend,
 ) -> vbs.CustomOptimizer:
     options: dict[str, Any] = {"find_unused_parameters": True} if case.find_unused else {}
     options |= {"accumulation": "buffered"} if case.buffered else {}
@@ -95,12 +100,11 @@ def create_optimizer(
         inner,
         sampler,
         case.ref_batchsize,
+        model=model,
         rule=rules if len(rules) > 1 else rules[0],
         noise=case.noise,  # type: ignore[arg-type]
         reduction=case.reduction,  # type: ignore[arg-type]
         max_grad_norm=case.max_grad_norm,
-        overlap=case.overlap,
-        bucket_cap_mb=case.bucket_cap_mb,
         backend=backend,
         **options,
     )

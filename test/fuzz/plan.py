@@ -76,7 +76,7 @@ class Planned:
     ) -> list[tuple[int, list[int]]]:
         """The number of distinct samples and the rows (indices in the dataset) of each microbatch of the update.
 
-        `ranks`: the number of ranks over which small steps are spread.
+        `ranks`: the number of ranks over which steps are spread.
         """
         result, start = [], 0
         sizes = split_sizes(len(self.samples), minibatch_size, fixed_shape, ranks)
@@ -95,8 +95,8 @@ def is_even(sizes: Sequence[int], minibatch_size: int, ranks: int) -> bool:
 
 
 def even_number(batch_size: int, minibatch_size: int, ranks: int) -> int:
-    """ceil(B / m), or one for each rank if that is more and there are as many samples."""
-    return max(math.ceil(batch_size / minibatch_size), min(batch_size, ranks))
+    """As many for each rank as necessary, or one for each sample if there are fewer."""
+    return min(batch_size, math.ceil(batch_size / (minibatch_size * ranks)) * ranks)
 
 
 def even_sizes(batch_size: int, minibatch_size: int, ranks: int) -> list[int]:

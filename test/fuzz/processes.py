@@ -18,6 +18,7 @@ SECONDS = 120  # that a case may take
 EXPECTED_WARNINGS: list[tuple[str, type[Warning]]] = [  # beginning of the message, category
     ("Skipped an update", RuntimeWarning),
     ("The gradient noise could not be estimated", UserWarning),
+    ("The controller got the same gradient noise", UserWarning),
     ("AdaScale's gain is meant for SGD", UserWarning),
     (".*fork.*", DeprecationWarning),
 ]

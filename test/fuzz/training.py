@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor
 
 import variable_batch_size as vbs
-from fuzz.case import Case, Event, Segment
+from fuzz.case import Case, Event, Segment, WrongError
 from fuzz.model import FEATURES, Data, Net, seed_masks, tokens
 from fuzz.objects import PlantedError, State, create_inner, create_loader, create_optimizer, create_rule, create_sampler
+from helpers.interrupts import Interrupt
 from variable_batch_size.backend import Backend
 
-
-class WrongError(AssertionError):
-    """The package accepted what it must not, or raised where it must not."""
+LINES_OF_STEP = 500  # executed in a call of step(), about
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,21 @@ class Rank:
         self.sampler = create_sampler(case, segment, backend.world)
         faulty = any(event.kind == "fault" and event.detail.startswith("rule") for event in self.events)
         self.rules = [create_rule(rule, faulty) for rule in case.rules]
-        self.optimizer = create_optimizer(case, self.inner, self.sampler, self.rules, backend)
+        self.optimizer = create_optimizer(case, self.model, self.inner, self.sampler, self.rules, backend)
         self.loader = create_loader(segment.loader, self.sampler)
         self.saved: dict[int, State] = {}
         self.fault: Event | None = None
         self.final: State = {}  # after the last update
         self.misuse = False  # whether a RuntimeError of step() is the answer to a wrong loop
+        self.wrong = ""  # what the loop does wrong with the microbatch at hand
+        self.skipped = False  # whether the next update must be refused
+        self.interrupt: Interrupt | None = None  # of the next step()
+        self.repaired = 0  # interrupts so far
         if state is not None:
             self.load(state)
             rank = backend.world.rank
             if state["loaders"] is not None:
                 self.loader.load_state_dict(copy.deepcopy(state["loaders"][rank]))
-
-    # The state. ---------------------------------------------------------------------------------------------------
 
     def save(self) -> State:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -82,13 +84,22 @@ class Rank:
 
     def train(self) -> State:
         while (update := self.optimizer.updates) < self.segment.end:
-            before = len(self.records), len(self.events), self.misuse, self.fault
+            before = self.progress()
             if self.epoch != (epoch := self.case.updates[update].epoch):
                 self.set_epoch(epoch)
-            for batch in self.batches():
-                if self.iterates_anew(batch) or self.optimizer.updates >= self.segment.end:
-                    break
-            if (len(self.records), len(self.events), self.misuse, self.fault) == before:
+            try:
+                for batch in self.batches():
+                    if self.iterates_anew(batch) or self.optimizer.updates >= self.segment.end:
+                        break
+            except RuntimeError:
+                if not (self.skipped or self.misuse):
+                    raise
+                self.discard()
+                self.skipped = self.misuse = False
+                continue
+            if self.skipped:
+                raise WrongError("a microbatch was skipped, and the loop over vbs.updates goes on")
+            if self.progress() == before:
                 raise WrongError(f"the loader yields no update, but {update} of {len(self.case.updates)} are committed")
         if self.events:
             raise WrongError(f"the search is wrong: {self.events} did not happen")
@@ -96,6 +107,9 @@ class Rank:
         if self.segment.loader == "stateful":
             state["loaders"] = copy.deepcopy(self.loader.state_dict())
         return state
+
+    def progress(self) -> tuple[object, ...]:
+        return len(self.records), len(self.events), self.misuse, self.fault, self.wrong, self.repaired
 
     def batches(self) -> Iterator[Any]:
         if not self.case.by_update:
@@ -116,9 +130,18 @@ class Rank:
         update = self.optimizer.updates
         while event := self.due_event():
             if self.handle(event):
+                self.skipped = False  # what was skipped is read again
                 return True
+        if self.wrong == "skipped":
+            self.wrong, self.skipped = "", True
+            return False
         try:
             updated = self.take(rows, update)
+        except KeyboardInterrupt:
+            self.wrong, self.skipped = "", False
+            self.repaired += 1
+            self.repair_interrupt(rows, update)
+            return True
         except RuntimeError:
             if not self.misuse:
                 raise
@@ -126,6 +149,7 @@ class Rank:
             self.discard()
             return True
         except PlantedError:
+            self.wrong = ""
             self.repair(rows)
             return True
         self.open_rows.append(rows)
@@ -135,6 +159,11 @@ class Rank:
             raise WrongError("step() returned True in the middle of a step")
         if self.case.zero_grad == "after":
             self.optimizer.zero_grad()
+        if self.wrong == "twice":
+            self.wrong = ""
+            self.must_raise(lambda: (self.backward(rows), self.optimizer.step()), "a second step() of a microbatch")
+            self.discard()
+            return True
         return False
 
     def take(self, rows: list[int], update: int) -> bool:
@@ -152,7 +181,9 @@ class Rank:
         if self.case.closure:
             return self.optimizer.step(lambda: self.gradients(rows, update), **self.count(rows))
         self.gradients(rows, update)
-        return self.optimizer.step(**self.count(rows))
+        interrupt, self.interrupt = self.interrupt or nullcontext(), None
+        with interrupt:
+            return self.optimizer.step(**self.count(rows))
 
     def gradients(self, rows: list[int], update: int) -> None:
         self.backward(rows)
@@ -167,7 +198,10 @@ class Rank:
 
     def backward(self, rows: list[int]) -> None:
         loss = self.data.loss(self.model, rows, self.case.reduction, of_tokens=self.case.counts)
-        (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
+        if self.case.backward:
+            self.optimizer.backward(loss * self.case.loss_scale)
+        else:
+            (loss * self.case.loss_scale).backward()  # type: ignore[no-untyped-call]
 
     def commit(self, update: int, updated: bool) -> None:
         """Record an update, and let the user's schedule change lr."""
@@ -295,7 +329,10 @@ class Rank:
         (where, how), self.fault = self.fault.detail.split(), None
         self.check_hyperparameters(self.optimizer.updates)
         self.must_raise(self.optimizer.state_dict, "state_dict() after an exception inside step()")
-        self.backward(rows)
+        if self.case.backward:
+            self.must_raise(lambda: self.backward(rows), "backward() after an exception inside step()")
+        else:
+            self.backward(rows)
         self.must_raise(self.optimizer.step, "step() after an exception inside step()")
         if where == "post_hook":
             self.must_raise(self.optimizer.discard_step, "discard_step() after an exception of the inner step")
@@ -305,6 +342,42 @@ class Rank:
             self.discard()
             return
         self.load(self.saved[max(self.saved)])
+
+    def on_interrupt(self, event: Event) -> None:
+        self.interrupt = Interrupt(1 + int(float(event.detail) * LINES_OF_STEP))
+
+    def repair_interrupt(self, rows: list[int], update: int) -> None:
+        """After an interrupt at any line of step(): the update has happened or not."""
+        if self.optimizer.updates > update:
+            self.open_rows.append(rows)
+            self.commit(update, updated=True)
+        elif self.case.noise == "differenced":  # of which an interrupt may leave no previous gradient
+            self.load(self.saved[max(self.saved)])
+            return
+        try:
+            self.discard()
+        except RuntimeError:
+            self.load(self.saved[max(self.saved)])
+
+    def on_twice(self, event: Event) -> None:
+        if self.case.by_update or self.segment.loader in ("sampler", "loader"):
+            self.wrong = "twice"
+
+    def on_skipped(self, event: Event) -> None:
+        self.wrong = "skipped"
+
+    def on_left(self, event: Event) -> bool:
+        """A loop that an exception has ended after `backward()`, and that is run again."""
+        if self.case.by_update:
+            self.backward(self.open_rows[0] if self.open_rows else [0])
+            self.must_raise(lambda: next(iter(vbs.updates(self.loader, self.optimizer))), "a loop that was left")
+            self.discard()
+        elif self.segment.world == 1:
+            self.backward([0])
+            self.misuse = True
+        else:
+            return False
+        return True
 
     def on_misuse(self, event: Event) -> bool:
         """Do what a user must not do: it raises at once or by the end of the step, or has no effect."""

@@ -11,7 +11,7 @@ import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
 from helpers.gpu import DEVICE, MARKS, ON_GPU, on_device
 from helpers.reference import OPTIMIZERS, SIZES, assert_equal
-from variable_batch_size.checkpoint.snapshot import Snapshot
+from variable_batch_size.checkpoint.saving import Copies
 
 pytestmark = MARKS
 
@@ -38,7 +38,7 @@ def test_a_checkpoint_of_a_gpu_continues_bit_for_bit(
 
 def test_a_copy_for_the_background_is_in_pinned_memory() -> None:
     weights = torch.arange(1000.0, device=DEVICE)
-    copied = Snapshot(vbs.LocalBackend()).copy({"model": {"weights": weights}})["model"]["weights"]
+    copied = Copies(vbs.LocalBackend()).take({"weights": weights})["weights"]
     weights.zero_()
     assert copied.device.type == "cpu"
     assert copied.is_pinned() == ON_GPU

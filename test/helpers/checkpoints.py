@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import variable_batch_size as vbs
 from helpers.reference import Training, training
-from variable_batch_size.checkpoint.manifest import STATE
+from variable_batch_size.checkpoint import events
+from variable_batch_size.checkpoint.manifest import file_name
+
+STATE = file_name(0)
 
 
-def checkpoint(folder: Path, run: Training, **options: Any) -> vbs.Checkpoint:
+def checkpoint(folder: Path | str, run: Training, /, **options: Any) -> vbs.Checkpoint:
     return vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, sampler=run.sampler, **options)
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names in the folder except that of the lock."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    """Return the names in the folder except those of the lock and the events."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".lock", events.FILE))
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What an operator has been told since the last call."""
+    found = [message for name, _, message in caplog.record_tuples if name == "variable_batch_size"]
+    caplog.clear()
+    return found
+
+
+def messages(text: str) -> list[str]:
+    """The lines of standard error, without the time, rank and update with which each message of the library begins."""
+    return [re.sub(r"^\S+ \S+,\d+ (rank \d+(, update \d+)?: )?", "", line) for line in text.splitlines()]
 
 
 def two_saved(folder: Path) -> Path:
@@ -34,7 +52,7 @@ def two_saved(folder: Path) -> Path:
 
 def truncate_state(folder: Path) -> None:
     """Damage a checkpoint."""
-    os.truncate(folder / STATE, 4096)
+    os.truncate(folder / STATE, (folder / STATE).stat().st_size // 2)
 
 
 HEAD = """

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
@@ -123,7 +122,7 @@ def collectives(folder: Path) -> list[dict[torch.dtype, int]]:
     """Return the collectives of each update, without and with a GradScaler; the first one also compares the ranks."""
     counts = []
     for enabled in (False, True):
-        run = training(model=filled(Mixed(*DTYPES)), backend=vbs.DistributedBackend(), overlap=False)
+        run = training(model=filled(Mixed(*DTYPES)), backend=vbs.DistributedBackend())
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled)
         with count_collectives() as calls:
             for indices in run.sampler:
@@ -192,7 +191,7 @@ def stores(folder: Path) -> list[bytes]:
         if last:
             store.set("key", "value of the last rank")
         values.append(store.get("key"))
-        backend.all_gather_bytes(b"")  # rank 0, which has the server, must not drop it earlier
+        backend._gather_bytes(b"")  # rank 0, which has the server, must not drop it earlier
     return values
 
 
@@ -215,22 +214,23 @@ def error_messages(folder: Path) -> dict[str, str]:
     """Return the error message of each mistake."""
     rank, backend = dist.get_rank(), vbs.DistributedBackend()
 
-    def wrapped_before() -> None:
-        model = DistributedDataParallel(network())
-        training(model=model, backend=backend).run(1)
-
-    def wrapped_after() -> None:
-        run = training(backend=backend)
-        run.model = DistributedDataParallel(run.model)
-        run.run(1)
+    def wrapped(*, ours: bool, **options: Any) -> None:
+        """In every backward of a DistributedDataParallel that the optimizer does not know."""
+        run = training(sizes=[50], backend=backend)
+        run.model = DistributedDataParallel(run.model, **options)
+        for indices in run.sampler:
+            loss = run.loss(indices)
+            run.optimizer.backward(loss) if ours else loss.backward()
+            run.optimizer.step()
 
     mistakes: dict[str, Callable[[], Any]] = {
         "weights": lambda: training(model=shifted(rank), backend=backend).run(1),
         "seed": lambda: training(sampling={"seed": rank}, backend=backend).run(1),
         "rule": lambda: training(vbs.CustomOptimizer, rule="root" if rank else "constant", backend=backend).run(1),
-        "wrapped before": wrapped_before,
-        "wrapped after": wrapped_after,
-        "broadcast": lambda: vbs.broadcast_parameters(DistributedDataParallel(nn.Linear(1, 1))),
+        "wrapped": lambda: wrapped(ours=False),
+        "wrapped, with views": lambda: wrapped(ours=False, gradient_as_bucket_view=True),
+        "wrapped, optimizer.backward": lambda: wrapped(ours=True),
+        "wrapped, optimizer.backward, with views": lambda: wrapped(ours=True, gradient_as_bucket_view=True),
         "world": lambda: vbs.ConstantOptimizer(
             torch.optim.SGD(network().parameters()), vbs.CustomSampler(50, 20, num_replicas=1, rank=0)
         ),
@@ -265,7 +265,7 @@ def gains(folder: Path) -> tuple[list[list[float]], list[dict[torch.dtype, int]]
     """Return AdaScale's gains in float64 and float32, and the collectives of each update but the first."""
     found, messages = [], []
     for dtype in (torch.float64, torch.float32):
-        run = training(vbs.AdaScaleOptimizer, dtype=dtype, backend=vbs.DistributedBackend(), overlap=False).run(1)
+        run = training(vbs.AdaScaleOptimizer, dtype=dtype, backend=vbs.DistributedBackend()).run(1)
         found.append([])
         for _ in SIZES[1:]:
             with count_collectives() as calls:

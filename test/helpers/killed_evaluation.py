@@ -30,6 +30,7 @@ EXPECTED = ("was killed", "is in use by")  # errors of an evaluation of which on
 def kill(flags: argparse.Namespace) -> int:
     """Kill so many processes, and let the evaluation end; return how many it took: fewer if it ended before."""
     draw, killed = random.Random(flags.seed), 0
+    saved = Path(flags.folder, "checkpoints")
     kinds = ["all"] if flags.jobs == 1 else ["all", "worker"]
     if flags.engine == "ray":  # the evaluation continues
         kinds = ["worker"]
@@ -37,7 +38,8 @@ def kill(flags: argparse.Namespace) -> int:
         child = start(flags)
         while (status := ended(child)) is None:
             time.sleep(draw.uniform(*flags.seconds) if killed < flags.kills else 0.1)
-            if killed < flags.kills:
+            late = killed % 2 == 0 or any(saved.glob("*/update-*"))  # so that something is restored, however slow it is
+            if killed < flags.kills and late:
                 killed += send(child, draw.choice(kinds), WORKERS[flags.engine], draw)
         if status == 0:
             return killed

@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
-from helpers.reference import Training, training
+from helpers.reference import Training, network, training
 from variable_batch_size.backend.xla import launch
 from variable_batch_size.checkpoint import shards
+from variable_batch_size.checkpoint.folder import CheckpointFolder
+from variable_batch_size.checkpoint.object_store import folder_at
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,23 @@ class Run:
     seed: int
     every: int  # updates from one checkpoint to the next
     numbers: int  # in a further part of each checkpoint, which makes saves take longer
+    location: str = ""  # a URL; by default the checkpoints are on the disk
+
+    def folder(self, place: Path) -> CheckpointFolder:
+        """Return the checkpoints of a training whose journals are in a folder."""
+        return folder_at(self.location or place / "checkpoints")
 
     def start(
-        self, minibatch_size: int, backend: vbs.Backend | None = None, device: torch.device | None = None
+        self,
+        minibatch_size: int,
+        backend: vbs.Backend | None = None,
+        device: torch.device | None = None,
+        by: str = "plain",
     ) -> Training:
         """Return the training before its first update."""
+        model: Any = None
+        if by != "plain":
+            model = DistributedDataParallel(network()) if by == "ddp" else fully_shard(network())  # type: ignore[arg-type]
         return training(
             getattr(vbs, self.kind),
             self.sizes,
@@ -49,6 +65,7 @@ class Run:
             minibatch_size=minibatch_size,
             inner=getattr(torch.optim, self.inner),
             backend=backend,
+            model=model,
             sampling={"seed": self.seed, "on_end": "cycle"},
             device=device,
         )
@@ -62,6 +79,7 @@ class Attempt:
     minibatch_size: int
     finish: bool  # at the end of the epoch after the one in which it resumes
     cores: int = 0  # XLA cores; 0: torchrun has started this process
+    by: str = "plain"  # what sums: "plain", "ddp" or "fsdp"
 
 
 class Stamp:
@@ -106,10 +124,15 @@ def train(folder: Path, run: Run, attempt: Attempt) -> None:
     backend: vbs.Backend = vbs.XlaBackend() if attempt.cores else vbs.DistributedBackend()
     device = torch.device("xla" if attempt.cores else "cpu")
     journal = Journal(folder, attempt.number, backend.world.rank)
-    resumed = run.start(attempt.minibatch_size, backend, device)
+    resumed = run.start(attempt.minibatch_size, backend, device if attempt.cores else None, attempt.by)
     stamp = Stamp(resumed.optimizer, run.numbers)
     with vbs.Checkpoint(
-        folder / "checkpoints", model=resumed.model, optimizer=resumed.optimizer, every=run.every, stamp=stamp
+        run.folder(folder).path,
+        model=resumed.model,
+        optimizer=resumed.optimizer,
+        every=run.every,
+        run="killed",
+        stamp=stamp,
     ) as checkpoint:
         checkpoint.restore()
         journal.write(restored=resumed.optimizer.updates)
@@ -118,11 +141,11 @@ def train(folder: Path, run: Run, attempt: Attempt) -> None:
             resumed.sampler.set_epoch(epoch)
             resumed.optimizer.set_epoch(epoch)
             for rows in resumed.sampler:
-                resumed.loss(rows).backward()
+                resumed.optimizer.backward(resumed.loss(rows))
                 journal.write_microbatch(resumed.optimizer, rows)
                 resumed.optimizer.step()
                 checkpoint.step()
-    weights = [backend.host(parameter.detach()) for parameter in resumed.model.parameters()]
+    weights = [torch.from_numpy(weight) for weight in resumed.weights()]
     torch.save((resumed.optimizer.updates, resumed.optimizer.progress, weights), folder / f"end{backend.world.rank}.pt")
 
 

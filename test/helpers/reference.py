@@ -11,12 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
 from helpers.splitting import split_batch
 from helpers.twins import Array, Gradients, InnerTwin, NoiseTwin, PlainTraining, Rule
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.optim.named import NamedOptimizer
+from variable_batch_size.world import World
 
 REF = 64
 SGD = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
@@ -221,7 +226,11 @@ class Training:
     def steps(self) -> Iterator[bool]:
         """Train for the rest of the epoch; yield the result of `optimizer.step()` for each microbatch."""
         for indices in self.sampler:
-            self.loss(indices).backward()
+            loss = self.loss(indices)
+            if isinstance(self.model, FSDPModule):
+                self.optimizer.backward(loss)
+            else:
+                loss.backward()
             yield self.optimizer.step()
 
     def run(self, updates: int) -> Training:
@@ -244,7 +253,9 @@ class Training:
         return self
 
     def weights(self) -> list[Array]:
-        return [parameter.detach().cpu().double().numpy() for parameter in self.model.parameters()]
+        """The weights, whole; of a sharded model all ranks have to call it."""
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in self.model.parameters()]
+        return [parameter.detach().cpu().double().numpy() for parameter in whole]
 
 
 def data(number: int) -> tuple[Tensor, Tensor]:
@@ -276,7 +287,7 @@ def wrap(
 
 def training(
     kind: type[vbs.CustomOptimizer] = vbs.LinearRuleOptimizer,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] | vbs.AdaptiveTrace = SIZES,
     *,
     dataset_size: int = 50,
     minibatch_size: int = 4,
@@ -287,28 +298,37 @@ def training(
     hyperparameters: dict[str, Any] | None = None,
     sampling: dict[str, Any] | None = None,
     device: torch.device | str | None = None,
+    world: World | None = None,
     **options: Any,
 ) -> Training:
     """A training whose trace holds its last size; `options` are the optimizer's, `sampling` the sampler's.
+
+    With a `world`, for which the sampler deals, the optimizer finds its backend by itself.
 
     `inner` is by default what the class goes around, with the hyperparameters that its twin has.
     """
     usual = EQUATIONS.get(kind, LINEAR).inners[0]
     inner = inner or usual
     hyperparameters = HYPERPARAMETERS.get(inner, HYPERPARAMETERS[usual]) if hyperparameters is None else hyperparameters
-    backend = backend or vbs.LocalBackend()
+    group = options.get("process_group")
+    backend = backend or (vbs.LocalBackend() if group is None else vbs.DistributedBackend(group))
     model = model or network(dtype)
     model = model if device is None else model.to(device)
+    dealt = {"fixed_shape": False} | ({} if isinstance(sizes, vbs.AdaptiveTrace) else {"on_end": "hold"})
     sampler = vbs.CustomSampler(
         dataset_size,
-        list(sizes),
-        backend.world.size,
-        backend.world.rank,
+        sizes if isinstance(sizes, vbs.AdaptiveTrace) else list(sizes),
+        (world or backend.world).size,
+        (world or backend.world).rank,
         minibatch_size,
-        **{"on_end": "hold", "fixed_shape": False, **(sampling or {})},
+        **{**dealt, **(sampling or {})},
     )
     x, target = (tensor.to(device=device, dtype=dtype) for tensor in data(dataset_size))
-    optimizer = wrap(kind, inner(model.parameters(), **hyperparameters), sampler, backend=backend, **options)
+    known = DistributedDataParallel, FSDPModule, _BatchNorm
+    if world is not None or any(isinstance(part, known) for part in model.modules()):
+        options = {"model": model} | options
+    options |= {} if group is not None or world is not None else {"backend": backend}
+    optimizer = wrap(kind, inner(model.parameters(), **hyperparameters), sampler, **options)
     return Training(model, sampler, optimizer, x, target)
 
 

@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def split_sizes(
-    batch_size: int, minibatch_size: int, fixed_shape: bool = False, min_microbatches: int = 1
-) -> list[int]:
+def split_sizes(batch_size: int, minibatch_size: int, fixed_shape: bool = False, multiple_of: int = 1) -> list[int]:
     """The samples of each microbatch of a step, in the order of their numbers."""
     if not fixed_shape:
-        number = max(-(-batch_size // minibatch_size), min(batch_size, min_microbatches))
+        number = -(-batch_size // minibatch_size)
+        while number % multiple_of and number < batch_size:
+            number += 1
         return [len(part) for part in np.array_split(np.arange(batch_size), number)][::-1]
     full, remainder = divmod(batch_size, minibatch_size)
     partial = []

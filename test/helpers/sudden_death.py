@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,15 +26,21 @@ def _count(event: str, _: object) -> None:
 
 @contextmanager
 def dying_after(operations: int) -> Iterator[list[bool]]:
-    """Let every operation on files fail after so many of them; the list that is yielded is [True] if one has failed."""
+    """Let every operation on files fail after so many of them; the list that is yielded is [True] if one has failed.
+
+    Threads that were started meanwhile have ended afterwards: those of a process that dies write nothing any more.
+    """
     global _left
     died: list[bool] = []
+    earlier = set(threading.enumerate())
     _left = operations
     try:
         yield died
     except Died:
         died.append(True)
     finally:
+        for thread in set(threading.enumerate()) - earlier:
+            thread.join()
         _left = None
 
 

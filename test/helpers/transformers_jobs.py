@@ -251,7 +251,7 @@ def summary(trainer: Any) -> dict[str, Any]:
     sums = {"tokens": state.num_input_tokens_seen, "flos": state.total_flos, "logs": state.log_history}
     counts = {"updates": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch}
     own = {"weights": weights(trainer.model), "samples": trainer.variable_optimizer.samples}
-    return {**sums, **counts, **own, "loaded": trainer.optimizer.state_dict()["vbs"]["samples"]}
+    return {**sums, **counts, **own, "loaded": trainer.optimizer.state_dict()["vbs"]["sampler"]["samples"]}
 
 
 def trained_with_repetitions(folder: Path) -> Any:

@@ -17,10 +17,9 @@ from helpers.models import Everything, everything, shifted
 from helpers.properties import examples
 from helpers.reference import REF, training
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.consistency import check_same_on_all_ranks, checksum
+from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.optim.consistency import check_same, checksum
 from variable_batch_size.testing import run_ranks
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -42,27 +41,27 @@ def test_broadcast_parameters_accepts_a_model_without_parameters() -> None:
     run_ranks(lambda backend: vbs.broadcast_parameters(nn.Tanh(), backend), 2)
 
 
-@examples(20)
+@examples(40)
 @given(
-    facts=st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=2), min_size=1, max_size=5),
-    default=st.sampled_from([torch.float32, torch.bfloat16]),
+    st.lists(
+        st.lists(st.one_of(st.integers(0, 2**64), st.floats(), st.text(max_size=3), st.none()), min_size=2, max_size=2),
+        min_size=1,
+        max_size=5,
+    )
 )
-def test_facts_are_compared_to_the_last_bit(facts: list[list[int]], default: torch.dtype) -> None:
+def test_facts_are_compared_and_shown(facts: list[list[Any]]) -> None:
     names = ("apples", "pears")
-    differ = next(((rank, i) for rank in range(len(facts)) for i in range(2) if facts[rank][i] != facts[0][i]), None)
+    differ = next(
+        ((rank, i) for rank, own in enumerate(facts) for i in range(2) if str(own[i]) != str(facts[0][i])), None
+    )
 
     def message(backend: Backend) -> str:
         try:
-            check_same_on_all_ranks(dict(zip(names, facts[backend.world.rank], strict=True)), backend, CPU)
+            check_same("test", dict(zip(names, facts[backend.world.rank], strict=True)), Agreement(backend))
         except RuntimeError as error:
             return str(error)
         return ""
 
-    torch.set_default_dtype(default)
-    try:
-        found = run_ranks(message, len(facts))
-    finally:
-        torch.set_default_dtype(torch.float32)
     expected = ""
     if differ is not None:
         rank, i = differ
@@ -70,14 +69,18 @@ def test_facts_are_compared_to_the_last_bit(facts: list[list[int]], default: tor
             f"all ranks must train with the same {names[i]}, but it is {facts[0][i]} on rank 0 and {facts[rank][i]} on "
             f"rank {rank}; pass the same value on every rank"
         )
-    assert found == [expected] * len(facts)
+    assert run_ranks(message, len(facts)) == [expected] * len(facts)
 
 
-@examples(20)
-@given(masks=st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=n)))
-def test_any_rank_is_true_where_one_rank_is(masks: list[list[bool]]) -> None:
-    found = run_ranks(lambda backend: backend.any_rank(masks[backend.world.rank], CPU), len(masks))
-    assert found == [[any(column) for column in zip(*masks, strict=True)]] * len(masks)
+def test_of_long_values_an_error_shows_where_they_differ() -> None:
+    def message(backend: Backend) -> str:
+        with pytest.raises(RuntimeError) as raised:
+            check_same("test", {"rule": f"{1000 * 'a'}{backend.world.rank}{100 * 'b'}"}, Agreement(backend))
+        return str(raised.value)
+
+    first, other = (f"...{60 * 'a'}{rank}{59 * 'b'}..." for rank in range(2))
+    expected = f"same rule, but it is {first} on rank 0 and {other} on rank 1; pass"
+    assert [expected in found for found in run_ranks(message, 2)] == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
@@ -138,21 +141,9 @@ def first_update(backend: Backend, options_of: Callable[[int], dict[str, Any]], 
         (lambda rank: {"dataset_size": 50 + rank}, "dataset_size", "pass the same value"),
         (lambda rank: {"sizes": (20, 7 + rank)}, "trace", "pass the same value"),
         (lambda rank: {"ref_batchsize": REF + rank}, "ref_batchsize", "pass the same value"),
-        (
-            lambda rank: {"rule": Halve(1 + rank)},
-            "rule, reduction, max_grad_norm, noise and other options",
-            "pass the same value",
-        ),
-        (
-            lambda rank: {"reduction": ("mean", "sum", "sum")[rank]},
-            "rule, reduction, max_grad_norm, noise and other options",
-            "pass the same",
-        ),
-        (
-            lambda rank: {"max_grad_norm": 1.0 + rank},
-            "rule, reduction, max_grad_norm, noise and other options",
-            "pass the same value",
-        ),
+        (lambda rank: {"rule": Halve(1 + rank)}, "rule, but it is .*factor=1", "pass the same value"),
+        (lambda rank: {"reduction": ("mean", "sum", "sum")[rank]}, "reduction, but it is mean", "pass the same"),
+        (lambda rank: {"max_grad_norm": 1.0 + rank}, r"max_grad_norm, but it is 1\.0", "pass the same value"),
         (
             lambda rank: {"inner": lambda ps, **o: torch.optim.SGD(list(ps)[: 3 + (rank == 0)], **o)},
             "number of",
@@ -218,25 +209,45 @@ def test_a_world_of_one_compares_nothing() -> None:
     assert run_ranks(lambda backend: first_update(backend, lambda rank: {}), 1) == [""]
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_all_gather_bytes_returns_the_messages_of_all_ranks(world: int) -> None:
-    messages = [b"", b"\x00\xff", b"12345"][:world]
-    found = run_ranks(lambda backend: backend.all_gather_bytes(messages[backend.world.rank]), world)
-    assert found == world * [messages]
-
-
 @pytest.mark.parametrize(
-    "option", [{"lr": 0.03}, {"weight_decay": 0.1}, {"inner": torch.optim.RMSprop}, {"lr": torch.tensor(0.03)}]
+    ("option", "sentence"),
+    [
+        ({"lr": 0.03}, r"lr of parameter group 0, but it is 0\.02 on rank 0 and 0\.03 on rank 1"),
+        ({"weight_decay": 0.1}, r"weight_decay of parameter group 0, but it is 0 on rank 0 and 0\.1 on rank 1"),
+        ({"inner": torch.optim.RMSprop}, r"inner optimizer, but it is SGD on rank 0 and RMSprop on rank 1"),
+        ({"lr": torch.tensor(0.5)}, r"lr of parameter group 0, but it is 0\.02 on rank 0 and 0\.5 on rank 1"),
+    ],
 )
-def test_other_inner_optimizers_raise_on_every_rank(option: dict[str, Any]) -> None:
+def test_other_inner_optimizers_raise_on_every_rank(option: dict[str, Any], sentence: str) -> None:
     def train(backend: Backend) -> int:
         own = {"lr": 0.02, **(option if backend.world.rank else {})}
         inner = own.pop("inner", torch.optim.SGD)
         run = training(vbs.ConstantOptimizer, inner=inner, hyperparameters=own, backend=backend)
-        with pytest.raises(
-            RuntimeError, match=r"same inner optimizer, with its hyperparameters, but it is \d+ on rank 0"
-        ):
+        with pytest.raises(RuntimeError, match=f"^all ranks must train with the same {sentence}; pass the same"):
             run.run(1)
         return 1
 
     assert run_ranks(train, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum"])
+def test_ranks_whose_hyperparameters_part_later_end_with_the_same_error(name: str, world: int) -> None:
+    """As those of a scheduler that goes by a value of one rank."""
+
+    def train(backend: Backend) -> tuple[int, str]:
+        run = training(vbs.ConstantOptimizer, [9], hyperparameters={"lr": 0.02, name: 0.02}, backend=backend).run(3)
+        if backend.world.rank == world - 1:
+            run.optimizer.param_groups[0][name] = 0.01
+        with pytest.raises(RuntimeError) as raised:
+            run.run(10_000)
+        run.optimizer.state_dict()  # between two updates
+        return run.optimizer.updates, str(raised.value)
+
+    found = run_ranks(train, world)
+    assert found == world * found[:1]
+    sentence = (
+        rf"same {name} of parameter group 0, but it is 0\.02 on rank 0 and 0\.01 on rank {world - 1} after update"
+    )
+    with pytest.raises(RuntimeError, match=rf"{sentence} \d+; set it to one value on all ranks, and restore"):
+        raise RuntimeError(found[0][1])

@@ -90,3 +90,30 @@ def test_a_disabled_grad_scaler_changes_nothing() -> None:
     run = training(sizes=SIZES[:4], dataset_size=61)
     assert sum(scaled_steps(run, torch.amp.GradScaler("cpu", enabled=False))) == 4
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4], dataset_size=61))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": "buffered"}], ids=str)
+def test_a_scale_that_is_too_large_costs_few_updates_for_any_number_of_microbatches(options: dict[str, Any]) -> None:
+    """All microbatches of a step have one scale, but those that follow one that overflows need not do so, too."""
+
+    def train(minibatch_size: int) -> tuple[float, int]:
+        run = training(
+            vbs.RootRuleOptimizer,
+            [160],
+            dataset_size=1600,
+            dtype=torch.float32,
+            minibatch_size=minibatch_size,
+            **options,
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10**6)
+        made = 0
+        for indices in run.sampler:
+            run.optimizer.backward(run.loss(indices), scaler=scaler)
+            made += bool(scaler.step(run.optimizer))
+            scaler.update()
+        return scaler.get_scale(), made
+
+    for minibatch_size in (40, 4):
+        scale, made = train(minibatch_size)
+        assert scale >= train(160)[0] / 4
+        assert made >= train(160)[1] - 1

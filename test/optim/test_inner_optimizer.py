@@ -171,7 +171,10 @@ def test_refuses_the_state_of_another_kind_of_optimizer(strict: bool) -> None:
     """In plain torch Adam raises KeyError at its next step."""
     state = training(vbs.ConstantOptimizer).run(2).optimizer.state_dict()
     other = training(vbs.ConstantOptimizer, inner=torch.optim.Adam, hyperparameters={"lr": 0.1})
-    with pytest.raises(ValueError, match="its parameter group 0 has no betas and no eps, which Adam needs; create the"):
+    strictly = (
+        "saved of SGD and this is Adam" if strict else "its parameter group 0 has no betas and no eps, which Adam"
+    )
+    with pytest.raises(ValueError, match=f"{strictly}.*; create the"):
         other.optimizer.load_state_dict(state, strict)
     assert other.optimizer.updates == 0
     other.run(1)

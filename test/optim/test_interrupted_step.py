@@ -22,7 +22,7 @@ BEFORE = (
 )
 AFTER = (
     r"step \d was interrupted by an exception in the inner optimizer's step, or in a hook of it, so that the weights "
-    r"may be half updated; restore the states of model and optimizer, such as those of the last checkpoint$"
+    r"may be half updated; restore the states of model and optimizer, as of the last checkpoint, or create both again$"
 )
 
 
@@ -171,4 +171,4 @@ def test_an_error_of_the_tracker_leaves_the_update_made() -> None:
     with pytest.raises(OSError, match="full"):
         run.iterate(2)
     assert run.optimizer.updates == 2
-    assert run.optimizer.state_dict()["vbs"]["step"] == 2
+    assert run.optimizer.state_dict()["vbs"]["sampler"]["step"] == 2

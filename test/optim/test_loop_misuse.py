@@ -84,7 +84,8 @@ class Fuzz:
 
 
 def position(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: state["vbs"][key] for key in ("epoch", "step", "first_step", "samples_before", "ended", "past")}
+    own = state["vbs"]["sampler"]
+    return {key: own[key] for key in ("epoch", "step", "first_step", "samples_before", "ended", "past")}
 
 
 CALLS = [Fuzz.train] * 6 + [Fuzz.begin, Fuzz.begin, Fuzz.look, Fuzz.leave_out, Fuzz.sampler_epoch, Fuzz.optimizer_epoch]

@@ -59,7 +59,7 @@ def test_a_state_of_another_model_raises_and_changes_nothing() -> None:
         training(inner=lambda ps, **options: torch.optim.SGD(list(ps)[:1], **options)).run(4),
     )
     before = copy.deepcopy(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match="size of optimizer's group"):
+    with pytest.raises(ValueError, match="as many parameters in each group as the optimizer"):
         run.optimizer.load_state_dict(other.optimizer.state_dict())
     assert_same_state(run.optimizer.state_dict(), before)
 

@@ -128,6 +128,15 @@ def test_the_mean_loss_of_the_tokens_is_logged() -> None:
     loss, tokens = begun.sums(batch)
     begun.train(1)
     assert begun.run.optimizer.logged["loss"].item() == pytest.approx((loss / tokens).item())
+    assert begun.run.optimizer.count is not None
+    assert begun.run.optimizer.count.item() == tokens
+
+
+def test_an_update_without_tokens_has_no_norm() -> None:
+    begun = texts([0] * DATASET, [4], minibatch_size=2, max_grad_norm=1.0)
+    assert begun.train(1) == [False]
+    assert begun.run.optimizer.grad_norm is not None
+    assert begun.run.optimizer.grad_norm.isnan()
 
 
 def test_a_grad_scaler_passes_the_count_on() -> None:

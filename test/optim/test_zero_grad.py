@@ -22,11 +22,12 @@ LEAK = r"zero_grad\(\) within a step .*; pass accumulation=\"buffered\" to the o
 
 
 def between_steps(run: Any, leak_at: set[int]) -> Iterator[int]:
-    """Train; before some updates another backward runs, followed by zero_grad()."""
+    """Train; before some updates other backwards run, whose gradients are clipped, followed by zero_grad()."""
     for indices in run.sampler:
         step = run.optimizer.updates
         if not run.optimizer.inside_step and step in leak_at:
             run.loss(indices).backward()
+            nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
             (run.loss(indices) * 3).backward()
             run.optimizer.zero_grad()
         run.loss(indices).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
 from helpers.loops import CASE, InThread
 from helpers.properties import examples
-from helpers.strategies import Case, Run, cases, read_ahead, together
+from helpers.strategies import Case, Run, cases, error_of, read_ahead, together
 from variable_batch_size.testing import run_ranks
 
 
@@ -59,15 +60,15 @@ def test_a_loop_over_updates_trains_like_one_over_microbatches(
     def train(backend: vbs.Backend) -> Run:
         run = Run(case, backend)
         loader = Reading(run, loader_ahead)
-        of_all = vbs.updates(loader, run.optimizer)
+        of_all = vbs.updates(loader, run.optimizer, framework_ahead)
         for epoch in range(case.epochs):
-            updates = of_all if once else vbs.updates(loader, run.optimizer)
+            updates = of_all if once else vbs.updates(loader, run.optimizer, framework_ahead)
             assert len(updates) == len(case.updates[epoch])
             made = 0
             for update in reader(iter(updates), framework_ahead):
                 assert len(updates) == len(case.updates[epoch])
                 results = [run.take(microbatch) for microbatch in update]
-                assert results == [False] * (len(results) - 1) + [True]
+                assert results == [False] * (len(update) - 1) + [True]
                 made += 1
             assert made == len(case.updates[epoch])
         return run
@@ -117,8 +118,9 @@ def test_a_loader_that_reads_in_a_thread() -> None:
 
 def test_the_loop_may_leave_in_the_middle_of_an_update() -> None:
     run = Run(CASE)
-    first, *_ = vbs.updates(Reading(run, 0), run.optimizer)
-    run.take(first[0])
+    for update in vbs.updates(Reading(run, 0), run.optimizer):
+        run.take(next(iter(update)))
+        break
     run.discard_step()
     for update in vbs.updates(Reading(run, 0), run.optimizer):
         for microbatch in update:
@@ -140,8 +142,9 @@ def test_two_optimizers_take_turns_at_each_update(case: Case, size: int) -> None
         used: tuple[list[list[int]], list[list[int]]] = ([], [])
         for _ in vbs.remaining_epochs(sampler, optimizers, case.epochs):
             for update in vbs.updates(sampler, optimizers[0]):
+                microbatches = list(update)
                 for log, weight, optimizer in zip(used, weights, optimizers, strict=True):
-                    for microbatch in update:
+                    for microbatch in microbatches:
                         (weight * len(microbatch)).backward()
                         updated = optimizer.step()
                         log.append(microbatch)
@@ -157,49 +160,120 @@ def test_two_optimizers_take_turns_at_each_update(case: Case, size: int) -> None
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize("skipped", [0, 1, 2])
-def test_a_microbatch_of_an_update_that_is_skipped_raises(skipped: int) -> None:
+@pytest.mark.parametrize("missed", range(16))
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_second_optimizer_that_misses_a_microbatch_raises_before_a_wrong_update(missed: int, whole: bool) -> None:
+    """As a generator that steps at every second microbatch only."""
     run = Run(CASE)
+    other = vbs.ConstantOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), run.sampler)
+    number = 0
+    with pytest.raises(RuntimeError, match="1 of those that were read did not reach step"):  # noqa: PT012
+        for update in vbs.updates(run.sampler, run.optimizer):
+            for microbatch in list(update) if whole else update:
+                run.take(microbatch)
+                if number != missed:
+                    other.param_groups[0]["params"][0].sum().backward()
+                    other.step()
+                number += 1
+    assert other.updates == sum(end <= missed for end in itertools.accumulate([3, 2, 3, 1, 2, 3, 2, 1]))
+
+
+@given(cases(largest_dataset=60), st.integers(0, 20), st.sampled_from(["skip", "twice", "leave"]), st.data())
+@examples(100)
+def test_a_wrong_loop_raises_before_the_weights_change(case: Case, ahead: int, wrong: str, data: st.DataObject) -> None:
+    """A microbatch that does not reach `step()`, also the first or the last of all; one that does twice; a rest."""
+    run = Run(case)
+    number = data.draw(st.integers(0, len(case.steps) - 1), label="update")
+    round_index = data.draw(st.integers(0, 30), label="round")
 
     def loop() -> None:
-        for number, update in enumerate(vbs.updates(Reading(run, 0), run.optimizer)):
-            for round_index, microbatch in enumerate(update):
-                if (number, round_index) != (2, skipped):
-                    (run.weight * len(microbatch)).backward()
-                    run.optimizer.step()
+        for _ in range(case.epochs):
+            for update in vbs.updates(Reading(run, ahead), run.optimizer):
+                here = run.optimizer.updates == number
+                for index, microbatch in enumerate(update):
+                    wrong_here = here and index == round_index % len(update)
+                    if wrong_here and wrong == "leave":
+                        break
+                    for _ in range({"skip": 0, "twice": 2}[wrong] if wrong_here else 1):
+                        (run.weight * len(microbatch)).backward()
+                        run.optimizer.step()
 
-    with pytest.raises(RuntimeError, match="update 2 is not complete and update 3 is read; call step"):
-        loop()
+    error = error_of(loop)
+    assert error is not None
+    if wrong == "twice":
+        assert "and this is number" in error or "are committed" in error
+        assert run.optimizer.updates <= number + 1
+    else:
+        assert f"asks for the next update and update {number} is not complete" in error
+        assert run.optimizer.updates == number
 
 
 @pytest.mark.parametrize("sizes", [[40], [20], [15]])  # of one, two and three updates in an epoch
-@pytest.mark.parametrize("wrong", ["first microbatch only", "skips the first update", "skips the last update"])
-def test_a_wrong_loop_raises_when_the_next_epoch_begins_at_the_latest(sizes: list[int], wrong: str) -> None:
+def test_a_loop_that_was_left_in_an_update_raises_when_the_next_one_begins(sizes: list[int]) -> None:
     run = Run(replace(CASE, trace=vbs.BatchTrace.from_sizes(sizes, on_end="hold")))
-
-    def loop() -> None:
-        for _ in range(2):
-            for number, update in enumerate(vbs.updates(Reading(run, 0), run.optimizer)):
-                skipped = (wrong == "skips the first update" and number == 0) or (
-                    wrong == "skips the last update" and number == -(-40 // sizes[0]) - 1
-                )
-                for microbatch in () if skipped else update[:1] if wrong.startswith("first") else update:
-                    (run.weight * len(microbatch)).backward()
-                    run.optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"every microbatch of an update must reach optimizer.step"):
-        loop()
+    for update in vbs.updates(Reading(run, 0), run.optimizer):
+        run.take(next(iter(update)))
+        break
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"step 0 had 1 of|has accumulated only some of its"):  # noqa: PT012
+            run.optimizer.state_dict()
+            next(iter(vbs.updates(Reading(run, 0), run.optimizer)))
     run.discard_step()
     for update in vbs.updates(Reading(run, 0), run.optimizer):
-        assert update
+        for microbatch in update:
+            run.take(microbatch)
+    assert [entry[1] for entry in together([run.log[1:]])] == list(range(run.optimizer.updates))
+
+
+def test_a_loop_that_goes_on_after_discard_step_is_told_to_end() -> None:
+    """`except RuntimeError: optimizer.discard_step(); continue`."""
+    run = Run(CASE)
+    with pytest.raises(RuntimeError, match=r"^the loop must end after .*; break, and begin a new loop"):  # noqa: PT012
+        for update in vbs.updates(run.sampler, run.optimizer):
+            run.take(next(iter(update)))
+            run.discard_step()
+    for update in vbs.updates(run.sampler, run.optimizer):
+        for microbatch in update:
+            run.take(microbatch)
+    assert together([run.log]) == CASE.steps[:8]
+
+
+def test_an_update_is_read_as_it_is_asked_for_and_once() -> None:
+    """No more of it is in memory than in a plain loop."""
+    run = Run(CASE)
+    sampler = run.sampler
+    for update in vbs.updates(sampler, run.optimizer):
+        before = 0 if sampler.iteration is None else sampler.iteration.counts.yielded
+        for number, microbatch in enumerate(update):
+            assert sampler.iteration is not None
+            assert sampler.iteration.counts.yielded == before + number + 1
+            run.take(microbatch)
+        assert list(update) == []
+    assert together([run.log]) == CASE.steps[:8]
+
+
+def test_an_update_must_be_read_within_its_turn() -> None:
+    run = Run(CASE)
+    updates = iter(vbs.updates(run.sampler, run.optimizer))
+    first = next(updates)
+    microbatches = list(first)
+    for microbatch in microbatches:
+        run.take(microbatch)
+    second = next(updates)
+    run.discard_step()
+    for update in vbs.updates(run.sampler, run.optimizer):
+        for microbatch in update:
+            run.take(microbatch)
+    with pytest.raises(RuntimeError, match="but update 1 is read when 8 updates are made; read it within its turn"):
+        list(second)
 
 
 def test_a_loader_of_something_else_raises() -> None:
     run = Run(CASE)
     with pytest.raises(RuntimeError, match=r"of the optimizer's sampler, but it yields more than epoch 0 has"):
-        list(vbs.updates([[1]] * 99, run.optimizer))
+        list(vbs.updates([[1]] * 99, run.optimizer, ahead=99))
     with pytest.raises(RuntimeError, match=r"but it ended with 1 of the 3 of update 0; create it with batch_sampler"):
-        next(iter(vbs.updates([[1]], run.optimizer)))
+        list(next(iter(vbs.updates([[1]], run.optimizer))))
 
 
 def test_rejects_wrong_arguments_at_once() -> None:
@@ -208,3 +282,22 @@ def test_rejects_wrong_arguments_at_once() -> None:
         vbs.updates(Reading(run, 0), run.sampler)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="loader must be iterable, got"):
         vbs.updates(3, run.optimizer)  # type: ignore[arg-type]
+
+
+class Itself(Dataset[list[int]]):
+    """A dataset whose item is its index."""
+
+    def __getitem__(self, index: list[int]) -> list[int]:
+        return index
+
+
+def test_a_custom_sampler_must_be_the_batch_sampler_of_a_loader() -> None:
+    run = Run(CASE)
+    wrong = DataLoader(range(40), 8, sampler=run.sampler)
+    with pytest.raises(ValueError, match=r"with sampler=, which collects batch_size=8 of them; pass it as batch_sampl"):
+        vbs.updates(wrong, run.optimizer)
+    right = DataLoader(Itself(), batch_size=None, sampler=run.sampler)  # which collects nothing
+    for update in vbs.updates(right, run.optimizer):
+        for microbatch in update:
+            run.take(microbatch)
+    assert together([run.log]) == CASE.steps[:8]

@@ -1,0 +1,275 @@
+"""Ranks that are any number of updates apart meet after the same update: to stop or save, or because they differ."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar, final
+
+import pytest
+import torch.distributed as dist
+
+from helpers.agreements import agreements, in_threads, message_of
+from variable_batch_size.backend import Agreement, parting
+from variable_batch_size.backend.agreement import AbsentRankError
+from variable_batch_size.backend.course import Groups
+
+Result = TypeVar("Result")
+LONG = 3_000  # updates; no rank makes that many
+
+
+@final
+class Scheduler:
+    """Runs threads one at a time, from one use of the store to the next, in random order and at random paces."""
+
+    def __init__(self, rng: random.Random, size: int) -> None:
+        self.rng, self.waiting, self.running = rng, dict[int, threading.Event](), size
+        self.pace = [rng.choice([1, 1, 4, 16]) for _ in range(size)]
+        self.change = threading.Condition()
+
+    def wait(self, rank: int) -> None:
+        with self.change:
+            self.waiting[rank] = event = threading.Event()
+            self.change.notify()
+        event.wait()
+
+    def end(self) -> None:
+        with self.change:
+            self.running -= 1
+            self.change.notify()
+
+    def run(self) -> None:
+        while True:
+            with self.change:
+                self.change.wait_for(lambda: len(self.waiting) == self.running)
+                if not self.running:
+                    return
+                ranks = sorted(self.waiting)
+                (rank,) = self.rng.choices(ranks, [self.pace[rank] for rank in ranks])
+                event = self.waiting.pop(rank)
+            event.set()
+
+
+@final
+class ScheduledStore:
+    """A real store that one thread at a time uses."""
+
+    def __init__(self, store: dist.Store, scheduler: Scheduler, rank: int) -> None:
+        self.store, self.scheduler, self.rank = store, scheduler, rank
+
+    def __getattr__(self, name: str) -> Any:
+        self.scheduler.wait(self.rank)
+        return getattr(self.store, name)
+
+
+def run_scheduled(
+    rng: random.Random, size: int, work: Callable[[Agreement], Result], monkeypatch: pytest.MonkeyPatch
+) -> list[Result]:
+    """Run `work` on each rank, for random speeds and orders of all uses of the store."""
+    ranks, scheduler, now = agreements(size * [dist.HashStore()]), Scheduler(rng, size), 0.0
+
+    def clock() -> float:
+        """Looks take so long that they are made after each update, or after about 20."""
+        nonlocal now
+        now += rng.choice([1e-6, 2e-4])
+        return now
+
+    def after_update(agreement: Agreement, *position: Any) -> None:
+        """An update takes 1 ms, and no rank is more than 100 updates ahead of another one."""
+        nonlocal now
+        now += 1e-3
+        rank = agreement.world.rank
+        while made[rank] > min(made) + 100:
+            scheduler.wait(rank)
+        made[rank] += 1
+        original(agreement, *position)
+
+    original, made = Agreement.after_update, size * [0]
+    patched = SimpleNamespace(perf_counter=clock, monotonic=lambda: 0.0, sleep=lambda seconds: None)
+    monkeypatch.setattr(f"{Agreement.__module__}.time", patched)
+    for rank, agreement in enumerate(ranks):
+        monkeypatch.setattr(agreement, "after_update", partial(after_update, agreement))
+        agreement._looked_time, agreement._look_seconds = 0.0, 0.0
+        agreement._store = ScheduledStore(agreement._store, scheduler, rank)  # type: ignore[assignment]
+
+    def run(rank: int) -> Result:
+        scheduler.wait(rank)  # begin, and use the clock, one at a time
+        try:
+            return work(ranks[rank])
+        finally:
+            scheduler.end()
+
+    with ThreadPoolExecutor(size) as pool:
+        found = [pool.submit(run, rank) for rank in range(size)]
+        scheduler.run()
+        return [future.result() for future in found]
+
+
+def seeded() -> random.Random:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    return random.Random(seed)
+
+
+def test_ranks_meet_after_the_same_updates_for_any_order_of_their_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meeting after meeting, at any distance of the ranks, and each learns the wishes of all."""
+    rng = seeded()
+    for _ in range(100):
+        size, number = rng.randint(2, 4), rng.randint(1, 3)
+        when = [[rng.choice([0, 1, 2, 20, LONG]) for _ in range(size)] for _ in range(number)]
+        for updates in when:
+            updates[rng.randrange(size)] = rng.choice([0, 1, 5])
+
+        def work(agreement: Agreement) -> list[int]:
+            held, passed, begun = list[int](), 0, 0
+            while len(held) < number:  # noqa: B023
+                if passed - begun >= when[len(held)][agreement.world.rank]:  # noqa: B023
+                    agreement.wish("stop")
+                passed += 1
+                agreement.after_update(passed, 0, ())
+                if agreement.take("stop"):
+                    held.append(passed)
+                    begun = passed
+                assert passed < LONG
+            return held
+
+        found = run_scheduled(rng, size, work, monkeypatch)
+        assert found == size * found[:1]
+
+
+def test_ranks_that_were_interrupted_in_different_updates_meet_after_a_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = seeded()
+    for _ in range(30):
+        before = [rng.randint(0, 3) for _ in range(rng.randint(2, 3))]
+        when, odd = rng.choice([0, 1, 20]), rng.randrange(len(before))
+
+        def work(agreement: Agreement) -> int:
+            rank = agreement.world.rank
+            for update in range(before[rank]):  # noqa: B023
+                agreement.after_update(update, 0, ())
+            agreement.forget()
+            agreement.gather("restore()", "")
+            for update in range(LONG):
+                if update >= when and rank == odd:  # noqa: B023
+                    agreement.wish("stop")
+                agreement.after_update(update, 0, ())
+                if agreement.take("stop"):
+                    return update
+            raise AssertionError
+
+        found = run_scheduled(rng, len(before), work, monkeypatch)
+        assert found == len(before) * found[:1]
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_concurrent_ranks_meet_after_the_same_update(kind: str) -> None:
+    rng = seeded()
+
+    def run(agreement: Agreement, seed: int, when: float) -> tuple[int, bool]:
+        rng, passed = random.Random(seed), 0
+        began = time.perf_counter()
+        while not (agreement.take("save") or agreement.take("stop")):
+            if time.perf_counter() - began > when:
+                agreement.wish(rng.choice(["save", "stop"]))
+            passed += 1
+            agreement.after_update(passed, 0, ())
+            time.sleep(rng.choice([0, 1e-5, 1e-4]))
+        return passed, agreement.take("stop")
+
+    server = dist.HashStore() if kind == "hash" else dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+    for _ in range(20 if kind == "hash" else 5):
+        size = rng.randint(2, 5)
+        ranks = agreements([server if kind == "hash" else server.clone() for _ in range(size)])
+        seeds = [(rng.getrandbits(32), rng.uniform(0, 0.05)) for _ in ranks]
+        found = in_threads(lambda rank: run(ranks[rank], *seeds[rank]), size)  # noqa: B023
+        assert found == size * found[:1]
+
+
+def test_the_interval_between_looks_keeps_their_cost_small() -> None:
+    (agreement,) = agreements([dist.HashStore()])
+    agreement._updates, agreement._look_seconds = 1, 1e-3  # one update since the last look; 0.5 % of 200 ms
+    for update_seconds, interval in [(0.4, 1), (0.21, 1), (0.11, 2), (0.021, 10), (0.0011, 182)]:
+        assert agreement._interval(agreement._looked_time + update_seconds) == interval
+    agreement._look_seconds = 0.1  # 0.5 % of 20 s, which is more than the longest interval
+    assert agreement._interval(agreement._looked_time + 0.3) == 2
+
+
+def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_ended() -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("localhost", server.port, is_master=False) for _ in range(2)]
+    _, late = agreements(clients)
+    late.after_update(1, 0, ())
+    del server
+    for update in range(2, 6):
+        late.wish("stop")
+        late.after_update(update, 0, ())
+        assert not late.take("stop")
+    with pytest.raises(AbsentRankError, match=r"come to save\(\), but the process that holds the store, .*, has ended"):
+        late.gather("save()", "")
+    late.leave.detach()  # it would print a warning of torch
+    parting._last.clear()
+
+
+# ----------------------------------------------------------------------------------------- ranks that differ hear of it
+
+
+def groups(lr: Any = 0.1, weight_decay: Any = 0.0, betas: Any = (0.9, 0.99)) -> Groups:
+    return ((("lr", 0.5),), (("lr", lr), ("betas", betas), ("weight_decay", weight_decay)))
+
+
+DIFFERENT: dict[str, tuple[tuple[int, int, Groups], str]] = {  # step and epoch relative to those of rank 0
+    "lr": ((0, 0, groups(lr=0.2)), r"lr of parameter group 1, but it is 0\.1 on rank 0 and 0\.2"),
+    "lr nan": ((0, 0, groups(lr=float("nan"))), r"lr of parameter group 1, but it is 0\.1 on rank 0 and nan"),
+    "decay": ((0, 0, groups(weight_decay=0.01)), r"weight_decay of parameter group 1, but it is 0\.0 on .* and 0\.01"),
+    "betas": (
+        (0, 0, groups(betas=(0.9, 0.9))),
+        r"betas of parameter group 1, but it is \(0\.9, 0\.99\) on .* and \(0\.9, 0\.9\)",
+    ),
+    "group": ((0, 0, groups()[:1]), r"lr of parameter group 1, but it is 0\.1 on rank 0 and no number"),
+    "step": ((3, 0, groups()), r"step, but it is \d+ on rank 0 and \d+"),
+    "epoch": ((7, 1, groups()), r"epoch, but it is 0 on rank 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("which", DIFFERENT)
+def test_a_difference_becomes_the_same_error_on_all_ranks(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = seeded()
+    (step, epoch, other), sentence = DIFFERENT[which]
+    for _ in range(15):
+        size, begins = rng.randint(2, 4), rng.choice([1, 2, 30])
+        odd = rng.randrange(1, size)
+
+        def work(agreement: Agreement) -> tuple[int, str]:
+            for update in range(1, LONG):
+                differs = agreement.world.rank == odd and update >= begins  # noqa: B023
+                now = (update + step, epoch, other) if differs else (update, 0, groups())
+                found = message_of(partial(agreement.after_update, *now))
+                if found is not None:
+                    return update, found
+            raise AssertionError
+
+        found = run_scheduled(rng, size, work, monkeypatch)
+        assert found == size * found[:1]
+        met, message = found[0]
+        pattern = rf"^all ranks must train with the same {sentence} on rank {odd} after update (\d+); .+"
+        with pytest.raises(RuntimeError, match=pattern):
+            raise RuntimeError(message)
+        assert begins <= int(message.rpartition("after update ")[2].partition(";")[0]) <= met
+
+
+def test_ranks_that_do_not_differ_hear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if hyperparameters change all the time, are not finite, or are whole on one rank."""
+    rng = seeded()
+
+    def work(agreement: Agreement) -> None:
+        for update in range(1, 200):
+            lr = [update / 3, float("nan"), float("inf"), 1 if agreement.world.rank else 1.0][update // 50]
+            agreement.after_update(update, update // 70, groups(lr=lr))
+
+    run_scheduled(rng, 3, work, monkeypatch)

@@ -1,0 +1,283 @@
+"""The format: what is loaded equals what was saved, in type too; damage and other versions are told."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import warnings
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load as load_safetensors
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from helpers.properties import examples
+from variable_batch_size.checkpoint import format, tensor_file
+
+
+def is_copied(kind: torch.dtype) -> bool:
+    """Return whether torch can copy tensors of a dtype: it only has the names of some, as uint4."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # complex32 is experimental
+        try:
+            torch.empty(2, 2, dtype=kind).T.clone()
+        except (NotImplementedError, RuntimeError):
+            return False
+    return True
+
+
+KINDS = [kind for kind in format.DTYPES.values() if is_copied(kind)]
+
+
+def through_json(value: Any) -> Any:
+    """A value as it is read from a checkpoint with one file."""
+    encoded = format.encode(value)
+    text = format.dumps({"value": encoded.json, "facts": {k: format.described(t) for k, t in encoded.tensors.items()}})
+    file = io.BytesIO()
+    entry, extents = tensor_file.write(file, "file", encoded.tensors)
+    read = format.loads(text)
+    assert entry.bytes == len(file.getvalue())
+    assert tensor_file.is_intact(file, entry, [*extents.values()])
+    tensors = {name: tensor_file.read(file, extent, read["facts"][name]) for name, extent in extents.items()}
+    return format.decode(read["value"], tensors.__getitem__)
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert (type(found), found.dtype, found.shape, found.layout) == (
+            Tensor,
+            expected.dtype,
+            expected.shape,
+            expected.layout,
+        ), where
+        found, expected = found.to_dense(), expected.detach().to_dense()
+        assert (
+            found.cpu()
+            .resolve_conj()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(expected.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+        ), where
+        return
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert [*map(repr, found)] == [*map(repr, expected)], where
+        assert vars(found) == vars(expected) if isinstance(expected, OrderedDict) else True
+        for own, key in zip(found, expected, strict=True):
+            assert_same(own, key)
+            assert_same(found[own], expected[key], f"{where}/{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, (own, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(own, other, f"{where}/{index}")
+    elif isinstance(expected, float):
+        assert (found, math.copysign(1, found)) == (expected, math.copysign(1, expected)) or found != found, where
+    elif isinstance(expected, complex):
+        assert repr(found) == repr(expected), where
+    else:
+        assert found == expected, where
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    kind, shape = draw(st.sampled_from(KINDS)), draw(st.lists(st.integers(0, 4), max_size=3))
+    size = math.prod(shape) * kind.itemsize
+    contents = draw(st.binary(min_size=size, max_size=size))
+    if kind is torch.bool:
+        contents = bytes(byte % 2 for byte in contents)
+    tensor = torch.frombuffer(bytearray(contents), dtype=kind) if contents else torch.empty(0, dtype=kind)
+    tensor = tensor.view(shape)
+    return tensor.permute(draw(st.permutations(range(len(shape)))))
+
+
+hashable = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(), st.just("$")
+)
+leaves = st.one_of(
+    hashable,
+    st.complex_numbers(),
+    st.floats(),
+    st.sampled_from([torch.float32, torch.device("cuda:1"), torch.Size([2, 3]), torch.Size([])]),
+    st.sets(hashable).map(frozenset),
+    st.sets(st.integers()),
+    st.lists(st.integers()).map(Counter),
+    tensors(),
+)
+values = st.recursive(
+    leaves,
+    lambda value: st.one_of(
+        st.lists(value, max_size=3),
+        st.lists(value, max_size=3).map(tuple),
+        st.dictionaries(hashable, value, max_size=3),
+        st.dictionaries(st.text(), value, max_size=3),
+        st.dictionaries(hashable, value, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+@examples(200)
+@given(values)
+def test_what_is_loaded_equals_what_was_saved(value: Any) -> None:
+    assert_same(through_json(value), value)
+
+
+def test_safetensors_reads_the_files() -> None:
+    kept = {name: torch.randn(3, 4).to(kind) for name, kind in (("a", torch.float64), ("b/c", torch.bfloat16))}
+    kept |= {
+        "i": torch.arange(5),
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(2.5),
+        "bool": torch.tensor([True]),
+    }
+    kept["transposed"] = torch.randn(3, 4).T
+    file = io.BytesIO()
+    tensor_file.write(file, "file", {**kept, "complex": torch.tensor([1 + 2j], dtype=torch.complex128)})
+    found = load_safetensors(file.getvalue())
+    assert found.pop("complex").tolist() == [[1.0, 2.0]]
+    assert_same(found, {name: kept[name] for name in found})
+
+
+def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
+    weight = nn.Parameter(torch.randn(3))
+    found = through_json({"a": weight, "b": [weight.detach()], "part": weight[:2]})
+    assert found["a"] is found["b"][0]
+    assert [*format.encode({"a": weight, "b": [weight.detach()], "part": weight[:2]}).tensors] == ["a", "part"]
+
+
+def test_keys_with_the_same_text_do_not_mix_their_tensors() -> None:
+    state = {1: torch.ones(1), "1": torch.zeros(1), "a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    assert_same(through_json(state), state)
+
+
+# The states that torch has. ------------------------------------------------------------------------------------------
+
+
+def optimizers() -> dict[str, torch.optim.Optimizer]:
+    """One of each, after two updates."""
+    found = {}
+    for name, kind in vars(torch.optim).items():
+        if not isinstance(kind, type) or kind is torch.optim.Optimizer or not issubclass(kind, torch.optim.Optimizer):
+            continue
+        torch.manual_seed(0)
+        weights = nn.Parameter(torch.randn(4, 3))
+        options: dict[str, Any] = {"ASGD": {}, "Rprop": {}}.get(
+            name, {"lr": torch.tensor(0.1)} if name == "Adam" else {}
+        )
+        own = kind([weights], **options)
+        for _ in range(2):
+            loss = weights.square().sum()
+            own.zero_grad()
+            loss.backward()
+            if name == "SparseAdam":
+                weights.grad = weights.grad.to_sparse() if weights.grad is not None else None
+            own.step(lambda loss=loss: loss) if name == "LBFGS" else own.step()
+        found[name] = own
+    return found
+
+
+@pytest.mark.torch
+def test_states_of_all_optimizers_of_torch() -> None:
+    found = optimizers()
+    assert len(found) >= 13
+    for name, own in found.items():
+        state = own.state_dict()
+        assert_same(through_json(state), state, name)
+
+
+@pytest.mark.torch
+def test_states_of_all_schedulers_of_torch() -> None:
+    def sgd() -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+
+    arguments: dict[str, dict[str, Any]] = {
+        "LambdaLR": {"lr_lambda": lambda step: 0.5},
+        "MultiplicativeLR": {"lr_lambda": lambda step: 0.5},
+        "StepLR": {"step_size": 2},
+        "MultiStepLR": {"milestones": [1, 1, 3]},
+        "ExponentialLR": {"gamma": 0.9},
+        "CosineAnnealingLR": {"T_max": 5},
+        "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2},
+        "OneCycleLR": {"max_lr": 0.2, "total_steps": 9},
+        "CosineAnnealingWarmRestarts": {"T_0": 2},
+        "ReduceLROnPlateau": {},
+        "ConstantLR": {},
+        "LinearLR": {},
+        "PolynomialLR": {},
+    }
+    known = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    } - {"LRScheduler", "SequentialLR", "ChainedScheduler"}
+    assert known == {*arguments} - ({"ReduceLROnPlateau"} - known)
+    for name, own in arguments.items():
+        optimizer = sgd()
+        scheduler = getattr(lr_scheduler, name)(optimizer, **own)
+        for value in range(3):
+            optimizer.step()
+            scheduler.step(value) if name == "ReduceLROnPlateau" else scheduler.step()
+        if name == "CyclicLR":  # whose state has a bound method in some releases, and cannot be saved as it is
+            continue
+        state = scheduler.state_dict()
+        assert_same(through_json(state), state, name)
+    optimizer = sgd()
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    for both in (lr_scheduler.SequentialLR(optimizer, parts, [2]), lr_scheduler.ChainedScheduler(parts, optimizer)):
+        state = both.state_dict()
+        assert_same(through_json(state), state)
+
+
+def test_states_of_a_gradient_scaler_a_model_and_a_loader() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    loader = StatefulDataLoader(range(9), batch_size=2, shuffle=True)
+    next(iter(loader))
+    for state in (scaler.state_dict(), model.state_dict(), loader.state_dict()):
+        assert_same(through_json(state), state)
+    assert through_json(model.state_dict())["0.weight"].stride() == model[0].weight.stride()
+
+
+# Refusals. -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [lambda: None]},
+        {"a": torch.ones(2).as_subclass(type("Own", (Tensor,), {}))},
+        {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+        {"a": torch.ones(2).to_mkldnn()},
+        {"a": slice(2)},
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_no_checkpoint_can_hold_is_named_with_its_place(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"only tensors and plain Python values, got a .* at part/a"):
+        format.encode(value, "part")
+
+
+def test_any_change_of_the_text_is_seen() -> None:
+    text = format.dumps({"a": [1, {"b": 0.1}], "c": "\u00e9"})
+    assert format.loads(text)["a"] == [1, {"b": 0.1}]
+    for place in range(len(text)):
+        changed = chr(ord(text[place]) ^ 1)
+        for other in (text[:place], text[:place] + text[place + 1 :], text[:place] + changed + text[place + 1 :]):
+            with pytest.raises(ValueError):  # noqa: PT011
+                format.loads(other)
+
+
+def test_another_version_is_named() -> None:
+    facts = json.loads(format.dumps({})) | {"version": 2}
+    with pytest.raises(format.VersionError, match=r"version 2 of the format vbs-checkpoint, but .* version 1"):
+        format.loads(json.dumps(facts))

@@ -1,0 +1,114 @@
+"""A committed checkpoint of each version of the format is read by this library, and a training resumes from it.
+
+`python test/checkpoint/test_versions.py test/checkpoint/version-2` writes one, on two ranks that shard the model.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import variable_batch_size as vbs
+from helpers.processes import spawn
+from variable_batch_size.checkpoint.format import encode
+
+UPDATES, LAST = 3, 6
+SHARED = torch.arange(6.0)
+VALUES = {
+    "types": [None, True, 1, -0.5, "text", (1, ("2",)), {1, 2}, frozenset({3}), b"\0\xff", 1 - 2j, torch.Size([2, 3])],
+    "floats": [float("inf"), float("-inf"), float("nan"), 5e-324],
+    "keys": {1: "a", "1": "b", (2, 3): "c", None: "d", "$": "e"},
+    "dicts": [OrderedDict(b=1, a=2), Counter("aab")],
+    "of torch": [torch.bfloat16, torch.device("cpu", 0), torch.tensor(3), torch.empty(0, 2)],
+    "tensors": [
+        torch.arange(4).to(kind)
+        for kind in (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.complex128)
+    ],
+    "shared": [SHARED, SHARED.view(2, 3).T, SHARED],
+    "sparse": torch.eye(2).to_sparse(),
+}
+
+
+class Values:
+    """A part whose state is `VALUES`."""
+
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return VALUES
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def train(world_and_rank: tuple[int, int], until: int, folder: Path | None = None) -> list[Tensor]:
+    """Train until an update as a rank of a world, from a checkpoint in the folder if there is one; else save one."""
+    features = torch.sin(torch.arange(120.0, dtype=torch.float64)).view(40, 3)
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.cos(number + torch.arange(float(parameter.numel()))).view_as(parameter))
+    if world_and_rank[0] > 1:
+        fully_shard(model)
+    sampler = vbs.CustomSampler(features, "0:3 2:8 4:5", *world_and_rank, minibatch_size=2, seed=4)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=4, model=model)
+    cosine = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": cosine, "values": Values()}
+    saves = vbs.Checkpoint(folder, **parts, best="max:accuracy") if folder else None
+    resumed = saves is not None and saves.restore()
+    for _ in vbs.remaining_epochs(sampler, optimizer, until=9):
+        for rows in sampler:
+            if optimizer.updates == until:
+                break
+            optimizer.backward(model(features[rows]).square().mean())
+            optimizer.step()
+            if not optimizer.inside_step:
+                cosine.step()
+        if optimizer.updates == until:
+            break
+    if saves and not resumed:
+        saves.report(accuracy=0.5)
+    if saves:
+        saves.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("version", [1])
+def test_a_training_resumes_from_a_checkpoint_of_a_version(version: int, tmp_path: Path) -> None:
+    folder = Path(__file__).parent / f"version-{version}"
+    found = vbs.read_checkpoint(folder)["parts"]["values"]
+    expected = encode(VALUES)
+    assert encode(found).json == expected.json
+    for name, tensor in encode(found).tensors.items():
+        assert tensor.dtype == expected.tensors[name].dtype
+        assert tensor.stride() == expected.tensors[name].stride()
+        assert torch.equal(tensor, expected.tensors[name])
+    shutil.copytree(folder, tmp_path / "saved")
+    weights = train((1, 0), LAST, tmp_path / "saved")
+    for one, other in zip(weights, train((1, 0), LAST), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def write(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    train((2, rank), UPDATES, folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    place.mkdir()
+    spawn(write, (place,), nprocs=2)
+    for path in place.iterdir():
+        if path.is_file():
+            path.unlink()

@@ -1,0 +1,81 @@
+"""`vbs checkpoint`, on checkpoints of a training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.checkpoints import checkpoint, truncate_state
+from helpers.commands import run as execute
+from helpers.reference import ADAM, Training, assert_equal, network, training
+
+OPTIONS = {"kind": vbs.AdamScaleOptimizer, "inner": torch.optim.AdamW, "hyperparameters": ADAM}
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Training, Path]:
+    run = training(**OPTIONS)  # type: ignore[arg-type]
+    with checkpoint(tmp_path / "run", run, best="min:loss") as saves:
+        for loss in (0.5, 1.5, 2.5):
+            run.run(1)
+            saves.report(loss=loss)
+            saves.save()
+    return run, tmp_path / "run"
+
+
+def test_show_and_verify(trained: tuple[Training, Path]) -> None:
+    _, folder = trained
+    shown = execute("vbs", "checkpoint", "show", str(folder))
+    lines = shown.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [[f"update-0000000{n}", str(n)] for n in (3, 2, 1)]
+    assert lines[-1].endswith("loss 0.5")
+    one = execute("vbs", "checkpoint", "show", str(folder / "update-00000003")).stdout
+    assert "optimizer" in one
+    assert "vbs-checkpoint" in one
+    facts = json.loads(execute("vbs", "checkpoint", "show", str(folder), "--json").stdout)
+    assert facts["update-00000001"]["metrics"] == {"loss": 0.5}
+    assert execute("vbs", "checkpoint", "verify", str(folder)).returncode == 0
+    truncate_state(folder / "update-00000002")
+    done = execute("vbs", "checkpoint", "verify", str(folder))
+    assert (done.returncode, [line.rpartition(": ")[2] for line in done.stdout.splitlines()]) == (
+        1,
+        ["intact", "checksum mismatch of tensors-0.safetensors", "intact"],
+    )
+    (folder / "update-00000002" / "checkpoint.json").write_text("{")
+    assert "damaged" in execute("vbs", "checkpoint", "show", str(folder)).stdout
+    missing = execute("vbs", "checkpoint", "show", str(folder / "none"))
+    assert (missing.returncode, "must be the folder of a training with checkpoints" in missing.stderr) == (1, True)
+
+
+@pytest.mark.slow("starts commands that import torch")
+def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Path) -> None:
+    run, folder = trained
+    file = tmp_path / "state.pt"
+    done = execute("vbs", "checkpoint", "to-torch", str(folder), str(file))
+    assert done.returncode == 0, done.stderr
+    states = torch.load(file, weights_only=True)
+    model = network()
+    model.load_state_dict(states["model"])
+    inner = torch.optim.AdamW(model.parameters(), **ADAM)
+    inner.load_state_dict(states["optimizer"])
+    expected = run.optimizer.inner.state_dict()
+    torch.testing.assert_close(inner.state_dict()["state"], expected["state"], rtol=0, atol=0)
+
+    torch.save({"model": model.state_dict(), "optimizer": inner.state_dict()}, file)
+    done = execute("vbs", "checkpoint", "from-torch", str(file), str(tmp_path / "begun"))
+    assert done.returncode == 0, done.stderr
+    later = training(**OPTIONS)  # type: ignore[arg-type]
+    with vbs.Checkpoint(tmp_path / "begun", model=later.model, optimizer=later.optimizer) as saves:
+        assert saves.restore(strict=False)
+    assert later.optimizer.updates == 0
+    assert_equal(later.weights(), run.weights(), tolerance=0)
+    torch.testing.assert_close(later.optimizer.inner.state_dict()["state"], expected["state"], rtol=0, atol=0)
+    again = execute("vbs", "checkpoint", "from-torch", str(file), str(tmp_path / "begun"))
+    assert (again.returncode, "must have no checkpoints" in again.stderr) == (1, True)
+    torch.save([1], file)
+    wrong = execute("vbs", "checkpoint", "from-torch", str(file), str(tmp_path / "other"))
+    assert (wrong.returncode, "must have a dict of state dicts" in wrong.stderr) == (1, True)

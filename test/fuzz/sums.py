@@ -1,0 +1,294 @@
+"""`python -m fuzz.sums`: random trainings in processes that sum plainly, in DistributedDataParallel, or over shards.
+
+Each training is cut into segments, of which each has another number of ranks and is summed in another way: plainly, by
+DDP, by FSDP2 (with replicas, with tensor parallelism), or with tensor parallelism alone. It must end like the same one
+in one process that never stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+import variable_batch_size as vbs
+from helpers.ddp_jobs import OPTIONS, WRAPPERS, results
+from helpers.models import Experts
+from helpers.reference import EQUATIONS, Array, SurgeOptimizer, Training, Update, filled, network, training
+from helpers.sharded_jobs import NAMES, Layout
+
+RANKS = 4
+TOLERANCE = 1e-9
+LAYOUTS = {  # of all ranks
+    "hsdp": Layout(2, 2),
+    "tp": Layout(tensors=4),
+    "tp x fsdp": Layout(shards=2, tensors=2),
+    "tp x plain": Layout(2, tensors=2, plain=True),
+}
+
+
+class Segment(NamedTuple):
+    ranks: int
+    by: str  # what sums: "plain", "ddp", "fsdp" or a key of LAYOUTS
+    end: int  # the update after which it ends
+
+
+class Case(NamedTuple):
+    """A random training."""
+
+    kind: Any  # of optimizer
+    sizes: list[int]
+    dataset_size: int
+    minibatch_size: int
+    options: dict[str, Any]
+    wrapper: dict[str, Any]
+    experts: bool  # whether some samples use parameters that others do not
+    tied: bool
+    scaled: bool  # under a GradScaler
+    overflow: int  # the update in which a loss of rank 0 is infinite; -1: none
+    how: str  # of the loop
+    segments: list[Segment]
+
+
+def draw(seed: int) -> Case:
+    rng = random.Random(seed)
+    sizes = [rng.choice([rng.randint(1, 4), rng.randint(1, 40)]) for _ in range(rng.randint(2, 7))]
+    kind = rng.choice(list(EQUATIONS))
+    betas = EQUATIONS[kind].factors(Update.of(2, 1, 9, 1)).one_minus_beta != 1 or "HalfLife" in kind.__name__
+    scaled, experts = rng.random() < 0.2, rng.random() < 0.3 and not betas  # which need equally many updates
+    stops = sorted(rng.sample(range(1, len(sizes)), min(len(sizes) - 1, rng.randint(0, 2))))
+    options = dict(rng.choice(OPTIONS))
+    wrapper = dict(rng.choice(WRAPPERS)) | ({"find_unused_parameters": True} if experts else {})
+    # Under FSDP2 all ranks use the same parameters, and a state has the shards of the previous gradient.
+    whole = experts or options.get("noise") == "differenced"
+    ways = ["plain", "ddp", "ddp", *(() if whole else ("fsdp", "fsdp", "fsdp", *LAYOUTS))]
+    ends = [(rng.randint(1, RANKS), rng.choice(ways), end) for end in (*stops, len(sizes))]
+    return Case(
+        kind=kind,
+        sizes=sizes,
+        dataset_size=max(sizes) + rng.randint(0, 60),
+        minibatch_size=rng.randint(1, 9),
+        options=options,
+        wrapper=wrapper,
+        experts=experts,
+        tied=experts and rng.random() < 0.5,
+        scaled=scaled,
+        overflow=rng.randrange(len(sizes)) if scaled and rng.random() < 0.5 else -1,
+        how=rng.choice(["backward", "optimizer.backward", "updates"]),
+        segments=[Segment(RANKS if by in LAYOUTS else ranks, by, end) for ranks, by, end in ends],
+    )
+
+
+class Meshes(NamedTuple):
+    groups: list[Any]  # of the first 1, 2, 3 and 4 ranks
+    fsdp: list[DeviceMesh]  # of the same
+    others: dict[str, DeviceMesh]  # of LAYOUTS
+
+    @staticmethod
+    def init() -> Meshes:
+        """Call it on every rank."""
+        groups = [dist.new_group(range(size + 1)) for size in range(RANKS)]
+        ranks = [torch.arange(size + 1).view(1, -1, 1) for size in range(RANKS)]
+        others = {name: torch.arange(RANKS).view(layout.shape) for name, layout in LAYOUTS.items()}
+        return Meshes(
+            groups,
+            [DeviceMesh("cpu", own, mesh_dim_names=NAMES) for own in ranks],
+            {name: DeviceMesh("cpu", own, mesh_dim_names=NAMES) for name, own in others.items()},
+        )
+
+
+def build(case: Case, by: str, ranks: int, meshes: Meshes) -> Training:
+    model: Any = filled(Experts()) if case.experts else network()
+    if case.tied:
+        model.common.weight = model.rare.weight
+    group = meshes.groups[ranks - 1] if by in ("plain", "ddp") else None
+    found: dict[str, Any] = {"backend": vbs.LocalBackend() if by == "alone" else vbs.DistributedBackend(group)}
+    if by == "ddp":
+        model = DistributedDataParallel(model, process_group=group, **case.wrapper)
+    elif by == "fsdp":
+        mesh = meshes.fsdp[ranks - 1]
+        model = Layout(shards=ranks).shard(model, mesh, by_layer=len(case.sizes) % 2 > 0)
+        found["backend"] = vbs.DistributedBackend(mesh["shards"].get_group())
+    elif by in LAYOUTS:
+        layout, mesh = LAYOUTS[by], meshes.others[by]
+        model = layout.shard(model, mesh, by_layer=len(case.sizes) % 2 > 0)
+        found = {"world": layout.world} | ({"process_group": mesh["replicas"].get_group()} if layout.plain else {})
+    if isinstance(model, FSDPModule):
+        found["sharded_accumulation"] = len(case.sizes) % 3 > 0 or needs_noise(case)
+    return training(
+        case.kind,
+        case.sizes,
+        dataset_size=case.dataset_size,
+        minibatch_size=case.minibatch_size,
+        model=model,
+        find_unused_parameters=case.experts,
+        **found,
+        **case.options,
+    )
+
+
+def train(case: Case, run: Training, end: int) -> None:
+    """Train until an update."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=case.scaled)
+    loader = torch.utils.data.DataLoader(range(case.dataset_size), batch_sampler=run.sampler, collate_fn=list)
+    while run.optimizer.updates < end:
+        if case.how == "updates":
+            batches = (rows for update in vbs.updates(loader, run.optimizer) for rows in update)
+        else:
+            run.sampler.set_epoch(run.optimizer.epoch)
+            batches = iter(loader)  # type: ignore[assignment]
+        first = True
+        for rows in batches:
+            overflows = first and run.optimizer.updates == case.overflow and run.optimizer.backend.world.rank == 0
+            loss = run.loss(rows) * (torch.inf if overflows and not run.optimizer.inside_step else 1)
+            if case.scaled:
+                run.optimizer.backward(loss, scaler=scaler)
+                scaler.step(run.optimizer)
+                scaler.update()
+            else:
+                plain = case.how == "backward" and not isinstance(run.model, FSDPModule)
+                loss.backward() if plain else run.optimizer.backward(loss)
+                run.optimizer.step()
+            if run.optimizer.updates >= end:
+                return
+
+
+def needs_noise(case: Case) -> bool:
+    return "noise" in case.options or case.kind in (vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer, SurgeOptimizer)
+
+
+def state_of(run: Training) -> Any:
+    """Whole states; every rank has to call it."""
+    module = run.model.module if isinstance(run.model, DistributedDataParallel) else run.model
+    states = copy.deepcopy((module.state_dict(), run.optimizer.state_dict()))
+    for own, parameter in zip(states[1]["state"].values(), run.optimizer.state, strict=True):
+        if isinstance(parameter, DTensor):  # whose place counts: torch 2.9 writes Shard for _StridedShard in a copy
+            where = parameter.device_mesh, parameter.placements
+            shape, stride = parameter.shape, parameter.stride()
+            own |= {
+                name: DTensor.from_local(value.to_local(), *where, shape=shape, stride=stride)
+                for name, value in own.items()
+                if isinstance(value, DTensor) and value.shape == shape
+            }
+    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), states)
+
+
+def load(run: Training, state: Any) -> None:
+    module: Any = run.model.module if isinstance(run.model, DistributedDataParallel) else run.model
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        set_model_state_dict(module, state[0], options=StateDictOptions(full_state_dict=True))
+    else:
+        module.load_state_dict(state[0])
+    run.optimizer.load_state_dict(copy.deepcopy(state[1]))
+    for parameter, own in run.optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            whole = {name: value for name, value in own.items() if getattr(value, "shape", None) == parameter.shape}
+            own |= {name: placed(value, parameter) for name, value in whole.items()}
+
+
+def placed(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """`distribute_tensor` of torch 2.9 does not know the placement of tensor parallelism within FSDP2."""
+    where = like.device_mesh, like.placements
+    shape, offset = compute_local_shape_and_global_offset(like.shape, *where)
+    own = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))].clone()
+    return DTensor.from_local(own, *where, shape=like.shape, stride=like.stride())
+
+
+def difference(found: list[Array], expected: list[Array]) -> float:
+    largest = max(float(np.abs(array).max()) for array in expected)
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True)) / largest
+
+
+def check(seed: int, meshes: Meshes) -> str:
+    """Run a case on this rank, and return what is wrong."""
+    case, rank, state, wrong = draw(seed), dist.get_rank(), None, ""
+    for ranks, by, end in case.segments:
+        carried: list[Any] = [None]
+        if rank < ranks:
+            run = build(case, by, ranks, meshes)
+            if state is not None:
+                load(run, state)
+            train(case, run, end)
+            carried, ended = [state_of(run)], results(run)
+        dist.broadcast_object_list(carried, src=0)
+        state = carried[0]
+    if rank == 0:
+        alone = build(case, "alone", 1, meshes)
+        train(case, alone, len(case.sizes))
+        off = difference(ended, results(alone))
+        wrong = f"weights or noise differ by {off:.1e}" if not off < TOLERANCE else ""
+    return wrong
+
+
+def work(rank: int, port: int, seeds: list[int], folder: str) -> None:
+    """Run cases on this rank until one raises; write what was found."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.dup2(os.open(Path(folder, f"stderr{rank}"), os.O_WRONLY | os.O_CREAT), 2)
+    store = dist.TCPStore("localhost", port, RANKS, is_master=rank == 0)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    meshes = Meshes.init()
+    for seed in seeds:
+        try:
+            wrong, failed = check(seed, meshes), False
+        except Exception as error:
+            wrong, failed = f"rank {rank}: {type(error).__name__}: {error}", True
+        with Path(folder, f"rank{rank}").open("a") as file:
+            file.write(f"{seed} {wrong[:500]!r}\n")
+        if failed:
+            os._exit(0)  # the others hear a closed connection
+
+
+def main() -> int:
+    """Run cases; return 1 if there is a finding."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz.sums", description=__doc__)
+    parser.add_argument("--number", type=int, default=1000, help="how many random trainings to run")
+    parser.add_argument("--seed", type=int, help="the seed of the search (default: another one each time)")
+    parser.add_argument("--case", type=int, help="run this training only")
+    arguments = parser.parse_args()
+    seed = random.randrange(2**31) if arguments.seed is None else arguments.seed
+    rng = random.Random(seed)
+    seeds = [rng.randrange(2**40) for _ in range(arguments.number)] if arguments.case is None else [arguments.case]
+    print(f"search seed {seed}" if arguments.case is None else draw(arguments.case), flush=True)
+    began, findings, number = time.monotonic(), dict[int, str](), len(seeds)
+    while seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            with socket.create_server(("localhost", 0)) as server:
+                port = server.getsockname()[1]
+            mp.start_processes(work, (port, seeds, folder), RANKS, start_method="spawn")
+            lines = [line.split(" ", 1) for path in sorted(Path(folder).glob("rank*")) for line in path.open()]
+            done = max((seeds.index(int(case)) for case, _ in lines), default=len(seeds)) + 1
+            for case, wrong in lines:
+                if wrong.strip() != "''":
+                    findings.setdefault(int(case), wrong.strip())
+            seeds = seeds[done:]
+    for case, wrong in findings.items():
+        print(f"python -m fuzz.sums --case {case}  # {wrong}")
+    print(f"{number} cases, {len(findings)} findings, {(time.monotonic() - began) / number * 1000:.0f} ms a case")
+    return int(bool(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Mistakes with DistributedDataParallel, exceptions and groups, which the processes of test_ddp.py run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import variable_batch_size as vbs
+from helpers.ddp_jobs import ODD, SECONDS, WORLDS, Gan, here, wrapped
+from helpers.mishaps import discard
+from helpers.models import Experts
+from helpers.reference import SGD, filled, network, training
+
+# Errors. -------------------------------------------------------------------------------------------------------------
+
+
+def _with_hook() -> DistributedDataParallel:
+    model = wrapped()
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def _bare_forward() -> None:
+    run = training(model=wrapped(), backend=here())
+    run.model = run.model.module  # type: ignore[assignment]
+    run.run(1)
+
+
+def _bare_forward_with_a_hook() -> None:
+    run = training(sizes=[50], model=_with_hook(), backend=here())
+    for indices in run.sampler:
+        run.optimizer.backward(run.model.module(run.x[indices]).sum())  # type: ignore[operator, union-attr]
+        run.optimizer.step()
+
+
+def _all_forwards_first(model: nn.Module) -> None:
+    run = training(sizes=[8 * dist.get_world_size()], model=model, backend=here())
+    loader = torch.utils.data.DataLoader(range(50), batch_sampler=run.sampler)
+    for update in vbs.updates(loader, run.optimizer):
+        for loss in [run.loss(indices) for indices in update]:
+            run.optimizer.backward(loss)
+            run.optimizer.step()
+
+
+def _all_forwards_before_the_backwards() -> None:
+    _all_forwards_first(wrapped())
+
+
+def _all_forwards_before_the_backwards_with_a_hook() -> None:
+    _all_forwards_first(_with_hook())
+
+
+def _no_backward_of_a_replay() -> None:
+    run = training(sizes=[1], model=wrapped(), backend=here())  # on rank 0 it is no replay
+    for _ in run.sampler:
+        run.optimizer.step()
+
+
+def _graph_of_the_gradients() -> None:
+    run = training(model=wrapped(), backend=here())
+    for indices in run.sampler:
+        run.optimizer.backward(run.loss(indices), create_graph=True)
+
+
+def _frozen_when_wrapped() -> None:
+    model: Any = network()
+    model[0].requires_grad_(False)
+    run = training(model=wrapped(model), backend=here()).run(1)
+    model[0].requires_grad_(True)
+    run.run(1)
+
+
+def _parameter_outside() -> None:
+    other = nn.Parameter(torch.zeros(1))
+    training(model=wrapped(), inner=lambda own, **rest: torch.optim.SGD([*own, other], **SGD), backend=here())
+
+
+def _hook_and_noise() -> None:
+    training(vbs.AdaScaleOptimizer, model=_with_hook(), backend=here())
+
+
+def _hook_and_plain_backward() -> None:
+    training(sizes=[50], model=_with_hook(), backend=here()).run(1)
+
+
+def _static_graph() -> None:
+    training(sizes=[50], model=wrapped(static_graph=True), backend=here()).run(2)
+
+
+def _scale_unknown_in_backward() -> None:
+    run, scaler = training(sizes=[50], model=wrapped(), backend=here()), torch.amp.GradScaler("cpu")
+    for indices in run.sampler:
+        scaler.scale(run.loss(indices)).backward()
+        scaler.step(run.optimizer)
+
+
+def _two_optimizers_under_a_scaler() -> None:
+    model = wrapped()
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    run = training(sizes=[50], model=model, inner=lambda _, **own: torch.optim.SGD(first, **own), backend=here())
+    other = vbs.ConstantOptimizer(torch.optim.SGD(second, **SGD), run.sampler, model=model, backend=here())
+    scaler = torch.amp.GradScaler("cpu")
+    for indices in run.sampler:
+        run.optimizer.backward(run.loss(indices), scaler=scaler)
+        scaler.step(run.optimizer)
+        scaler.step(other)
+
+
+def _unknown_wrapper(*, unscale: bool) -> None:
+    run, scaler = training(sizes=[50], backend=here()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    run.model = wrapped(run.model)
+    for indices in run.sampler:
+        scaler.scale(run.loss(indices)).backward()
+        if unscale:
+            scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
+def _wrapper_that_the_optimizer_does_not_know() -> None:
+    _unknown_wrapper(unscale=False)
+
+
+def _wrapper_that_the_optimizer_does_not_know_and_unscale() -> None:
+    _unknown_wrapper(unscale=True)
+
+
+def _other_ranks() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    training(model=wrapped(process_group=groups[dist.get_rank()]), backend=here())
+
+
+def _unused_parameters() -> None:
+    training(sizes=[50], model=wrapped(filled(Experts()), bucket_cap_mb=1e-5), backend=here()).run(1)
+
+
+def _gan(zero: bool) -> None:
+    """The generator's loss goes through the discriminator's wrapper before the discriminator's own does."""
+    own, sampler = Gan(ddp=True), vbs.CustomSampler(40, 40, minibatch_size=40, fixed_shape=False)
+    inner = torch.optim.SGD(own.discriminator.parameters(), lr=0.1)
+    optimizer = vbs.ConstantOptimizer(inner, sampler, model=own.discriminator)
+    for rows in sampler:
+        own.discriminator(own.generator(own.noise[rows])).sum().backward()
+        if zero:
+            optimizer.zero_grad()
+        own.loss_d(rows).backward()
+        optimizer.step()
+
+
+def _gan_with_zero_grad() -> None:
+    _gan(zero=True)
+
+
+def _gan_without_zero_grad() -> None:
+    _gan(zero=False)
+
+
+def _second_backward() -> None:
+    run = training(sizes=[50], model=wrapped(), backend=here())
+    for indices in run.sampler:
+        output = run.model(run.x[indices])
+        run.optimizer.backward(output.sum(), retain_graph=True)
+        run.optimizer.backward(output.square().sum())
+        run.optimizer.step()
+
+
+def _zero_grad_before_the_last_microbatch() -> None:
+    run = training(sizes=[8 * dist.get_world_size()], model=wrapped(), backend=here())
+    for indices in run.sampler:
+        run.model.zero_grad()
+        run.loss(indices).backward()
+        run.optimizer.step()
+
+
+def _clipped_in_the_loop() -> None:
+    run = training(sizes=[50], minibatch_size=64, model=wrapped(), backend=here())
+    for indices in run.sampler:
+        run.loss(indices).backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+        run.optimizer.step()
+
+
+def _earlier_optimizer_of_the_same_parameters() -> None:
+    model = wrapped()
+    earlier, later = (training(sizes=[50], minibatch_size=64, model=model, backend=here()) for _ in range(2))
+    earlier.run(1)
+    assert later
+
+
+def _complex_parameters() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    training(model=wrapped(model), backend=here())
+
+
+def _not_a_model() -> None:
+    training(**{"model": network()}, backend=here()).run(1)
+    vbs.ConstantOptimizer(torch.optim.SGD(network().parameters()), vbs.CustomSampler(9, 3), model="bare")  # type: ignore[arg-type]
+
+
+ERRORS: tuple[Callable[[], None], ...] = (
+    _bare_forward, _bare_forward_with_a_hook, _all_forwards_before_the_backwards,
+    _all_forwards_before_the_backwards_with_a_hook, _no_backward_of_a_replay, _graph_of_the_gradients,
+    _frozen_when_wrapped, _parameter_outside, _hook_and_noise, _hook_and_plain_backward, _static_graph,
+    _scale_unknown_in_backward, _two_optimizers_under_a_scaler, _wrapper_that_the_optimizer_does_not_know,
+    _wrapper_that_the_optimizer_does_not_know_and_unscale, _other_ranks, _unused_parameters, _gan_with_zero_grad,
+    _gan_without_zero_grad, _second_backward, _zero_grad_before_the_last_microbatch, _clipped_in_the_loop,
+    _earlier_optimizer_of_the_same_parameters, _complex_parameters, _not_a_model,
+)  # fmt: skip
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    for mistake in ERRORS:
+        try:
+            mistake()
+        except (RuntimeError, TypeError, ValueError) as error:
+            yield mistake.__name__.lstrip("_"), str(error)
+
+
+# Exceptions. ---------------------------------------------------------------------------------------------------------
+
+
+def discards(rank: int, folder: Path, size: int, where: str, who: str) -> None:
+    """Raise in the third update of a training in DistributedDataParallel, see `discard`."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
+    run, fails = training(sizes=ODD, model=wrapped(), backend=here()), who == "all ranks" or rank == size - 1
+    layer: Any = run.model.module[1]  # type: ignore[index]
+    discard(run, layer, len(ODD), where, fails=fails, path=folder / f"rank{rank}.json")
+
+
+def groups(rank: int, folder: Path) -> None:
+    """Two pairs of ranks train on equal batches; then one rank changes its learning rate, which all four hear."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    store = dist.FileStore(str(folder / "store"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=SECONDS))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = pairs[rank // 2]
+    found: dict[str, Any] = {"weights": [], "messages": []}
+    for ddp in (False, True):
+        model: nn.Module = DistributedDataParallel(network(), process_group=own) if ddp else network()
+        run = training(sizes=ODD, dataset_size=400, model=model, process_group=own).run(len(ODD))
+        found["weights"].append([array.tolist() for array in run.weights()])
+        run.optimizer.param_groups[0]["lr"] *= 1 + (rank == 3)
+        try:
+            run.run(20)
+        except RuntimeError as error:
+            found["messages"].append(str(error))
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def run_mistakes(rank: int, folder: Path) -> None:
+    """Make the mistakes in each world that this rank belongs to, and write the messages by world and rank."""
+    torch.set_num_threads(1)
+    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    for size in WORLDS:
+        if rank < size:
+            store = dist.FileStore(str(folder / f"store{size}"), size)
+            limit = timedelta(seconds=SECONDS)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+            (folder / f"world{size}-rank{rank}.json").write_text(json.dumps(dict(messages())))
+            dist.destroy_process_group()

@@ -1,0 +1,35 @@
+"""An interrupt at a line of the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import variable_batch_size as vbs
+
+PACKAGE = str(Path(vbs.__file__).parent)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of the package that the block executes."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._trace

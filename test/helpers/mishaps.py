@@ -1,0 +1,94 @@
+"""Trainings in which something goes wrong on the way: losses that overflow, and exceptions that the loop survives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import variable_batch_size as vbs
+from helpers.reference import Array, Training, assert_equal, twin
+
+SECONDS = 20  # within which ranks end, or go on
+
+
+def train_scaled(run: Training, updates: int, *, overflows: bool) -> list[Array]:
+    """Train under a GradScaler, with a loss that overflows here in the second and the fifth update, or on no rank."""
+    scaler, due = torch.amp.GradScaler("cpu", init_scale=1024.0), {1, 4} if overflows else set[int]()
+    for indices in run.sampler:
+        loss = run.loss(indices)
+        if run.optimizer.updates in due:
+            due.discard(run.optimizer.updates)
+            loss = loss * torch.inf
+        run.optimizer.backward(loss, scaler=scaler)
+        scaler.step(run.optimizer)
+        scaler.update()
+        if run.optimizer.updates == updates:
+            break
+    return run.weights()
+
+
+class StopError(Exception):
+    """Raised by a loop, which swallows it."""
+
+
+def _fail(*_: object) -> None:
+    raise StopError
+
+
+def discard(run: Training, layer: nn.Module, updates: int, where: str, *, fails: bool, path: Path) -> None:
+    """Raise in the last microbatch of the third update and start the step over; write how it ended, and the seconds.
+
+    Args:
+        run: the training.
+        layer: one in the middle of the model.
+        updates: number of updates.
+        where: "forward", "backward" or "between" them and `step()`.
+        fails: whether it does so on this rank.
+        path: file of the message, the seconds and the weights, which there are unless it ended with an error.
+    """
+    message, began, weights = "finished", time.monotonic(), list[Any]()
+    try:
+        while run.optimizer.updates < updates:
+            run.sampler.set_epoch(run.optimizer.epoch)
+            try:
+                for indices in run.sampler:
+                    due = run.optimizer.microbatch
+                    failing = fails and due.ends_step and due.step == 2
+                    fails = fails and not failing
+                    if failing and where == "forward":
+                        layer.register_forward_hook(_fail)
+                    if failing and where == "backward":
+                        layer.register_full_backward_hook(_fail)
+                    run.optimizer.backward(run.loss(indices))
+                    if failing and where == "between":
+                        raise StopError
+                    run.optimizer.step()
+            except StopError:
+                layer._forward_hooks.clear()
+                layer._backward_hooks.clear()
+                run.optimizer.discard_step(timeout=3)
+        weights = [array.tolist() for array in run.weights()]
+    except RuntimeError as error:
+        message = str(error)
+    path.write_text(json.dumps((message, time.monotonic() - began, weights)))
+
+
+def assert_discarded(folder: Path, size: int, who: str, updates: Sequence[int]) -> None:
+    """Check that all ranks go on, if all have discarded the step, or that all have ended."""
+    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+    messages, seconds, weights = zip(*found, strict=True)
+    assert max(seconds) < SECONDS
+    if who == "one rank":
+        assert "every rank must come to discard_step(), but" in messages[-1]
+        assert "finished" not in messages
+    else:
+        assert messages == size * ("finished",)
+        for own in weights:
+            assert_equal([np.array(array) for array in own], twin(vbs.LinearRuleOptimizer, updates))

@@ -1,0 +1,170 @@
+"""`optimizer.backward(loss)`: the gradients of `loss.backward()`, and every foreign change of them is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.properties import examples
+from helpers.reference import SIZES, Training, assert_equal, training, twin
+from variable_batch_size.backend import Backend
+from variable_batch_size.testing import run_ranks
+
+
+def parameters(run: Training) -> list[Any]:
+    return list(run.model.parameters())
+
+
+def scale(run: Training) -> None:
+    for parameter in parameters(run):
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "clip_grad_norm_": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3),
+    "zero_grad(set_to_none=False)": lambda run: run.model.zero_grad(set_to_none=False),
+    "zero_grad()": lambda run: run.model.zero_grad(),
+    "scaled": scale,
+    "loss.backward()": lambda run: run.loss([0, 1]).backward(),
+    "replaced": lambda run: setattr(parameters(run)[0], "grad", torch.ones_like(parameters(run)[0])),
+}
+OPTIONS: list[dict[str, Any]] = [{}, {"noise": "differenced"}, {"accumulation": "buffered"}, {"max_grad_norm": 0.1}]
+REFUSED = (
+    r"only optimizer.backward\(\) may change gradients .* something else has changed that of parameter \d, of shape"
+)
+
+
+@given(
+    change=st.sampled_from(sorted(CHANGES)),
+    update=st.integers(0, 12),
+    sizes=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    after=st.booleans(),
+    options=st.sampled_from(OPTIONS),
+)
+@examples(150)
+def test_a_foreign_change_is_seen_in_any_update(
+    change: str, update: int, sizes: list[int], after: bool, options: dict[str, Any]
+) -> None:
+    """After the backward of the last microbatch, or before it; unless there is nothing to change."""
+    run = training(sizes=sizes, dataset_size=400, **options)
+    for indices in run.sampler:
+        here = run.optimizer.updates == update and run.optimizer.microbatch.ends_step
+        if here:
+            nothing = all(parameter.grad is None for parameter in parameters(run))
+            if not after:
+                if nothing and change not in ("loss.backward()", "replaced"):
+                    return
+                if update == 0 and not run.optimizer.inside_step:
+                    return  # what a loop that was left has left is dropped at the first microbatch of the next one
+                CHANGES[change](run)
+            before = run.weights()
+            with pytest.raises(RuntimeError, match=f"{REFUSED}|must follow the backward"):  # noqa: PT012
+                run.optimizer.backward(run.loss(indices))
+                if after:
+                    CHANGES[change](run)
+                run.optimizer.step()
+            assert_equal(run.weights(), before, 0)
+            run.optimizer.discard_step()
+            return
+        run.optimizer.backward(run.loss(indices))
+        run.optimizer.step()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    world=st.integers(1, 3),
+    options=st.sampled_from(OPTIONS),
+    parts=st.integers(1, 3),
+)
+@examples(40)
+def test_any_number_of_losses_is_the_sum_of_them(
+    sizes: list[int], world: int, options: dict[str, Any], parts: int
+) -> None:
+    def train(backend: Backend, by: str) -> Training:
+        run = training(sizes=sizes, dataset_size=200, backend=backend, **options)
+        for indices in run.sampler:
+            loss = run.loss(indices)
+            for number in range(parts):
+                share, retain = loss / parts, number + 1 < parts
+                if by == "optimizer":
+                    run.optimizer.backward(share, retain_graph=retain)
+                else:
+                    share.backward(retain_graph=retain)
+            if run.optimizer.step() and run.optimizer.updates == len(sizes):
+                break
+        return run
+
+    plain = run_ranks(lambda backend: train(backend, "loss"), world)[0].weights()
+    for run in run_ranks(lambda backend: train(backend, "optimizer"), world):
+        assert_equal(run.weights(), plain, 1e-13)
+
+
+def test_gradients_of_another_backward_before_a_step_are_dropped_by_zero_grad() -> None:
+    """As those that a generator leaves in its discriminator."""
+    run = training()
+    for indices in run.sampler:
+        if not run.optimizer.inside_step:
+            run.loss([0]).backward()
+            run.optimizer.zero_grad()
+        run.optimizer.backward(run.loss(indices))
+        run.optimizer.step()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+def test_the_scale_of_the_first_microbatch_holds_for_the_step() -> None:
+    def train(backend: Backend) -> Training:
+        run = training(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, backend=backend, max_grad_norm=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+        scales, updated = set(), 0
+        for indices in run.sampler:
+            run.optimizer.backward(run.loss(indices), scaler=scaler)
+            held = run.optimizer._updater.gradient._scale
+            assert held is not None
+            scales.add((run.optimizer.updates, held.item()))
+            updated += bool(scaler.step(run.optimizer))
+            scaler.update()
+        assert updated == len(scales) == 4  # one scale an update
+        assert scaler.get_scale() > 2.0**8
+        return run
+
+    for run in run_ranks(train, 2):
+        assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, max_grad_norm=0.5))
+
+
+def test_an_unscaled_gradient_names_max_grad_norm() -> None:
+    run, scaler = training(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for indices in run.sampler:
+        run.optimizer.backward(run.loss(indices), scaler=scaler)
+        scaler.unscale_(run.optimizer)
+        with pytest.raises(RuntimeError, match=r"without unscale_\(\), and clip with max_grad_norm="):
+            scaler.step(run.optimizer)
+        return
+
+
+def test_a_scaler_that_is_off_changes_nothing() -> None:
+    run, scaler = training(), torch.amp.GradScaler("cpu", enabled=False)
+    for indices in run.sampler:
+        run.optimizer.backward(run.loss(indices), scaler=scaler)
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:4]))
+
+
+def test_a_backward_after_an_exception_in_a_step_is_refused() -> None:
+    run = training()
+    indices = next(iter(run.sampler))
+    run.optimizer.backward(run.loss(indices))
+    run.optimizer._updater.gradient.accumulation = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        run.optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"^backward\(\) must be called in an intact step, but step 0 was interrupted"
+    ):
+        run.optimizer.backward(run.loss(indices))

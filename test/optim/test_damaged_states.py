@@ -1,0 +1,171 @@
+"""States that lack an entry, or of which one is damaged, or that are of something else: nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.properties import examples
+from helpers.reference import Training, assert_equal, training
+from variable_batch_size.adaptive import NoiseScale
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"noise": "differenced"},
+    {"kind": vbs.SqrtSDERuleOptimizer},
+    {"sizes": vbs.AdaptiveTrace(NoiseScale(), start=4, every=1, bounds=(1, 8))},
+]
+OPTIONAL = {"bias_correction", "noise", "stopwatch", "growth", "minibatch_size", "earlier", "has_gradient"}
+DAMAGE: list[Any] = [None, "nonsense", [], {}, [None], {"x": 1}, 1.5, -3]
+
+
+def of(options: dict[str, Any]) -> Training:
+    options = dict(options)
+    kind, sizes = options.pop("kind", vbs.LinearRuleOptimizer), options.pop("sizes", [8, 3, 5])
+    if isinstance(sizes, vbs.AdaptiveTrace):
+        run = training(kind, [4], dataset_size=60)
+        sampler = vbs.CustomSampler(60, sizes, 1, 0, minibatch_size=4, fixed_shape=False)
+        optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(run.model.parameters(), lr=0.01), sampler, 4)
+        return Training(run.model, sampler, optimizer, run.x, run.target)
+    return training(kind, sizes, dataset_size=60, **options)
+
+
+def places(state: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all entries of nested dictionaries."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield (*at, key)
+            yield from places(value, (*at, key))
+
+
+@pytest.mark.filterwarnings("ignore:The (training|trace) goes on differently")
+@given(st.sampled_from(OPTIONS), st.sampled_from(["drop", *DAMAGE]), st.data())
+@examples(150)
+def test_a_damaged_state_is_refused_or_is_as_good(options: dict[str, Any], damage: Any, data: st.DataObject) -> None:
+    state = copy.deepcopy(of(options).run(3).optimizer.state_dict())
+    own = {"vbs": state["vbs"], "param_groups": {}, "state": {}}
+    path = data.draw(st.sampled_from(sorted(places(own), key=str)), label="entry")
+    parent: Any = state
+    for key in path[:-1]:
+        parent = parent[key]
+    if damage == "drop":
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = damage
+    run = of(options).run(2)
+    before, weights = copy.deepcopy(run.optimizer.state_dict()), run.weights()
+    try:
+        run.optimizer.load_state_dict(state)
+    except ValueError:
+        assert repr(run.optimizer.state_dict()) == repr(before)
+        assert_equal(run.weights(), weights)
+        assert run.sampler.clock.step == run.optimizer.updates == 2
+        run.run(2)
+        return
+    run.run(1)  # what was lost or changed can be done without
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("progress", math.nan), ("progress", -1.0), ("samples", 17), ("first_step", 4), ("epoch_samples", 61)],
+)
+def test_numbers_that_do_not_agree_are_refused(name: str, value: float) -> None:
+    """Each has the right type, but no training has them together."""
+    state, run = of({}).run(3).optimizer.state_dict(), of({}).run(1)
+    (state["vbs"] if name == "progress" else state["vbs"]["sampler"])[name] = value
+    with pytest.raises(ValueError, match=r"must agree with one another, got|must be a finite number >= 0, got"):
+        run.optimizer.load_state_dict(state)
+    assert run.optimizer.updates == 1
+
+
+@pytest.mark.parametrize("name", ["noise", "minibatch_size"])
+def test_a_measured_noise_cannot_be_lost(name: str) -> None:
+    state, run = of({"noise": "differenced"}).run(3).optimizer.state_dict(), of({"noise": "differenced"})
+    del state["vbs"][name]
+    with pytest.raises(
+        ValueError, match=rf"must hold {name}, of type \w+, but this one lacks it; restore one as it was"
+    ):
+        run.optimizer.load_state_dict(state)
+
+
+def test_a_state_of_another_version_names_both() -> None:
+    state, run = of({}).run(1).optimizer.state_dict(), of({})
+    state["vbs"]["sampler"]["version"] = 7
+    with pytest.raises(ValueError, match="must be of version 1, got one of version 7; load it with the release"):
+        run.optimizer.load_state_dict(state)
+    del state["vbs"]["sampler"]["version"]
+    with pytest.raises(ValueError, match="got one of version unknown"):
+        run.optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="got one of version unknown"):
+        run.sampler.load_state_dict(state["vbs"]["sampler"])
+
+
+KINDS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RAdam]
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("here", KINDS)
+def test_the_state_of_another_kind_of_optimizer_is_refused(saved: Any, here: Any) -> None:
+    state = training(inner=saved, hyperparameters={}).run(2).optimizer.state_dict()
+    run = training(inner=here, hyperparameters={})
+    if saved is here:
+        run.optimizer.load_state_dict(state)
+        return
+    before = copy.deepcopy(run.optimizer.state_dict())
+    match = (
+        f"it was saved of {saved.__name__} and this is {here.__name__}; create the optimizer that was saved, or pass"
+    )
+    with pytest.raises(ValueError, match=match):
+        run.optimizer.load_state_dict(state)
+    assert repr(run.optimizer.state_dict()) == repr(before)
+
+
+def test_other_groups_are_told_with_their_sizes() -> None:
+    """As by a training that resumes after it has unfrozen some."""
+    run, other = training(), training()
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    sizes = [[len(group["params"]) for group in one.optimizer.param_groups] for one in (run, other)]
+    for one, another, (saved, here) in ((run, other, sizes), (other, run, sizes[::-1])):
+        match = re.escape(f"but it has {saved} and the optimizer {here}; create the same groups before")
+        with pytest.raises(ValueError, match=match):
+            another.optimizer.load_state_dict(one.optimizer.state_dict())
+
+
+def test_other_microbatches_under_measured_noise_are_told() -> None:
+    training(minibatch_size=2).optimizer.load_state_dict(training().run(2).optimizer.state_dict())  # no word
+    state = training(noise="microbatches").run(2).optimizer.state_dict()
+    with pytest.warns(UserWarning, match="goes on differently: minibatch_size was 4 and is 2"):
+        training(minibatch_size=2, noise="microbatches").optimizer.load_state_dict(state)
+
+
+def test_tables_can_be_copied_and_pickled() -> None:
+    assert copy.deepcopy(vbs.RULES) == pickle.loads(pickle.dumps(vbs.RULES)) == vbs.RULES
+
+
+def test_a_dataset_is_given_by_its_size_or_itself() -> None:
+    assert vbs.CustomSampler(torch.tensor(64), 8, 1, 0).plan.dataset_size == 64
+    assert vbs.CustomSampler(np.array(64), 8, 1, 0).plan.dataset_size == 64
+    assert vbs.CustomSampler(torch.zeros(64, 3), 8, 1, 0).plan.dataset_size == 64
+    with pytest.raises(TypeError, match=r"must be a number of samples, or the dataset, got '64' \(str\); pass an int"):
+        vbs.CustomSampler("64", 8, 1, 0)
+    loader = torch.utils.data.DataLoader(torch.zeros(64), batch_size=4)
+    with pytest.raises(TypeError, match=r"must be a number of samples, or the dataset, got .*; pass loader.dataset"):
+        vbs.CustomSampler(loader, 8, 1, 0)
+
+
+def test_a_schedule_that_never_ends_does_not_stop() -> None:
+    with pytest.raises(
+        ValueError, match=r'on_end="stop" needs a trace with a last step, got one that goes on for ever'
+    ):
+        vbs.CustomSampler(64, "0:8 4:16", 1, 0, on_end="stop")

@@ -1,0 +1,129 @@
+"""DistributedDataParallel sums: the updates of plain sums and of one process, and errors where it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.ddp_jobs import ODD, SAME, WORLDS, alone, run_scenarios
+from helpers.ddp_mistakes import ERRORS, discards, groups, run_mistakes
+from helpers.mishaps import assert_discarded
+from helpers.processes import spawn
+from helpers.reference import assert_equal, twin
+
+pytestmark = pytest.mark.torch
+
+FORWARD = (
+    r"must sum in the last .*, but no forward of it came after the step\(\) .*; call it \(not its \.module\), then b"
+)
+UNKNOWN = r"only backward\(\) may change .*, but something else has changed them; pass a DistributedDataParallel to"
+MESSAGES = {
+    "bare_forward": FORWARD,
+    "bare_forward_with_a_hook": FORWARD,
+    "all_forwards_before_the_backwards": FORWARD,
+    "all_forwards_before_the_backwards_with_a_hook": FORWARD,
+    "no_backward_of_a_replay": r"call loss\.backward\(\) (before step\(\) for replays, too, whose weight is 0|first)$",
+    "graph_of_the_gradients": r"^create_graph=True needs .*, but .* sums them in backward\(\); omit it, or train",
+    "frozen_when_wrapped": r"must sum all gradients, but it leaves out that of parameter 0, of shape \(4, 3\), which",
+    "parameter_outside": r"must have all parameters of the optimizer, but parameter 4, of shape \(1,\), is not in it",
+    "hook_and_noise": r"without a communication hook, because .*, but model= has one; create it without",
+    "hook_and_plain_backward": r"each loss must carry its weight, but .*; call optimizer\.backward\(loss\)",
+    "static_graph": r"with static_graph=True must sum in each backward\(\), but .*; create it without static_graph",
+    "scale_unknown_in_backward": r"known there; call optimizer\.backward\(loss, scaler=scaler\) instead of",
+    "two_optimizers_under_a_scaler": r"the scale of a loss must be known .*, and train all .* by one optimizer$",
+    "wrapper_that_the_optimizer_does_not_know": UNKNOWN,
+    "wrapper_that_the_optimizer_does_not_know_and_unscale": UNKNOWN,
+    "other_ranks": r"over the ranks that share a batch, but it has ranks \[\d\] and the optimizer \[0, .*; pass",
+    "unused_parameters": r"for all its parameters .*, but it got too few to sum any; create it with find_unused_para",
+    "gan_with_zero_grad": r"but zero_grad\(\) would drop them on this one; call model\.module for another optimi",
+    "gan_without_zero_grad": r"must stay .* until step\(\), but something has changed them; .* call model\.module for",
+    "second_backward": r"but something has changed them; add the losses of a microbatch and call backward\(\) on",
+    "zero_grad_before_the_last_microbatch": r"must stay in \.grad until its last microbatch, but they were cleared",
+    "clipped_in_the_loop": r"but something has changed them; .*, clip with max_grad_norm=",
+    "earlier_optimizer_of_the_same_parameters": r"must belong to one optimizer, but a later one has it, too; train wi",
+    "complex_parameters": r"must be real, but parameter 0 has dtype torch\.complex64; train the bare module",
+    "not_a_model": r"model must be a torch\.nn\.Module, got 'bare' \(str\); pass the model whose",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ddp")
+    spawn(run_scenarios, (path,), nprocs=max(WORLDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return alone()
+
+
+@pytest.fixture(params=WORLDS, ids="world {}".format)
+def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    size = request.param
+    return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in SAME])
+def test_the_updates_are_those_of_one_process(name: str, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for rank in ranks:
+        plain, ddp = rank[name]
+        assert plain.keys() == ddp.keys() == expected[name].keys()
+        for case, weights in plain.items():
+            assert_equal(ddp[case], weights)
+            assert_equal(ddp[case], ranks[0][name][1][case], 0)
+            if name != "gan":  # in which a microbatch sees what the ones before have updated
+                assert_equal(weights, expected[name][case])
+
+
+def test_a_replay_leaves_statistics_and_random_numbers_as_they_were(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert rank["replayed"] == 8 * [number == 0]
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("who", ["all ranks", "one rank"])
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_after_an_exception_all_ranks_go_on_or_end(where: str, who: str, size: int, tmp_path: Path) -> None:
+    spawn(discards, (tmp_path, size, where, who), nprocs=size)
+    assert_discarded(tmp_path, size, who, ODD)
+
+
+@pytest.mark.slow("starts processes")
+def test_ranks_outside_a_group_agree_on_everything_but_the_batch(tmp_path: Path) -> None:
+    spawn(groups, (tmp_path,), nprocs=4)
+    expected = twin(vbs.LinearRuleOptimizer, ODD, dataset_size=400)
+    for rank in range(4):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for weights in found["weights"]:
+            assert_equal([np.array(array) for array in weights], expected)
+        for message in found["messages"]:
+            assert "same lr of parameter group 0, but it is 0.02 on rank 0 and 0.04 on rank 3" in message
+        assert len(found["messages"]) == 2
+
+
+def test_each_error_is_tested() -> None:
+    assert [one.__name__.lstrip("_") for one in ERRORS] == list(MESSAGES)
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mistakes")
+    spawn(run_mistakes, (path,), nprocs=max(WORLDS))
+    return path
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("mistake", MESSAGES)
+def test_a_mistake_raises_on_every_rank(mistakes: Path, size: int, mistake: str) -> None:
+    for rank in range(size):
+        found = json.loads((mistakes / f"world{size}-rank{rank}.json").read_text())
+        with pytest.raises(RuntimeError, match=MESSAGES[mistake]):
+            raise RuntimeError(found.get(mistake, "no error"))

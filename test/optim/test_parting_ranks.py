@@ -1,0 +1,83 @@
+"""Processes of which one takes a wrong turn: all of them end, with the same sentence, soon."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from helpers.agreement_jobs import PART_AFTER, rank
+from helpers.processes import spawn
+
+SECONDS = 10
+HYPERPARAMETER = r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}} after update \d+; set it to"
+
+PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d makes the next update; load, save, read"
+
+
+def parted(folder: Path, size: int, how: str) -> list[tuple[str, float, int]]:
+    """Return the message, the seconds and the updates of each rank."""
+    with socket.create_server(("localhost", 0)) as server:
+        (folder / "port").write_text(str(server.getsockname()[1]))
+    spawn(rank, (folder, size, how), nprocs=size)
+    return [tuple(json.loads((folder / f"rank{number}.json").read_text())) for number in range(size)]
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.torch
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("lr", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0005")),
+        ("weight_decay", HYPERPARAMETER.format("weight_decay", r"0\.01", r"0\.005")),
+        ("epoch", r"same epoch, but it is 0 on rank 0 and 1 on rank {} after update \d+; let all ranks end an epoch"),
+        ("saves", r"same order, but rank 0 is in Accumulator\.read\(\) and rank {} in a save of the Checkpoint; call"),
+        ("is signalled", "^143$"),
+        ("saves alone", PASSED.format("a save of the Checkpoint")),
+        ("adds a group alone", PASSED.format("the first update .*, or with other parameters")),
+        ("loads alone", PASSED.format("the first update .*, of a restored state, .*")),
+        ("reads metrics alone", PASSED.format(r"Accumulator\.read\(\)")),
+        ("before a save", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
+        ("before the end", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
+        ("before an epoch ends", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
+        ("lr in DDP", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0005")),
+        ("saves alone in DDP", PASSED.format("a save of the Checkpoint")),
+        ("loads alone in DDP", PASSED.format("the first update .*, of a restored state, .*")),
+        ("adds a group beside a late rank", PASSED.format("the first update .*, or with other parameters")),
+    ],
+    ids=lambda value: value.replace(" ", "_") if len(value) < 30 else "",
+)
+def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(
+    how: str, sentence: str, size: int, tmp_path: Path
+) -> None:
+    found = parted(tmp_path, size, how)
+    messages, seconds, updates = zip(*found, strict=True)
+    assert messages == size * (messages[0],)
+    with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
+        raise RuntimeError(messages[0])
+    assert max(seconds) < SECONDS
+    assert min(updates) >= PART_AFTER
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.torch
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("leaves", "restart all ranks from the last checkpoint"),
+        ("leaves in DDP", "[Cc]onnection|closed"),
+        ("leaves before a save", r"every rank must come to a save of the Checkpoint, but rank {} has not, and a rank"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if len(value) < 25 else "",
+)
+def test_ranks_do_not_wait_long_for_a_process_that_has_left(how: str, sentence: str, size: int, tmp_path: Path) -> None:
+    *others, _ = parted(tmp_path, size, how)
+    for message, seconds, updates in others:
+        with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
+            raise RuntimeError(message)
+        assert seconds < SECONDS
+        assert updates == PART_AFTER
