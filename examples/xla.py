@@ -28,9 +28,10 @@ def train(epochs: int) -> None:
 
     backend = vbs.XlaBackend()
     for epoch in vbs.remaining_epochs(sampler, optimizer, until=epochs):
-        for data, target in loader:
-            torch.nn.functional.cross_entropy(model(data), target).backward()
-            optimizer.step()  # also executes what was recorded: no torch_xla.sync() here
+        for update in vbs.updates(loader, optimizer):
+            for data, target in update:
+                optimizer.backward(torch.nn.functional.cross_entropy(model(data), target))
+                optimizer.step()  # also executes what was recorded: no torch_xla.sync() here
         backend.print0(epoch, optimizer.updates, optimizer.samples)
     backend.barrier()  # until every core has compiled its last graph
     backend.print0("compiled graphs:", xla.compiled_graphs())

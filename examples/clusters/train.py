@@ -38,9 +38,11 @@ def train(folder: str, epochs: int) -> None:
     with vbs.Preemption(), vbs.Checkpoint(folder, model=model, optimizer=optimizer, every=100) as checkpoint:
         checkpoint.restore()
         for _ in vbs.remaining_epochs(sampler, optimizer, until=epochs):
-            for data, target in loader:
-                torch.nn.functional.cross_entropy(model(data.to(device)), target.to(device)).backward()
-                optimizer.step()
+            for update in vbs.updates(loader, optimizer):
+                for data, target in update:
+                    loss = torch.nn.functional.cross_entropy(model(data.to(device)), target.to(device))
+                    optimizer.backward(loss)
+                    optimizer.step()
                 checkpoint.step()
         checkpoint.save()
 

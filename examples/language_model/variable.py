@@ -82,13 +82,14 @@ def train(flags: argparse.Namespace, device: torch.device) -> None:
     # 5. The loop.
     with checkpoint, tracker:
         for epoch in vbs.remaining_epochs(sampler, optimizer):
-            for blocks in loader:
-                with autocast:
-                    loss = gpt.loss_of(model, blocks.to(device))
-                loss.backward()
-                optimizer.log(loss=loss)
-                if optimizer.step():
-                    scheduler.step()
+            for update in vbs.updates(loader, optimizer):
+                for blocks in update:
+                    with autocast:
+                        loss = gpt.loss_of(model, blocks.to(device))
+                    optimizer.backward(loss)
+                    optimizer.log(loss=loss)
+                    optimizer.step()
+                scheduler.step()
                 checkpoint.step()
 
             # 6. The end of an epoch.
