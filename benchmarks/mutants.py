@@ -38,7 +38,8 @@ ROOMS = ("optim", "data", "checkpoint")
 KINDS = ("operator", "bound", "call", "weight")
 OPERATORS: dict[Any, Any] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 BOUNDS: dict[Any, Any] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
-SECONDS = 600.0  # after which a test hangs, if it ends without the fault
+UNKNOWN = 10.0  # seconds of a test whose time is not known
+SHARED = 300.0  # seconds for what tests share, which is in the time of the first one of them only
 BATCH = 50  # tests of one run of pytest
 PROBE = """
 import os
@@ -181,29 +182,34 @@ class Bench:
     @cached_property
     def selected(self) -> set[str]:
         """The tests that the options select."""
-        return set(self.pytest("--collect-only").stdout.splitlines())
+        return {line for line in self.pytest("--collect-only").stdout.splitlines() if "::" in line}
+
+    @cached_property
+    def _times(self) -> dict[tuple[str | None, str | None], float]:
+        cases = ElementTree.parse(self.noted / "times.xml").iter("testcase")
+        return {(case.get("classname"), case.get("name")): float(case.get("time") or 0) for case in cases}
+
+    def seconds(self, test: str) -> float:
+        """Return the seconds that a test took; infinity if that is not known."""
+        file, _, name = test.partition("::")
+        return self._times.get((file.removesuffix(".py").replace("/", "."), name), math.inf)
+
+    def limit(self, tests: list[str]) -> float:
+        """Return the seconds after which one of these tests hangs, if they end in that time without the fault."""
+        return SHARED + 4 * sum(UNKNOWN if math.isinf(seconds) else seconds for seconds in map(self.seconds, tests))
 
     def tests(self, number: int) -> list[str]:
         """Return the selected tests that come by a place, the quick ones first; then the others of their files.
 
         These may use what was made in a fixture that they share.
         """
-        times = {
-            (case.get("classname"), case.get("name")): float(case.get("time") or 0)
-            for case in ElementTree.parse(self.noted / "times.xml").iter("testcase")
-        }
-
-        def seconds(test: str) -> float:
-            file, _, name = test.partition("::")
-            return times.get((file.removesuffix(".py").replace("/", "."), name), math.inf)
-
         notes = (line.split("\t") for line in (self.noted / "notes.tsv").read_text().splitlines())
         reached = {test for found, test in notes if int(found) == number}
         files = {test.partition("::")[0] for test in reached}
         pages = {file for file in files if file.endswith(".md")}  # whose blocks need those before them
         others = {test for test in self.selected - reached if test.partition("::")[0] in files - pages}
         alone = {test for test in reached & self.selected if test.partition("::")[0] not in pages}
-        return sorted(alone, key=seconds) + sorted(others, key=seconds) + sorted(pages)
+        return sorted(alone, key=self.seconds) + sorted(others, key=self.seconds) + sorted(pages)
 
     def killer(self, number: int, place: Place) -> str:
         """Return the test that finds a fault, "" if none does."""
@@ -217,10 +223,10 @@ class Bench:
             batch, found = found[:BATCH], found[BATCH:]
             path.write_text(faulty)
             try:
-                done = self.pytest("-n", "0", "-x", *batch, timeout=SECONDS)
+                done = self.pytest("-n", "0", "-x", *batch, timeout=self.limit(batch))
             except subprocess.TimeoutExpired:
                 path.write_text(source)
-                self.pytest("-n", "0", *batch, timeout=SECONDS)  # raises if it takes as long without the fault
+                self.pytest("-n", "0", *batch, timeout=self.limit(batch))  # raises if it takes as long without it
                 return "a test that hangs"
             finally:
                 path.write_text(source)

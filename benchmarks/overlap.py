@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,9 @@ from results import record
 from step import BY_SIZE, by_hand, case, data, with_library
 
 SIDES = {
+    "linear rule in DDP": partial(with_library, "linear", by="ddp"),
     "linear rule": partial(with_library, "linear"),
-    "linear rule, overlap=False": partial(with_library, "linear", overlap=False),
-    "AdaScale": partial(with_library, "adascale"),
-    "AdaScale, overlap=False": partial(with_library, "adascale", overlap=False),
+    "AdaScale in DDP": partial(with_library, "adascale", by="ddp"),
 }
 
 
@@ -48,8 +47,9 @@ class SlowLink:
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         """Sum as torch does, and then wait."""
         work = self._all_reduce(tensor, op, group, async_op=True)
-        slowed = Slowed(self._link.submit(self._delay, work, tensor.nbytes))
-        return slowed if async_op else slowed.wait()
+        result: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._link.submit(self._delay, work, tensor.nbytes).add_done_callback(lambda _: result.set_result([tensor]))
+        return Slowed(result) if async_op else result.wait()
 
     def future(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Return the mean of a bucket of DistributedDataParallel, as its communication hook."""
@@ -68,12 +68,16 @@ class SlowLink:
 class Slowed:
     """A sum that ends later."""
 
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
+    def __init__(self, result: torch.futures.Future[list[Tensor]]) -> None:
+        self._result = result
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         """Wait for the end."""
-        self._done.result()
+        self._result.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return what has the sum at the end."""
+        return self._result
 
 
 def processes(rank: int, store: str, sizes: list[str], counts: list[int], rounds: int, rate: float) -> None:

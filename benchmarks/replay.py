@@ -65,7 +65,9 @@ class Model:
         """Return the model of the starts of a training."""
         updates = update_seconds(starts, controller)
         sizes = {nodes: controller(ControlInput(nodes)) for nodes in updates}
-        rows = [(nodes, MICROBATCH, -(-sizes[nodes] // MICROBATCH // nodes), value) for nodes, value in updates.items()]
+        rounds = {nodes: -(-sizes[nodes] // (MICROBATCH * nodes)) for nodes in updates}
+        most = {nodes: -(-sizes[nodes] // (rounds[nodes] * nodes)) for nodes in updates}  # rows of a microbatch
+        rows = [(nodes, most[nodes], rounds[nodes], value) for nodes, value in updates.items()]
         throughput = Throughput.fit(rows)
         print(f"updates: {rows}, error of the fit {throughput.error(rows):.1%}")
         between = [value for start in starts for value in start.seconds_between_saves]

@@ -1,7 +1,8 @@
 """What does an update cost, relative to the same loop without the library? What do AdaScale and logging add to it?
 
 In one process the alternative is gradient accumulation written by hand; in two (gloo) it is DistributedDataParallel
-with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes. AdaScale is also
+with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes; and FSDP2, for the
+larger two, which scatters the sum of each microbatch on both sides. AdaScale is also
 compared with the linear rule; and so is the linear rule with logging: the loss, the norm of the gradient, and a row in
 `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the library also draws indices
 from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio. Memory is
@@ -21,11 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
@@ -60,27 +63,65 @@ def perceptron(width: int, hidden: int) -> nn.Module:
 
 
 def with_library(
-    rule: str, make: Make, batches: Batches, *, logs: bool = False, overlap: bool = True, controlled: bool = False
+    rule: str,
+    make: Make,
+    batches: Batches,
+    *,
+    logs: bool = False,
+    controlled: bool = False,
+    by: str = "plain",
 ) -> Callable[[], None]:
-    """Return a function that makes one update with the library; `controlled`: a controller chooses the batch size."""
+    """Return a function that makes one update with the library.
+
+    Args:
+        rule: name of the rule.
+        make: creates the model.
+        batches: a microbatch each.
+        logs: whether scalars are logged.
+        controlled: whether a controller chooses the batch size.
+        by: what sums: "plain", the backend; "ddp", DistributedDataParallel; or "fsdp", FSDP2.
+    """
     model, world = make().to(batches[0][0].device), current_world()
     vbs.broadcast_parameters(model)  # XLA cores on a CPU are threads, which share one random generator
+    model = DistributedDataParallel(model) if by == "ddp" else sharded(model) if by == "fsdp" else model
     size = ROWS * len(batches) * world.size
     trace = vbs.AdaptiveTrace(NoiseScale(), start=size, bounds=(size, size), every=8) if controlled else size
     sampler = vbs.CustomSampler(size * 1_000_000, trace, world.size, world.rank, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
     logging = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if logs else {}
-    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, overlap=overlap, **logging)
+    optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, model=model, **logging)
     indices = iter(sampler)
 
     def update() -> None:
         for images, labels in batches:
             next(indices)
             loss = nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
+            optimizer.backward(loss) if by == "fsdp" else loss.backward()
             if logs:
                 optimizer.log(loss=loss)
             optimizer.step()
+
+    return update
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard each layer, and the rest."""
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def fsdp_by_hand(make: Make, batches: Batches) -> Callable[[], None]:
+    """Return a function that makes one update with FSDP2, without the library."""
+    model = sharded(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
+
+    def update() -> None:
+        for images, labels in batches:
+            (nn.functional.cross_entropy(model(images), labels) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return update
 
@@ -108,7 +149,9 @@ def by_hand(
 
 
 linear, adascale = partial(with_library, "linear"), partial(with_library, "adascale")
-LIBRARY = {"linear rule": linear, "AdaScale": adascale}
+linear_ddp, adascale_ddp = (partial(with_library, rule, by="ddp") for rule in ("linear", "adascale"))
+linear_fsdp, adascale_fsdp = (partial(with_library, rule, by="fsdp") for rule in ("linear", "adascale"))
+LIBRARY = {"linear rule in DDP": linear_ddp, "linear rule": linear, "AdaScale in DDP": adascale_ddp}
 LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
 
 
@@ -177,7 +220,9 @@ def compare(
                     record("time of an update", ratio, found, **own)
 
 
-def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str], device: str = "cpu") -> None:
+def processes(
+    rank: int, world: int, store: str, pairs: int, sizes: list[str], device: str = "cpu", only_fsdp: bool = False
+) -> None:
     """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
 
     def chosen(models: dict[str, Make]) -> dict[str, Make]:
@@ -194,11 +239,19 @@ def processes(rank: int, world: int, store: str, pairs: int, sizes: list[str], d
     if world == 1:
         sides["linear rule / accumulation by hand"] = (linear, by_hand)
     else:
-        with_ddp = {f"{name} / DDP with no_sync": (side, by_hand) for name, side in LIBRARY.items()}
-        compare(chosen(BY_SIZE), pairs, where, with_ddp, counts, barrier=barrier)
-    compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier, device=torch.device(device))
-    if world > 1:
+        sides = {f"{name} / DDP with no_sync": (side, by_hand) for name, side in LIBRARY.items()}
+        sides["AdaScale in DDP / linear rule in DDP"] = (adascale_ddp, linear_ddp)
+        of_fsdp = {
+            "linear rule in FSDP2 / FSDP2 by hand": (linear_fsdp, fsdp_by_hand),
+            "AdaScale in FSDP2 / linear rule in FSDP2": (adascale_fsdp, linear_fsdp),
+        }
+        large = {name: make for name, make in BY_SIZE.items() if not name.startswith("1M")}
+        if not only_fsdp:
+            compare(chosen({**MODELS, **BY_SIZE}), pairs, where, sides, counts, barrier=barrier)
+        compare(chosen(large), pairs, where, of_fsdp, counts, barrier=barrier)
         dist.destroy_process_group()
+        return
+    compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier, device=torch.device(device))
 
 
 def print_peak_memory(rule: str, xla: bool) -> None:
@@ -227,12 +280,37 @@ def memory(xla: bool) -> None:
     record("peak memory", "AdaScale - linear rule", Measured(more, n=3), "copies of the gradients", **own)
 
 
+def peak_in_fsdp(rank: int, store: str, name: str, peaks: Any) -> None:
+    """Note the peak memory of this process, one of two, in bytes, after some updates in FSDP2."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    make, batches = BY_SIZE[name], data(4)
+    update = {"by hand": fsdp_by_hand, "linear rule": linear_fsdp}[peaks["side"]](make, batches)
+    for _ in range(4):
+        update()
+    peaks[rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_in_fsdp(names: list[str]) -> None:
+    """Record the peak memory of FSDP2 with the library, relative to that by hand."""
+    for name in names:
+        found = {}
+        for side in ("linear rule", "by hand"):
+            with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+                peaks = manager.dict(side=side)
+                mp.spawn(peak_in_fsdp, (f"{folder}/store", name, peaks), nprocs=2)
+                found[side] = max(peaks[rank] for rank in range(2))
+        own = {"on": name, "where": "CPU, 2 processes", "case": case(4)}
+        record("peak memory", "linear rule in FSDP2 / by hand", found["linear rule"] / found["by hand"], **own)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=41, help="pairs of blocks per ratio")
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2], help="numbers of ranks, on the CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compare")
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
+    parser.add_argument("--only-fsdp", action="store_true", help="in two processes, compare in FSDP2 only")
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
@@ -250,5 +328,8 @@ if __name__ == "__main__":
             processes(0, 1, "", flags.pairs, flags.sizes)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(processes, (world, f"{folder}/store", flags.pairs, flags.sizes), nprocs=world)
-    memory(xla=False)
+                own = f"{folder}/store", flags.pairs, flags.sizes, flags.device, flags.only_fsdp
+                mp.spawn(processes, (world, *own), nprocs=world)
+            memory_in_fsdp([name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes])
+    if not flags.only_fsdp:
+        memory(xla=False)
