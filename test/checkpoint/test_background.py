@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_the_error_of_a_write_is_raised_once_on_every_rank(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always_sharded: None
 ) -> None:
     """A close() without the other ranks warns of it."""
-    whole, full = tensor_file.write, [True]
+    whole, full, one_at_a_time = tensor_file.write, [True], threading.Lock()
 
     def write(file: Any, name: str, *rest: Any) -> Any:
         if full and file_name(failing) == name:
@@ -182,7 +183,7 @@ def test_the_error_of_a_write_is_raised_once_on_every_rank(
             saves.save(wait=False)
             errors += [caught(saves.restore), caught(saves.restore)]
         saves.save(wait=False)
-        with warnings.catch_warnings(record=True) as warned:
+        with one_at_a_time, warnings.catch_warnings(record=True) as warned:  # it would record those of all threads
             warnings.simplefilter("always")
             saves.__exit__(KeyError, KeyError(), None)
         return errors + [str(one.message) for one in warned if one.category is RuntimeWarning]
