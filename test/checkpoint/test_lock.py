@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from helpers.reference import assert_equal, training
 from helpers.sharded import always_sharded, wide
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import lease, tensor_file
+from variable_batch_size.checkpoint.manifest import file_name
 from variable_batch_size.testing import run_ranks
 
 __all__ = ["always_sharded"]
@@ -140,6 +143,65 @@ def test_a_writer_without_locks_that_was_replaced_publishes_nothing(
     new[0].close()
     assert [path.name for path in sorted(tmp_path.glob("*update*"))] == ["update-00000001", "update-00000002"]
     assert_equal(run.weights(), training().run(2).weights())
+
+
+def test_a_rank_of_a_writer_that_was_replaced_publishes_nothing(
+    tmp_path: Path, always_sharded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has locked the folder, and rank 1 is the last one to write."""
+    write, done = tensor_file.write, threading.Event()
+
+    def train(backend: Backend) -> None:
+        run = wide(backend).run(1)
+        saves = checkpoint(tmp_path, run, run="job")
+
+        def slow_write(file: Any, name: str, tensors: Any) -> Any:
+            if name == file_name(1):
+                assert done.wait(100)
+                replace()
+            written = write(file, name, tensors)
+            if name == file_name(0):
+                done.set()
+            return written
+
+        monkeypatch.setattr(tensor_file, "write", slow_write)
+        with pytest.raises(RuntimeError, match="was taken over by process"):
+            saves.save()
+        saves.close()
+
+    def replace() -> None:
+        monkeypatch.setattr(tensor_file, "write", write)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "gethostname", lambda: "another")
+            new.append(checkpoint(tmp_path, training(), run="job"))
+
+    new = list[vbs.Checkpoint]()
+    run_ranks(train, 2)
+    assert names(tmp_path) == []
+    new[0].close()
+
+
+def test_a_writer_on_another_host_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may hold the lock of a host that has ended, for minutes or for ever."""
+    run = training().run(1)
+    first = checkpoint(tmp_path, run, run="job")
+    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+    with pytest.raises(RuntimeError, match=r"in use by process \d+ on .* wait for \d+ s if it has ended"):
+        checkpoint(tmp_path, training(), run="another")
+    second = checkpoint(tmp_path, training(), run="job")
+    with pytest.raises(RuntimeError, match=r"was taken over by process .* on b"):
+        first.save()
+    first.close()
+    with pytest.raises(RuntimeError, match=r"in use by process .* on b; .* wait for"):  # the file is not locked
+        checkpoint(tmp_path, training(), run="another")
+    second.close()
+    third = checkpoint(tmp_path, training(), run="another")
+    monkeypatch.setattr(socket, "gethostname", lambda: "c")
+    clock = time.time()
+    monkeypatch.setattr(lease.time, "time", lambda: clock + lease.SECONDS + 1)
+    with checkpoint(tmp_path, training()):
+        pass
+    third.close()
 
 
 def test_ranks_without_locks_write_together(tmp_path: Path, no_flock: None, always_sharded: None) -> None:

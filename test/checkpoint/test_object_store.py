@@ -126,6 +126,38 @@ def test_a_restart_of_the_job_takes_over_and_the_earlier_writer_publishes_nothin
     assert updates(folder) == [2, 1]
 
 
+@pytest.mark.parametrize("checks", [1, 2])
+def test_a_checkpoint_that_was_published_while_another_writer_took_over_is_deleted(
+    checks: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, check, left = checkpoint(folder, training().run(1), run="job"), lease.Lease.check, [checks]
+
+    def replace_after(own: lease.Lease) -> int:
+        left[0] -= 1
+        number = check(own)
+        if not left[0]:
+            checkpoint(folder, training(), run="job")
+        return number
+
+    monkeypatch.setattr(lease.Lease, "check", replace_after)
+    with pytest.raises(RuntimeError, match="was taken over by process"):
+        old.save()
+    assert not list(path_of(folder).glob("update-*"))
+
+
+def test_a_checkpoint_that_was_copied_from_a_disk_is_read(folder: str, tmp_path: Path) -> None:
+    run = training().run(1)
+    with checkpoint(folder, run) as saves:
+        saves.save()
+    with checkpoint(tmp_path, run.run(1)) as saves:
+        path = saves.save()
+    for file in path.iterdir():
+        (path_of(folder) / path.name / file.name).write_bytes(file.read_bytes())
+    with checkpoint(folder, later := training()) as saves:
+        assert saves.restore()
+    assert later.optimizer.updates == 2
+
+
 def test_a_writer_that_ended_has_the_folder_for_ten_minutes(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint(folder, training())
     clock = time.time()

@@ -24,8 +24,8 @@ def checkpoint(folder: Path | str, run: Training, /, **options: Any) -> vbs.Chec
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names in the folder except those of the lock and the events."""
-    return sorted(path.name for path in folder.iterdir() if path.name not in (".lock", events.FILE))
+    """Return the names in the folder except those of the locks and the events."""
+    return sorted(path.name for path in folder.iterdir() if not path.match(".lock*") and path.name != events.FILE)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

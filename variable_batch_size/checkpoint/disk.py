@@ -20,14 +20,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
-from uuid import uuid4
 
 from torch import Tensor
 
 from variable_batch_size.checkpoint import tensor_file
 from variable_batch_size.checkpoint.folder import NAME, CheckpointFolder, Entry
 from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.checkpoint.lease import Lease
 from variable_batch_size.checkpoint.manifest import DAMAGE, flush_file, is_file_name, sealed_manifest, write_manifest
 from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
 
@@ -40,7 +38,10 @@ _unlock_by_file: dict[int, weakref.finalize[[int], DiskFolder]] = {}  # of the l
 
 @final
 class DiskFolder(CheckpointFolder):
-    """The checkpoints in one folder of a disk, which a process that ends unlocks at once; without `flock`, a `Lease`.
+    """The checkpoints in one folder of a disk.
+
+    A locked file `.lock` tells others at once that the process which has locked it has ended. Where there is no
+    `flock`, and of a process on another host, whose end a network file system may not notice, only the `Lease` counts.
 
     Args:
         path: path of the folder; `lock` creates it.
@@ -48,77 +49,66 @@ class DiskFolder(CheckpointFolder):
     """
 
     def __init__(self, path: Path, run: str | None = None) -> None:
-        super().__init__(path)
-        self._lease = Lease(path, run)
+        super().__init__(path, run)
         self._unlock: weakref.finalize[[int], DiskFolder] | None = None
 
     def lock(self) -> str:
-        """Lock the folder until `unlock` or any end of this process; see `CheckpointFolder.lock`.
-
-        A file `.lock` of another program is an error, too.
-        """
-        import fcntl  # not on Windows, where the package can still be imported
-
+        """Lock the folder until `unlock` or any end of this process; see `CheckpointFolder.lock`."""
         if _is_checkpoint(self.path):
             raise OSError(
                 f"dir must be the folder of a training, got the checkpoint {self.path}; pass the folder that it is in"
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            return self._lease.acquire(flock=self._lock_file())
+        except BaseException:
+            self._unlock_file()
+            raise
+
+    def _lock_file(self) -> bool:
+        """Lock the file `.lock`, and return whether it is; it is not if the file system or another host prevents it.
+
+        Raises:
+            OSError: if another process of this host has locked it.
+        """
+        import fcntl  # not on Windows, where the package can still be imported
+
         file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not b"process ".startswith(os.read(file, 8)):
+        except OSError as error:
+            os.close(file)
+            holder = self._lease.holder()
+            if isinstance(error, BlockingIOError) and (holder is None or holder.host == socket.gethostname()):
                 raise OSError(
-                    f"Checkpoint folder {self.path} must not hold a file {LOCK} of another program; choose another "
-                    f"folder, or delete that file"
-                )
-            token = uuid4().hex
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n{token}\n".encode(), 0)
-            os.fsync(file)  # on network file systems, for other hosts
-        except BlockingIOError:
-            writer = os.read(file, 1000).decode(errors="replace").partition("\n")[0].strip()
-            os.close(file)
-            raise OSError(
-                f"Checkpoint folder {self.path} is in use by {writer or 'another writer'}; close() that Checkpoint, "
-                f"or choose another folder"
-            ) from None
-        except BaseException as error:
-            os.close(file)
-            if isinstance(error, OSError) and error.errno in _NO_FLOCK:
-                return self._lease.acquire([])
+                    f"Checkpoint folder {self.path} is in use by {holder.process if holder else 'another writer'}; "
+                    f"close() that Checkpoint, or choose another folder"
+                ) from None
+            if isinstance(error, BlockingIOError) or error.errno in _NO_FLOCK:
+                return False
             raise
         self._unlock = _unlock_by_file[file] = weakref.finalize(self, _unlock_file, file)
         _reset_after_fork()
-        return token
+        return True
 
     def unlock(self) -> None:
         """Let other writers lock the folder."""
-        self._lease.release()
+        self._unlock_file()
+        super().unlock()
+
+    def _unlock_file(self) -> None:
         if self._unlock is not None:
             self._unlock()
-
-    def renew(self) -> None:
-        """Give a sign of life; see `Lease.renew`."""
-        self._lease.renew()
 
     def is_shared(self, token: str) -> bool:
         """Return whether this process can write to the folder that was locked with this token."""
         with suppress(*DAMAGE):
-            holder = self._lease.holder()
-            tokens = [*(self.path / LOCK).read_text().splitlines(), holder.token if holder else ""]
-            return token in tokens and os.access(self.path, os.W_OK)
+            return super().is_shared(token) and os.access(self.path, os.W_OK)
         return False
 
     def next_path(self, update: int) -> Path:
         """Return the path at which to publish the next checkpoint of `update`; see `CheckpointFolder.next_path`."""
-        if self._lease.number is not None:
-            self._lease.check(self._lease.number)
-        elif self._unlock is None or not self._unlock.alive:
-            raise RuntimeError(
-                f"Checkpoint folder {self.path} is not locked by this Checkpoint, which was closed or is in a forked "
-                f"process; create another Checkpoint"
-            )
+        self._lease.check()
         revision = max((entry.revision + 1 for entry in self.entries() if entry.update == update), default=0)
         while True:
             path = self.path / (f"update-{update:08d}" + (f"-{revision}" if revision else ""))
@@ -145,8 +135,7 @@ class DiskFolder(CheckpointFolder):
         try:
             write_manifest(part, facts)
             _flush_folder(part)
-            if self._lease.number is not None:
-                self._lease.check(self._lease.number)
+            self._lease.check()
             part.rename(target)
         except BaseException:
             _delete(part)

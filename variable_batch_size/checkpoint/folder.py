@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from variable_batch_size.checkpoint.best import Criterion
+from variable_batch_size.checkpoint.lease import Lease
 from variable_batch_size.checkpoint.manifest import DAMAGE, sealed_manifest, verified_manifest
 from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
 
@@ -41,15 +42,31 @@ class CheckpointFolder(ABC):
 
     Args:
         path: path of the folder; `lock` creates it.
+        run: see `Lease`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, run: str | None = None) -> None:
+        self.path, self._lease = path, Lease(path, run)
         self._verified: set[Path] = set()  # `prune` verifies the others before it deletes an older one
 
     def trust(self, path: Path) -> None:
         """Record that the checkpoint at `path` is intact, so that it is not read to find out."""
         self._verified.add(path)
+
+    def unlock(self) -> None:
+        """Let other writers lock the folder."""
+        self._lease.release()
+
+    def renew(self) -> None:
+        """Give a sign of life of the writer, after an update; see `Lease.renew`."""
+        self._lease.renew()
+
+    def is_shared(self, token: str) -> bool:
+        """Return whether this process can write to the folder that was locked with this token.
+
+        It may see another folder of this name, as on a disk of its own.
+        """
+        return self._lease.join(token)
 
     def entries(self) -> list[Entry]:
         """Return everything that has the name of a checkpoint, newest first; it is not verified."""
@@ -140,25 +157,12 @@ class CheckpointFolder(ABC):
         """
 
     @abstractmethod
-    def unlock(self) -> None:
-        """Let other writers lock the folder."""
-
-    def renew(self) -> None:  # noqa: B027 (a lock that ends with the process needs no sign of life)
-        """Give a sign of life of the writer; call it after each update."""
-
-    @abstractmethod
-    def is_shared(self, token: str) -> bool:
-        """Return whether this process can write to the folder that was locked with this token.
-
-        It may see another folder of this name, as on a disk of its own.
-        """
-
-    @abstractmethod
     def next_path(self, update: int) -> Path:
         """Return the path at which to publish the next checkpoint of `update`.
 
         Raises:
-            RuntimeError: if this object has not locked the folder.
+            RuntimeError: if this object has not locked the folder, or another writer has locked it since
+                (LostLockError).
         """
 
     @abstractmethod

@@ -1,8 +1,9 @@
-"""A lock of a folder that does not end with its process: in an object store, or on a disk without `flock`.
+"""A lock of a folder that does not end with its process.
 
 It is a file `.lock-00000003` that is created only if no other writer has created it, and whose number is that of the
 writer. The highest number counts: its writer gives signs of life in the file, and another one takes over, with the next
-number, at once if it belongs to the same job, and otherwise `SECONDS` after the last sign.
+number, at once if it belongs to the same job or knows that the writer has ended, and otherwise `SECONDS` after the last
+sign.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Holder(NamedTuple):
         token: random text.
         run: name of the job.
         process: process and host, in words.
+        host: name of the host.
         renewed: seconds since 1970 at the last sign of life; 0: released.
+        flock: whether the writer has locked a file of a disk, too, by which others see that it has ended.
         known: names of the checkpoints that there were when it was locked.
     """
 
@@ -47,7 +50,9 @@ class Holder(NamedTuple):
     token: str
     run: str
     process: str
+    host: str
     renewed: float
+    flock: bool
     known: list[str]
 
 
@@ -64,32 +69,32 @@ class Lease:
         jobs = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
         self._folder, self._run = folder, run or next((job for job in jobs if job not in ("", "none")), "")
         self._own: Holder | None = None
+        self._joined: int | None = None  # number of the writer of which this process is a rank
+        self._pid = os.getpid()  # a forked process has no lock
         self._tried = 0.0  # when it was last tried to give a sign of life
 
-    @property
-    def number(self) -> int | None:
-        """The number of this writer; None if it has not locked the folder."""
-        return None if self._own is None else self._own.number
-
-    def acquire(self, known: Sequence[str]) -> str:
+    def acquire(self, known: Sequence[str] = (), *, flock: bool = False) -> str:
         """Lock the folder, and return a token.
 
         Args:
             known: names of the checkpoints that are there.
+            flock: whether this process has locked the file of the disk, so that an earlier writer that had has ended.
 
         Raises:
             OSError: if another writer has locked it.
         """
         last = self.holder(names := self._names())
-        left = 0.0 if last is None else last.renewed + SECONDS - time.time()
+        ended = last is None or (flock and last.flock)
+        left = 0.0 if last is None or ended else last.renewed + SECONDS - time.time()
         if last is not None and left > 0 and not (self._run and last.run == self._run):
             raise OSError(
                 f"Checkpoint folder {self._folder} is in use by {last.process}; close() that Checkpoint, pass run= "
                 f"with the name of the job to take over from an earlier process of it, wait for {left:.0f} s if it has "
                 f"ended, or choose another folder"
             )
-        process, number = f"process {os.getpid()} on {socket.gethostname()}", 1 if last is None else last.number + 1
-        own = Holder(number, uuid4().hex, self._run, process, time.time(), [*known])
+        host, number = socket.gethostname(), 1 if last is None else last.number + 1
+        process = f"process {os.getpid()} on {host}"
+        own = Holder(number, uuid4().hex, self._run, process, host, time.time(), flock, [*known])
         try:
             self._put(own, create=True)
         except FileExistsError:
@@ -102,13 +107,20 @@ class Lease:
             remove(self._folder / name)
         return own.token
 
+    def join(self, token: str) -> bool:
+        """Write as a rank of the writer with this token, if that has locked the folder; return whether it has."""
+        holder = self.holder()
+        self._joined = holder.number if holder is not None and holder.token == token else None
+        return self._joined is not None
+
     def release(self) -> None:
-        """Let other writers lock the folder."""
-        own, self._own = self._own, None
-        with suppress(LostLockError):
-            if own is not None:
-                self.check(own.number)
+        """Let other writers lock the folder, at once if it can be reached."""
+        own, forked = self._own, self._pid != os.getpid()
+        with suppress(Exception):  # of a store any; and another writer may have locked it
+            if own is not None and not forked:
+                self.check()
                 self._put(own._replace(renewed=0.0))
+        self._own = self._joined = None
 
     def renew(self) -> None:
         """Give a sign of life, once a minute; a folder that cannot be reached is tried again.
@@ -121,26 +133,34 @@ class Lease:
             return
         self._tried = now
         try:
-            self.check(self._own.number)
+            self.check()
             self._put(self._own._replace(renewed=now))
         except LostLockError:
             raise
         except Exception:  # which class it has depends on the store
             return
 
-    def check(self, number: int | None) -> None:
-        """Check that the writer with this number, or this one, has the lock.
+    def check(self) -> int:
+        """Return the number of this writer, if it has the lock.
 
         Raises:
             LostLockError: if another writer has locked the folder.
+            RuntimeError: if this one has not.
         """
+        number = self._joined if self._own is None else self._own.number
+        if number is None or self._pid != os.getpid():
+            raise RuntimeError(
+                f"Checkpoint folder {self._folder} is not locked by this Checkpoint, which was closed or is in a "
+                f"forked process; create another Checkpoint"
+            )
         names = self._names()
-        if number is None or not (locks := _locks(names)) or locks[0] != _name(number):
+        if _locks(names)[:1] != [_name(number)]:
             other = self.holder(names)
             raise LostLockError(
                 f"Checkpoint folder {self._folder} was taken over by {other.process if other else 'another writer'}, "
                 f"so that this process writes no checkpoint; end it"
             )
+        return number
 
     def holder(self, names: Iterable[str] | None = None) -> Holder | None:
         """Return who has locked the folder last, or None.
@@ -156,8 +176,9 @@ class Lease:
                 return Holder(**json.loads(read_text(path)))
             except FileNotFoundError:  # a later writer has deleted it
                 names = None
-            except ValueError:  # on a disk, while it is written
-                return Holder(int(locks[0][len(".lock-") :]), "", "", "another writer", path.stat().st_mtime, [])
+            except ValueError:  # on a disk: half written, perhaps by a process that has ended
+                number, renewed = int(locks[0][len(".lock-") :]), path.stat().st_mtime
+                return Holder(number, "", "", "another writer", "", renewed, flock=True, known=[])
         return None
 
     def _names(self) -> list[str]:

@@ -21,7 +21,7 @@ from variable_batch_size.checkpoint import format, tensor_file
 from variable_batch_size.checkpoint.disk import DiskFolder
 from variable_batch_size.checkpoint.folder import NAME, CheckpointFolder, Entry
 from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.checkpoint.lease import Lease, put, remove
+from variable_batch_size.checkpoint.lease import put, remove
 from variable_batch_size.checkpoint.manifest import DAMAGE, is_file_name, is_on_disk, sealed_manifest
 from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
 
@@ -38,8 +38,7 @@ class StoreFolder(CheckpointFolder):
     """
 
     def __init__(self, path: Path, run: str | None = None) -> None:
-        super().__init__(path)
-        self._lease = Lease(path, run)
+        super().__init__(path, run)
         self._revision = 0  # of the next checkpoint of this writer
 
     def lock(self) -> str:
@@ -50,32 +49,9 @@ class StoreFolder(CheckpointFolder):
             )
         return self._lease.acquire([entry.path.name for entry in self.entries()])
 
-    def unlock(self) -> None:
-        """Let other writers lock the folder."""
-        self._lease.release()
-
-    def renew(self) -> None:
-        """Give a sign of life; see `Lease.renew`."""
-        self._lease.renew()
-
-    def is_shared(self, token: str) -> bool:
-        """Return whether this process sees the folder that was locked with this token."""
-        holder = self._lease.holder()
-        return holder is not None and holder.token == token
-
     def next_path(self, update: int) -> Path:
-        """Return the path at which to publish the next checkpoint of `update`.
-
-        Raises:
-            RuntimeError: if this object has not locked the folder, or another writer has locked it since
-                (LostLockError).
-        """
-        if (number := self._lease.number) is None:
-            raise RuntimeError(
-                f"Checkpoint folder {self.path} is not locked by this Checkpoint, which was closed; create another "
-                f"Checkpoint"
-            )
-        self._lease.check(number)
+        """Return the path at which to publish the next checkpoint of `update`; see `CheckpointFolder.next_path`."""
+        number = self._lease.check()
         revision = number * _REVISIONS + self._revision % _REVISIONS
         self._revision += 1  # never the name of an earlier one, which a slow rank may still write
         return self.path / f"update-{update:08d}-{revision}"
@@ -101,8 +77,9 @@ class StoreFolder(CheckpointFolder):
     def publish(self, target: Path, facts: Mapping[str, Any]) -> None:
         """Write the manifest, if no other writer has locked the folder; see `CheckpointFolder.publish`."""
         try:
-            self._lease.check(_writer_of(target.name))
+            self._lease.check()
             put(target / MANIFEST, format.dumps(facts), create=True)
+            self._lease.check()  # one that locked the folder meanwhile ignores this checkpoint, and never deletes it
         except BaseException:
             self.abandon(target)
             raise
@@ -117,7 +94,7 @@ class StoreFolder(CheckpointFolder):
         """Replace the manifest of a checkpoint by one with further facts; see `CheckpointFolder.mark`."""
         manifest = sealed_manifest(entry.path)
         del manifest["seal"]
-        self._lease.check(self._lease.number)
+        self._lease.check()
         put(entry.path / MANIFEST, format.dumps({**manifest, **facts}))
 
     def _paths(self) -> Iterable[Path]:
@@ -125,7 +102,8 @@ class StoreFolder(CheckpointFolder):
         listed = self._listed()
         names, holder = [name for name, files in listed.items() if MANIFEST in files], self._lease.holder(listed)
         if holder is not None:
-            names = [name for name in names if name in holder.known or _writer_of(name) >= holder.number]
+            late = range(1, holder.number)
+            names = [name for name in names if name in holder.known or _writer_of(name) not in late]
         return [self.path / name for name in names]
 
     def _discard(self, path: Path) -> None:
