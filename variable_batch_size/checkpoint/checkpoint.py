@@ -71,8 +71,8 @@ class Checkpoint:
         best: what makes a checkpoint the best one, "min:" or "max:" and the name of a metric, such as "min:val_loss".
             `report()` then keeps the best one beside the `keep` newest ones.
         run: name of the job, by which a restarted process takes over a folder from the earlier one at once, and
-            otherwise 10 minutes after its last update, in an object store or on a disk without `flock`; on others it
-            does so at once in any case. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
+            otherwise 10 minutes after its last update, in an object store or where a disk does not tell that the
+            earlier one has ended. Default: `TORCHELASTIC_RUN_ID` or `SLURM_JOB_ID`.
         parts: further objects with `state_dict()` and `load_state_dict()`, whose states hold only tensors and plain
             Python values.
 
@@ -116,7 +116,12 @@ class Checkpoint:
             agreement.run_on_all("Checkpoint()", self._check_storable)
         world, token = agreement.world, agreement.run_on_rank_0("Checkpoint()", self._writer.lock)
         alone = world.size == 1 or self._backend.static_graph  # replicas that are threads have the disk of rank 0
-        sharded = not (alone or agreement.any_rank("Checkpoint()", not self._folder.is_shared(token)))
+        try:
+            shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
+        except BaseException:
+            self._folder.unlock()
+            raise
+        sharded = not alone and set(shares) == {str(True)}
         self._due = f"save {token}"  # what rank 0 wishes when the interval of time has passed
         self._publisher = Publisher(self._folder, keep, agreement, self._due)
         self._saver = Saver(self._backend, agreement, self._parts, self._writer, self._publisher, sharded)

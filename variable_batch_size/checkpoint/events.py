@@ -42,17 +42,20 @@ class Events:
         self._adds = is_on_disk(folder)
         if not self._adds:
             self._path = folder / f"events-{time.time():.6f}.jsonl"
-        self.reached = 0 if world.rank else next((line["update"] for line in reversed(read(folder))), 0)
+        self.reached = 0
+        with suppress(Exception):  # of a store any: a training does not end for its events
+            earlier = [] if world.rank else read(folder)
+            self.reached = earlier[-1]["update"] if earlier else 0
         self._last, self._skipped = time.monotonic(), False
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
-        """Add an event; without a word, if that cannot be written: a training does not end for it."""
+        """Add an event; without a word, if that cannot be written."""
         self._last = time.monotonic()
         if self._world.rank:
             return
         known = {"version": VERSION, "event": event, "time": time.time(), "update": update, "world": self._world.size}
         self._lines.append(json.dumps({**known, **facts}) + "\n")
-        with suppress(Exception):  # of a store any
+        with suppress(Exception):
             if self._adds:
                 with self._path.open("a", encoding="utf-8", newline="\n") as file:
                     file.write(self._lines.pop())
