@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -203,6 +204,23 @@ def test_a_rendezvous_raises_on_the_other_ranks_when_one_has_left() -> None:
 
 
 @other_world
+def test_a_handler_runs_if_another_thread_receives_the_signal() -> None:
+    """The kernel may choose any thread; and a signal that comes just before the main thread waits does not wake it."""
+    handled, job = threading.Event(), list[bool]()
+
+    def rank() -> None:
+        time.sleep(0.2)  # the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        job.append(handled.wait(SHUTDOWN))
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.set())
+    try:
+        run_threads([rank])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert job == [True]
+
+
 def test_learning_rates_do_not_compile_without_launch_either(tmp_path: Path) -> None:
     script = """
 if __name__ == "__main__":

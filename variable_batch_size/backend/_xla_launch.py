@@ -27,6 +27,7 @@ from typing import Any, NoReturn, final
 from variable_batch_size.preemption import EXIT_CODE, Preemption, active_preemption
 
 FAILED = 1  # exit code of Python after an uncaught exception
+_WAKE_SECONDS = 1.0
 
 _first_failure = threading.Lock()
 
@@ -62,7 +63,7 @@ def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mappin
             _start(child)
         if forwarded or (preemption and preemption.requested):  # before the child had a pid
             child.terminate()
-        child.join()
+        _join(child)
     code = child.exitcode or 0
     _exit_as(-signal.SIGTERM if forwarded and code == -forwarded else code)  # the child had installed no handlers yet
 
@@ -127,7 +128,7 @@ def run_threads(jobs: Sequence[Callable[[], object]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        _join(thread)
 
 
 @final
@@ -173,6 +174,15 @@ class Rendezvous:
             self._change.notify_all()
 
 
+def _join(worker: threading.Thread | BaseProcess) -> None:
+    """Wait for a thread or a process, and wake up meanwhile, because Python runs signal handlers only then.
+
+    A signal wakes the main thread only if this thread receives it, and after it has begun to wait.
+    """
+    while worker.is_alive():
+        worker.join(_WAKE_SECONDS)
+
+
 @contextmanager
 def _on_sigterm(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Install the handler for the block if this is the main thread, where Python allows it."""
@@ -204,7 +214,7 @@ def _stop_on_exit(child: BaseProcess) -> Iterator[None]:
     except KeyboardInterrupt:
         if child.pid is not None:
             child.terminate()
-            child.join()
+            _join(child)
         raise
     finally:
         if child.is_alive():
