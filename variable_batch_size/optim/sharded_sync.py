@@ -239,6 +239,10 @@ def _reset(module: FSDPModule, groups: Sequence[Any]) -> None:
     state = module._get_fsdp_state()
     if state._is_root is None:  # no forward has begun
         return
+    for parameter in (one for group in groups for one in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None  # which reset_iter_state() of torch 2.14 leaves
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
         return
@@ -250,10 +254,6 @@ def _reset(module: FSDPModule, groups: Sequence[Any]) -> None:
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
         group._to_sharded()
     state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
     state._comm_ctx.post_forward_order.clear()
