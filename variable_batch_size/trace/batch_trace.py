@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias, final, get_args
 
@@ -23,7 +25,7 @@ OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchTrace:
     """The global batch size, in samples, of every step of a training: an immutable, hashable value.
 
@@ -34,27 +36,33 @@ class BatchTrace:
         steps: number of steps; None for an infinite trace, which holds its last batch size.
         on_end: what follows step `steps - 1`: "hold" repeats its batch size, "cycle" repeats the trace, "stop" ends the
             training, and "error" is for a trace that must be long enough. With both a later step is a `TraceEndError`.
-        fingerprint: SHA-256 in hexadecimal, the same for equal traces, whatever they were created from.
     """
 
-    _first_step: IntArray = field(repr=False, compare=False)  # (runs,)
-    _size: IntArray = field(repr=False, compare=False)  # (runs,), samples per step
-    _length: IntArray = field(init=False, repr=False, compare=False)  # (runs,), in steps; an infinite last run has 1
-    _offset: IntArray = field(init=False, repr=False, compare=False)  # (runs,), samples before the run
-    steps: int | None = field(compare=False)
-    on_end: OnEnd = field(default="error", compare=False)
-    fingerprint: str = field(init=False, repr=False)
-    _source: str = field(default="", repr=False, compare=False)
+    _first_step: IntArray = field(repr=False)  # (runs,)
+    _size: IntArray = field(repr=False)  # (runs,), samples per step
+    _length: IntArray = field(init=False, repr=False)  # (runs,), in steps; an infinite last run has 1
+    _offset: IntArray = field(init=False, repr=False)  # (runs,), samples before the run
+    steps: int | None
+    on_end: OnEnd = "error"
+    _source: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        """Merge neighboring runs of equal batch size, so that equal traces have equal runs; count and hash them."""
+        """Merge neighboring runs of equal batch size, so that equal traces have equal runs."""
         check_choice(self.on_end, "on_end", get_args(OnEnd))
-        runs = merged(self._first_step, self._size, self.steps, self._name)
+        for name, array in merged(self._first_step, self._size, self.steps, self._name)._asdict().items():
+            object.__setattr__(self, f"_{name}", array)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal, the same for equal traces, whatever they were created from."""
         meaning = f"BatchTrace 1 {self.steps} {self.on_end if self.steps else 'hold'} ".encode()
-        content = np.stack([runs.first_step, runs.size]).astype("<i8").tobytes()
-        values = {f"_{name}": array for name, array in runs._asdict().items()}
-        for name, value in {**values, "fingerprint": hashlib.sha256(meaning + content).hexdigest()}.items():
-            object.__setattr__(self, name, value)
+        return hashlib.sha256(meaning + np.stack([self._first_step, self._size]).astype("<i8").tobytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return self.fingerprint == other.fingerprint if isinstance(other, BatchTrace) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], *, renumber: bool = False, on_end: OnEnd = "error") -> BatchTrace:
@@ -377,7 +385,11 @@ class BatchTrace:
             TypeError: if `on_end` is not a string.
             ValueError: if `on_end` is not "error", "stop", "hold" or "cycle".
         """
-        return replace(self, on_end=on_end)
+        check_choice(on_end, "on_end", get_args(OnEnd))
+        other = copy.copy(self)  # the runs are the same
+        vars(other).pop("fingerprint", None)
+        object.__setattr__(other, "on_end", on_end)
+        return other
 
     @property
     def _name(self) -> str:
