@@ -306,11 +306,7 @@ class BatchTrace:
         return cycles * steps + int(self._first_step[run]) + (inside - int(self._offset[run])) // int(self._size[run])
 
     def __len__(self) -> int:
-        """Return the number of steps.
-
-        Raises:
-            TypeError: if the trace is infinite.
-        """
+        """Return the number of steps; raise TypeError if the trace is infinite."""
         return self._finite_steps("len", TypeError)
 
     def __bool__(self) -> bool:
@@ -324,11 +320,7 @@ class BatchTrace:
 
     @property
     def total_samples(self) -> int:
-        """Return the sum of the batch sizes of steps 0 to `steps - 1`.
-
-        Raises:
-            ValueError: if the trace is infinite.
-        """
+        """Return the sum of the batch sizes of steps 0 to `steps - 1`; raise ValueError if the trace is infinite."""
         self._finite_steps("total_samples")
         return int(self._offset[-1]) + int(self._length[-1]) * int(self._size[-1])
 
@@ -379,12 +371,7 @@ class BatchTrace:
         return replace(self, _first_step=first_step, _size=size)
 
     def with_on_end(self, on_end: OnEnd) -> BatchTrace:
-        """Return the trace with the same batch sizes and another `on_end`.
-
-        Raises:
-            TypeError: if `on_end` is not a string.
-            ValueError: if `on_end` is not "error", "stop", "hold" or "cycle".
-        """
+        """Return the trace with the same batch sizes and another `on_end`; raise ValueError if it is none."""
         check_choice(on_end, "on_end", get_args(OnEnd))
         other = copy.copy(self)  # the runs are the same
         vars(other).pop("fingerprint", None)
