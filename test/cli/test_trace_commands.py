@@ -91,3 +91,21 @@ def test_pictures_are_png(tmp_path: Path) -> None:
         1
     ]
     assert message == f"--png must be a file that ends in .png, got '{tmp_path}/trace.jpg'; rename it"
+
+
+@pytest.mark.parametrize("column", ["batchsize", "batch_size"])
+def test_a_file_of_the_other_kind_of_trace_names_its_command(column: str, tmp_path: Path) -> None:
+    batches, capacity = tmp_path / "batches.csv", tmp_path / "capacity.csv"
+    batches.write_text(f"step,{column}\n0,64\n")
+    capacity.write_text("seconds,nodes\n0,4\n60,4\n")
+    simulate = ["simulate", batches, "--policy", "constant:8", "--samples-per-second", 9, "--ref-batchsize", 8]
+    for command in (["capacity", "show", batches], ["capacity", "convert", batches, "--out", "-"], simulate):
+        assert error_of(*command)[1] == (
+            f"capacity trace ({batches}:1): a capacity trace must have numbers of nodes, not the batch sizes of a "
+            f"batch trace, got 'step,{column}'; pass a log, or show this file with vbs trace show"
+        )
+    message = error_of("trace", "show", capacity)[1]
+    assert message.startswith("TRACE must be a batch trace, got what looks like a capacity trace of the format csv (")
+    assert message.endswith("; use vbs capacity show for that")
+    capacity.write_text("a,b\n")
+    assert error_of("trace", "show", capacity)[1].startswith(f"trace header ({capacity}:1) must have one column")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.capacity_files import COLLECTION, PLACES, TEXTS, meaning, parcae_line, with_number, with_time
 from helpers.commands import run
+from helpers.pages import DOCS
 from helpers.properties import examples
 from variable_batch_size.cluster import CapacityTrace, read
 from variable_batch_size.cluster.readers.base import Text
@@ -191,9 +192,13 @@ def test_the_file_of_an_unknown_format(file):
         'capacity trace (FILE:1): a file must begin like seconds,nodes (csv) or {"metadata": {"gap_seconds": 300}, '
         '"data": [0, 3]} (skypilot) or 480000,add,node1 (bamboo-events) or 21529,4 (bamboo-counts) or '
         '2021-12-10, 13:07:45, 80 (gcloud) or [0, "add", {"nodes": ["node-0"], "duration": 60000}] (parcae) or '
-        ",Time,GPUs (eth), got '{\"SpotPriceHistory\": []}'; write it as a CSV file with the header seconds,nodes, "
-        "whose rows hold the seconds since the beginning and the nodes from then on, or pass format="
+        ",Time,GPUs (eth), got '{\"SpotPriceHistory\": []}'; write it as seconds,nodes, as in docs/capacity.md "
+        "under Any other log, or pass format="
     )
+
+
+def test_the_recipe_of_the_message_is_there():
+    assert "\n### Any other log\n" in (DOCS / "capacity.md").read_text()
 
 
 @every_format

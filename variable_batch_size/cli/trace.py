@@ -7,8 +7,10 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
 from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, say
+from variable_batch_size.cluster.reading import format_of
 from variable_batch_size.simulation.conversion import MAX_STEPS
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.trace.schedule import is_schedule
@@ -60,7 +62,13 @@ def show(
     if is_schedule(trace):
         batches = BatchTrace.parse(trace, unit=unit, sequence_length=sequence_length)
     else:
-        batches = BatchTrace.of(trace)
+        try:
+            batches = BatchTrace.of(trace)
+        except ValueError as error:
+            if (format := format_of(trace)) is None:
+                raise
+            found = f"what looks like a capacity trace of the format {format} ({error})"
+            raise value_error("TRACE must be a batch trace", found, "use vbs capacity show for that") from None
     first_step, sizes = batches.runs  # (runs,) both
     shown = batches.steps or int(first_step[-1]) * 5 // 4 + 1  # of an infinite trace, the last size is shown, too
     edges = np.append(first_step, shown).astype(np.float64)

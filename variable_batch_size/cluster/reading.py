@@ -6,8 +6,9 @@ import os
 
 from variable_batch_size._validation import MAX_INT, check_choice, check_int, check_number, value_error
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.cluster.readers.base import Options, Reader, Text
+from variable_batch_size.cluster.readers.base import Options, Reader, Text, split
 from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.trace.csv_file import SIZE_COLUMNS
 
 
 def read(
@@ -72,14 +73,22 @@ def _checked(inverted: bool | int, max_gap: float | None) -> Options:
     return Options(size, seconds)
 
 
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the name of the format by which a file begins; None if it is none of those, or cannot be read."""
+    try:
+        return _recognize(Text.load(path)).name
+    except (OSError, ValueError):
+        return None
+
+
 def _recognize(text: Text) -> Reader:
     for reader in READERS.values():
         if reader.recognizes(text):
             return reader
     line, first = text.lines[0]
+    if set(SIZE_COLUMNS) & set(split(first)):
+        requirement = "a capacity trace must have numbers of nodes, not the batch sizes of a batch trace"
+        raise text.error(line, requirement, first, "pass a log, or show this file with vbs trace show")
     known = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())
-    remedy = (
-        "write it as a CSV file with the header seconds,nodes, whose rows hold the seconds since the beginning and the "
-        "nodes from then on, or pass format="
-    )
+    remedy = "write it as seconds,nodes, as in docs/capacity.md under Any other log, or pass format="
     raise text.error(line, f"a file must begin like {known}", first, remedy)
