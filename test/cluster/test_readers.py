@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.capacity_files import parcae_line
+from helpers.capacity_files import TEXTS, parcae_line
 from helpers.properties import examples
-from variable_batch_size.cluster import read
+from variable_batch_size.cluster import CapacityTrace, read
 
 
 @pytest.fixture
@@ -52,6 +54,37 @@ def test_own_columns_in_any_order_and_others_are_ignored(tmp_path):
     assert (trace.seconds.tolist(), trace.nodes.tolist(), trace.end) == ([0, 60], [2**53, 2], 90)
     assert trace.prices is not None
     assert trace.prices.tolist() == [1.5, 2.5]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 99)), min_size=1).map(sorted),
+    st.sampled_from([",", ";", "\t", " , ", " ;", "\t "]),
+    st.sampled_from(["seconds", "Seconds", "time", "TIME"]),
+    st.sampled_from(["nodes", "Nodes"]),
+    st.sampled_from([None, "Z", "", "+00:00", "-07:30"]),
+)
+def test_own_files_of_other_programs(tmp_path_factory, rows, separator, time, nodes, zone):
+    """Capitals, separators and ISO times say the same as seconds,nodes; dates begin at the first row."""
+    path = tmp_path_factory.mktemp("own") / "trace"
+    rows = [*rows, (rows[-1][0] + 1, 0)]
+    first = 0 if zone is None else rows[0][0]
+    moments = [datetime(2024, 2, 28, 10, 0, 0) + timedelta(seconds=second) for second, _ in rows]
+    times = [row[0] for row in rows] if zone is None else [moment.isoformat() + zone for moment in moments]
+    lines = [separator.join([str(when), str(row[1])]) for when, row in zip(times, rows, strict=True)]
+    path.write_text("\n".join([separator.join([time, nodes]), *lines]))
+    assert read(path) == CapacityTrace([second - first for second, _ in rows], [number for _, number in rows])
+
+
+def test_own_times_of_several_zones(rows, error):
+    text = "time;nodes\n2024-05-01T08:00Z;2\n2024-05-01 11:30:00+02:00;1\n2024-05-01T11:00:00.500;3\n"
+    assert rows(text) == ([(0, 2), (5400, 1), (10800.5, 3)], 10800.5)
+    requirement = "must be a time such as 2026-11-24T10:00:00Z, as that of the first row"
+    for wrong in ("2024-02-30T08:00:00Z", "20240501T0900", "90", "2024-05-01"):
+        assert error(f"{text}{wrong};4\n") == f"5): time {requirement}, got {wrong!r}; correct it"
+    assert error("seconds,nodes\n0,4\n2024-05-01T08:00Z,2\n") == (
+        "3): seconds must be a finite number >= 0, got '2024-05-01T08:00Z'; correct it"
+    )
+    assert error(text + "2024-05-01T08:00Z;4\n").startswith("5): time must be >= 10800.5, the time of the row before")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +178,36 @@ def test_skypilot_of_several_nodes_and_the_other_polarity(rows, error):
             "4): data[2] must be <= 1, the nodes of the cluster, with inverted=1, got 4; "
             "pass the number of nodes of the cluster as inverted="
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("name", ["skypilot", "parcae"])
+@pytest.mark.parametrize("indent", [0, 1, "\t"])
+def test_json_may_be_pretty_printed(name, indent, rows):
+    compact = [line for line in TEXTS[name].splitlines() if not line.startswith("#")]
+    documents = map(json.loads, compact if name == "parcae" else ["".join(compact)])
+    assert rows("\n".join(json.dumps(document, indent=indent) for document in documents)) == rows(TEXTS[name])
+
+
+def test_errors_of_pretty_printed_json_name_the_line(error):
+    text = json.dumps([0, "add", {"nodes": ["a"], "duration": 1}], indent=1) + "\n"
+    lines = text.count("\n")
+    assert error(text + text) == f"{lines + 1}): {KNOWN.format('a')}"
+    found = text.replace('"duration"', '"nodes"', 1)
+    assert error(text + found).startswith(f"{2 * lines - 2}): an object must have each key once, got 'nodes'; ")
+    assert error(text + text[:-3]).startswith(f"{2 * lines - 1}): the text must be JSON (expecting ',' delimiter, col")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("several", [True, False])
+def test_the_json_of_kubectl_is_an_unknown_format(indent, several, error):
+    event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "a"}, "data": {"reason": "NodeReady"}}
+    document = [event, event] if several else {"apiVersion": "v1", "items": [event], "kind": "List"}
+    message = error(json.dumps(document, indent=indent))
+    assert message.startswith("1): a file must begin like seconds,nodes (csv) or ")
+    assert message.endswith("; write it as seconds,nodes, as in docs/capacity.md under Any other log, or pass format=")
 
 
 # ------------------------------------------------------------------------------------------------ bamboo-events, parcae

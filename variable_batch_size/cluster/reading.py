@@ -20,7 +20,7 @@ def read(
 ) -> CapacityTrace:
     """Read a capacity trace from a file, whose format is recognized by how it begins.
 
-    - `csv`: `seconds,nodes` or `seconds,nodes,price`; it ends at the last row.
+    - `csv`: `seconds,nodes` or `seconds,nodes,price`, or times of ISO 8601; it ends at the last row.
     - `skypilot`: `{"metadata": {"gap_seconds": 300}, "data": [0, 3]}`; it ends `gap_seconds` after the last tick.
     - `bamboo-events`: `480000,add,node1`; it ends at the last row.
     - `bamboo-counts`: `21529,4`; it ends at the last row.
@@ -28,7 +28,7 @@ def read(
     - `parcae`: `[0, "add", {"nodes": ["node-0"], "duration": 60000}]`; it ends at the last row plus its duration.
     - `eth`: `,Time,GPUs` or `,Time,TPU_cores`; it ends at the last row, and counts devices.
 
-    Dates and Unix times (`gcloud`, `eth`) begin at the first row. Times since the beginning (the others) stay as they
+    Dates and Unix times (`gcloud`, `eth`, ISO 8601) begin at the first row. Times since the beginning (the others) stay as they
     are: before the first row there are 0 nodes. Of rows at one time the last one counts.
 
     Args:

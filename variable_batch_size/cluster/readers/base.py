@@ -86,10 +86,10 @@ class Text:
         """Return the error for a line; `found` is shown up to 60 characters."""
         return ValueError(f"capacity trace ({self.path}:{line}): {requirement}, got {found!r:.60}; {remedy}")
 
-    def cells(self, line: int, row: str, example: str) -> list[str]:
+    def cells(self, line: int, row: str, example: str, separator: str = ",") -> list[str]:
         """Return the cells of a row; raise if there are not as many as in the example of a row."""
-        cells = split(row)
-        if len(cells) != len(split(example)):
+        cells = split(row, separator)
+        if len(cells) != len(split(example, separator)):
             raise self.error(line, f"a row must have the cells of {example}", row, "correct the row")
         return cells
 
@@ -157,9 +157,9 @@ class Reader(ABC):
         return rows
 
 
-def split(row: str) -> list[str]:
+def split(row: str, separator: str = ",") -> list[str]:
     """Return the cells of a row of a CSV file without quotes."""
-    return [cell.strip() for cell in row.split(",")]
+    return [cell.strip() for cell in row.split(separator)]
 
 
 def as_number(cell: str) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final, final
 
 from variable_batch_size.cluster.readers.base import Options, Reader, Rows, Text
-from variable_batch_size.cluster.readers.json_text import parse
+from variable_batch_size.cluster.readers.json_text import values
 from variable_batch_size.cluster.readers.membership import Membership
 
 EVENTS: Final = ("add", "remove", "migration", "no-op")
@@ -27,18 +28,16 @@ class ParcaeReader(Reader):
     example = '[0, "add", {"nodes": ["node-0"], "duration": 60000}]'
 
     def recognizes(self, text: Text) -> bool:
-        """Return whether the first line that is not a comment begins a list."""
-        return _first(text).startswith("[")
+        """Return whether the first text that is no comment begins a list with a number."""
+        return re.match(r"\s*\[\s*[-0-9]", _without_comments(text)) is not None
 
     def read(self, text: Text, options: Options) -> Rows:
-        """Return a row for each line."""
+        """Return a row for each list."""
         seconds: list[float] = []
         nodes: list[int] = []
         duration = 0.0
         members = Membership(text)
-        for line, row in text.lines:
-            if row.startswith("#"):
-                continue
+        for line, row in values(text, _without_comments(text)):
             milliseconds, event, names, length = self._fields(text, line, row)
             seconds.append(text.number(line, "milliseconds", milliseconds) / 1000)
             text.check_order(line, "seconds", seconds)
@@ -54,11 +53,12 @@ class ParcaeReader(Reader):
             raise text.error(text.lines[-1][0], "there must be at least one row", text.lines[-1][1], "add rows")
         return Rows(seconds, nodes, seconds[-1] + duration)
 
-    def _fields(self, text: Text, line: int, row: str) -> tuple[object, object, list[str], object]:
+    def _fields(self, text: Text, line: int, found: object) -> tuple[object, object, list[str], object]:
         """Return milliseconds, event, names of nodes and duration of a row."""
-        found = parse(text, row, line)
         if not (isinstance(found, list) and len(found) == 3 and isinstance(found[2], dict)):
-            raise text.error(line, f"a row must have the form {self.example}", row, "correct the row")
+            raise text.error(
+                line, f"a row must have the form {self.example}", dict(text.lines)[line], "correct the row"
+            )
         milliseconds, event, details = found
         if event not in EVENTS:
             raise text.error(line, f"the event must be one of {', '.join(EVENTS)}", event, "correct the row")
@@ -68,5 +68,5 @@ class ParcaeReader(Reader):
         return milliseconds, event, names, details.get("duration")
 
 
-def _first(text: Text) -> str:
-    return next((row for _, row in text.lines if not row.startswith("#")), "")
+def _without_comments(text: Text) -> str:
+    return re.sub(r"(?m)^[^\S\n]*#.*", "", text.content)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import final
 
 from variable_batch_size.cluster.readers.base import Options, Reader, Rows, Text
-from variable_batch_size.cluster.readers.json_text import line_of_element, line_of_key, parse
+from variable_batch_size.cluster.readers.json_text import line_of_element, line_of_key, values
 
 
 @final
@@ -27,13 +28,14 @@ class SkyPilotReader(Reader):
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the file is an object with one of the two keys of the format."""
-        return text.lines[0][1].startswith("{") and any(key in text.content for key in ('"gap_seconds"', '"data"'))
+        keys = r'"gap_seconds"|"data"\s*:\s*\['
+        return text.lines[0][1].startswith("{") and re.search(keys, text.content) is not None
 
     def read(self, text: Text, options: Options) -> Rows:
         """Return a row for each tick."""
         line, first = text.lines[0]
-        document = parse(text, text.content)
-        content = document if isinstance(document, dict) else {}
+        documents = [document for _, document in values(text, text.content)]
+        content = documents[0] if len(documents) == 1 and isinstance(documents[0], dict) else {}
         metadata, data, prices = (content.get(key) for key in ("metadata", "data", "prices"))
         if not (isinstance(metadata, dict) and "gap_seconds" in metadata and isinstance(data, list) and data):
             requirement = f"the file must hold gap_seconds and at least one tick, as {self.example} does"
