@@ -118,6 +118,24 @@ def test_the_times_of_a_part_of_the_log_and_of_the_overheads_are_scaled(tmp_path
     assert run_json("simulate", LOG, *COSTS, *part, *command) == run_json("simulate", scaled, *costs, *command)
 
 
+def test_a_log_is_read_as_by_capacity_convert(tmp_path: Path) -> None:
+    """With the same options; some of them need a LOG."""
+    skypilot, gcloud, converted = tmp_path / "log.json", tmp_path / "log.txt", tmp_path / "capacity.csv"
+    skypilot.write_text('{"metadata": {"gap_seconds": 600}, "data": [0, 3, 1, 4]}')
+    gcloud.write_text("2021-12-10, 13:00:00, 2\n2021-12-10, 13:07:00, 8\n2021-12-10, 14:00:00, 3\n")
+    command = [*RATE, *COSTS, *policy_flags(NAMES)]
+    for log, flags in (
+        (skypilot, ["--inverted", 5, "--format", "skypilot", "--min-nodes", 2]),
+        (gcloud, ["--max-gap", 600, "--max-nodes", 4, "--start", 60]),
+    ):
+        assert run_main("capacity", "convert", log, *flags, "--out", converted)[0] == 0
+        found = run_json("simulate", log, *flags, *command)
+        assert found == run_json("simulate", converted, *command) != run_json("simulate", log, *command)
+    message = "--format, --inverted and --max-gap are for a LOG, got none; pass one, or leave them out"
+    machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900]
+    assert error_of("simulate", *machines, *command, "--max-gap", 9)[1] == message
+
+
 def test_what_a_preemption_loses_without_checkpoints_is_said() -> None:
     said = "No --save-every and no --notice: a preemption loses everything since the last stop.\n"
     command = ["simulate", LOG, *RATE, "--policy", NAMES[0]]

@@ -20,6 +20,11 @@ from variable_batch_size.cli.options import (
     BulkEvery,
     BulkFraction,
     CommunicationSeconds,
+    Format,
+    Inverted,
+    MaxGap,
+    MaxNodes,
+    MinNodes,
     Out,
     Png,
     SamplesPerSecond,
@@ -33,21 +38,12 @@ from variable_batch_size.cli.options import (
 )
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.cluster.readers.table import READERS
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation import to_batch_trace
 
 app = typer.Typer(help="Capacity traces: how many nodes a cluster had at each time.", no_args_is_help=True)
 
 Log = Annotated[Path, typer.Argument(help="A log in any of the known formats.", show_default=False, metavar="LOG")]
-Format = Annotated[
-    str | None, typer.Option(help=f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME")
-]
-Inverted = Annotated[
-    int | None,
-    typer.Option(help="Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1),
-]
-MaxGap = Annotated[float | None, typer.Option(help="Seconds without a row after which there are 0 nodes.", min=0)]
 
 
 @app.command()
@@ -105,8 +101,8 @@ def convert(
     scale_time: ScaleTime = 1.0,
     start: Start = 0.0,
     stop: Stop = None,
-    min_nodes: Annotated[int, typer.Option(help="Raise smaller numbers of nodes to this one.", min=0)] = 0,
-    max_nodes: Annotated[int | None, typer.Option(help="Reduce larger numbers of nodes to this one.", min=0)] = None,
+    min_nodes: MinNodes = 0,
+    max_nodes: MaxNodes = None,
     every: Annotated[float | None, typer.Option(help="Read the nodes only once in so many seconds.")] = None,
     format: Format = None,
     inverted: Inverted = None,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from variable_batch_size._validation import FloatArray
 from variable_batch_size.cli import output
+from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.simulation import Run, compare, means
 from variable_batch_size.simulation.sweep import SHARES
 
@@ -57,6 +59,38 @@ def print_sweep(table: pd.DataFrame, json: bool) -> None:
             if fact in facts
         ]
         output.print_table(["", *others], rows)
+
+
+def notes(
+    arguments: Mapping[str, Any],
+    fitted: FloatArray | None,
+    traces: Mapping[str, CapacityTrace],
+    farthest: float,
+    several: bool,
+) -> list[str]:
+    """Return what the reader of the numbers should know: what is fitted, extrapolated or assumed."""
+    found = []
+    curve, overheads, model = arguments["noise"], arguments["overheads"], arguments["throughput"]
+    if fitted is not None:
+        most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
+        least, known = int(fitted[:, 0].min()), int(fitted[:, 0].max())
+        devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
+        devices += f"; the simulation has up to {most}" * (most > known)
+        found.append(f"--throughput: the seconds are fitted to {model.error(fitted):.1%} (rms), on {devices}.")
+        if arguments["minibatch_size"] is None:
+            rows = int(fitted[:, 1].max())
+            found.append(f"No --microbatch: a device computes its share at once, not the {rows} rows measured.")
+    if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
+        last = f"{curve.progress[-1]:.6g} updates"
+        found.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
+    if overheads is None:
+        found.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
+    elif overheads.save_every is None and not overheads.notice:
+        found.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
+    if curve is None and several:
+        rule = arguments["rule"]
+        found.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
+    return found
 
 
 def _as_json(table: pd.DataFrame) -> dict[str, object]:

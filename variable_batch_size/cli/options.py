@@ -12,6 +12,7 @@ from variable_batch_size import cluster
 from variable_batch_size._validation import check_positive
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.cluster.readers.table import READERS
 from variable_batch_size.trace.schedule import Unit
 
 DECADE = 10 * 365 * 86400  # seconds
@@ -83,6 +84,16 @@ ScaleTime = Annotated[
     ),
 ]
 
+Format = Annotated[
+    str | None, typer.Option(help=f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME")
+]
+Inverted = Annotated[
+    int | None,
+    typer.Option(help="Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1),
+]
+MaxGap = Annotated[float | None, typer.Option(help="Seconds without a row after which there are 0 nodes.", min=0)]
+MinNodes = Annotated[int, typer.Option(help="Raise smaller numbers of nodes to this one.", min=0)]
+MaxNodes = Annotated[int | None, typer.Option(help="Reduce larger numbers of nodes to this one.", min=0)]
 Start = Annotated[float, typer.Option(help="Begin at this second of the log.", min=0)]
 Stop = Annotated[float | None, typer.Option(help="End at this second of the log.", min=0)]
 

@@ -28,6 +28,11 @@ from variable_batch_size.cli.options import (
     BulkEvery,
     BulkFraction,
     CommunicationSeconds,
+    Format,
+    Inverted,
+    MaxGap,
+    MaxNodes,
+    MinNodes,
     Png,
     SamplesPerSecond,
     ScaleTime,
@@ -79,6 +84,11 @@ def simulate(
         ),
     ] = None,
     scale_time: ScaleTime = 1.0,
+    format: Format = None,
+    inverted: Inverted = None,
+    max_gap: MaxGap = None,
+    min_nodes: MinNodes = 0,
+    max_nodes: MaxNodes = None,
     samples_per_second: SamplesPerSecond = None,
     communication_seconds: CommunicationSeconds = 0.0,
     throughput: Annotated[
@@ -196,11 +206,19 @@ def simulate(
     - `vbs simulate --nodes 16 --mean-up 7200 --mean-down 900 --duration 86400 --seeds 20 --policy per-device:64
       --policy constant:1024 --samples-per-second 150 --ref-batchsize 256 --restart 90`
     """
-    traces = _read(logs or []) | _synthetic(seeds, nodes, mean_up, mean_down, duration, bulk_every, bulk_fraction)
+    reading = format, inverted, max_gap
+    if not logs and reading != (None, None, None):
+        raise ValueError("--format, --inverted and --max-gap are for a LOG, got none; pass one, or leave them out")
+    traces = _read(logs or [], *reading) | _synthetic(
+        seeds, nodes, mean_up, mean_down, duration, bulk_every, bulk_fraction
+    )
     if not traces:
         raise ValueError("a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options")
     _check_outputs(json, trace_out, png, len(policy), len(traces))
-    traces = {name: capacity.slice(start, stop).scaled(scale_time) for name, capacity in traces.items()}
+    traces = {
+        name: capacity.slice(start, stop).clip(min_nodes, max_nodes).scaled(scale_time)
+        for name, capacity in traces.items()
+    }
     policies = {name: parse_policy(name) for name in policy}
     rule = _rule(rule, noise, policies)
     model, fitted = _throughput(
@@ -236,7 +254,7 @@ def simulate(
     with redirect_stdout(sys.stderr if trace_out == STDOUT else sys.stdout):
         draw, farthest = _compare(traces, policies, arguments, json, trace_out)
     if not json:
-        for note in _notes(arguments, fitted, traces, farthest, several=len(policies) > 1):
+        for note in comparison.notes(arguments, fitted, traces, farthest, several=len(policies) > 1):
             typer.echo(note, err=True)
     if png is not None:
         draw().savefig(png, dpi=120)
@@ -330,44 +348,14 @@ def _compare(
     return partial(plot_runs, runs), max(run.summary["progress"] for run in runs.values())
 
 
-def _notes(
-    arguments: Mapping[str, Any],
-    fitted: FloatArray | None,
-    traces: Mapping[str, CapacityTrace],
-    farthest: float,
-    several: bool,
-) -> list[str]:
-    """Return what the reader of the numbers should know: what is fitted, extrapolated or assumed."""
-    notes = []
-    curve, overheads, model = arguments["noise"], arguments["overheads"], arguments["throughput"]
-    if fitted is not None:
-        most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
-        least, known = int(fitted[:, 0].min()), int(fitted[:, 0].max())
-        devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
-        devices += f"; the simulation has up to {most}" * (most > known)
-        notes.append(f"--throughput: the seconds are fitted to {model.error(fitted):.1%} (rms), on {devices}.")
-        if arguments["minibatch_size"] is None:
-            rows = int(fitted[:, 1].max())
-            notes.append(f"No --microbatch: a device computes its share at once, not the {rows} rows measured.")
-    if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
-        last = f"{curve.progress[-1]:.6g} updates"
-        notes.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
-    if overheads is None:
-        notes.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
-    elif overheads.save_every is None and not overheads.notice:
-        notes.append("No --save-every and no --notice: a preemption loses everything since the last stop.")
-    if curve is None and several:
-        rule = arguments["rule"]
-        notes.append(f"Progress by the rule {rule}, whatever the noise; --noise FILE takes AdaScale's gain.")
-    return notes
-
-
-def _read(logs: list[Path]) -> dict[str, CapacityTrace]:
+def _read(
+    logs: list[Path], format: str | None, inverted: int | None, max_gap: float | None
+) -> dict[str, CapacityTrace]:
     """Return the capacity traces of files by their paths."""
     twice = [str(path) for path, times in Counter(logs).items() if times > 1]
     if twice:
         raise ValueError(f"each LOG must be given once, got {twice[0]} twice; remove one")
-    return {str(path): read_log(path) for path in logs}
+    return {str(path): read_log(path, format, inverted, max_gap) for path in logs}
 
 
 def _synthetic(

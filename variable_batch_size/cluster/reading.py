@@ -28,8 +28,8 @@ def read(
     - `parcae`: `[0, "add", {"nodes": ["node-0"], "duration": 60000}]`; it ends at the last row plus its duration.
     - `eth`: `,Time,GPUs` or `,Time,TPU_cores`; it ends at the last row, and counts devices.
 
-    Dates and Unix times (`gcloud`, `eth`, ISO 8601) begin at the first row. Times since the beginning (the others) stay as they
-    are: before the first row there are 0 nodes. Of rows at one time the last one counts.
+    Dates and Unix times (`gcloud`, `eth`, ISO 8601) begin at the first row. Times since the beginning (the others) stay
+    as they are: before the first row there are 0 nodes. Of rows at one time the last one counts.
 
     Args:
         path: path of the file.
