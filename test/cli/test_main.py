@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.commands import run
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
 from variable_batch_size.cli import main as module
+from variable_batch_size.cli.options import duration
 
 HEAVY = ["torch", "pandas", "matplotlib", "scipy", "plotext"]
 
@@ -68,6 +71,43 @@ def test_help_is_printed(args: list[str], status: int) -> None:
 def test_unknown_commands_are_one_line() -> None:
     assert error_of("pln")[0] == 2
     assert error_of("trace", "mke") == (2, "No such command 'mke'. Did you mean 'make'?; see vbs trace --help")
+
+
+@given(st.floats(0, 1e9), st.sampled_from([("", 1), ("s", 1), ("m", 60), ("h", 3600), ("d", 86400)]))
+def test_a_duration_may_have_a_unit(number: float, unit: tuple[str, int]) -> None:
+    suffix, seconds = unit
+    assert duration(f"{number}{suffix}") == duration(f" {number} {suffix}") == number * seconds
+    assert duration(number) == number
+    assert duration("1.5h") == duration(".0625d") == duration("90m") == 5400
+
+
+DURATIONS = {
+    "simulate": [
+        *("--restart", "--save", "--save-every", "--notice", "--grow-every", "--start", "--stop", "--max-gap"),
+        *("--mean-up", "--mean-down", "--duration", "--bulk-every", "--communication-seconds"),
+    ],
+    "capacity convert": ["--start", "--stop", "--max-gap", "--every", "--communication-seconds"],
+    "capacity show": ["--max-gap"],
+    "capacity synthetic": ["--mean-up", "--mean-down", "--duration", "--bulk-every"],
+    "plan": ["--communication-seconds"],
+    "evaluate": ["--restart", "--save-every", "--communication-seconds"],
+}
+
+
+@pytest.mark.parametrize("command", DURATIONS)
+def test_every_option_in_seconds_is_a_duration(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    options = [line.split() for line in run_main(*command.split(), "--help")[1].splitlines()]
+    found = {words[words.index("DURATION") - 1] for words in options if "DURATION" in words}
+    assert found == set(DURATIONS[command])
+    for option in DURATIONS[command]:
+        for wrong in ("2w", "-3", "inf", "nan", "1_0", "", "1e999", "1.5 h 3"):
+            status, message = error_of(*command.split(), option, wrong)
+            assert (status, message) == (
+                2,
+                f"Invalid value for '{option}': a duration must be a time >= 0, got {wrong!r}; pass 90, 90s, 10m, 1.5h "
+                f"or 2d; see vbs {command} --help",
+            )
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from variable_batch_size.cli.options import (
     Microbatch,
     RefBatchsize,
     SamplesPerSecond,
+    duration_option,
     positive,
     throughput,
 )
@@ -104,13 +105,14 @@ def evaluate(
     ] = None,
     restart: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds of a start, and of a restart after a change of the nodes.", min=0, rich_help_panel=TIME
+        duration_option(
+            help="Time of a start, and of a restart after a change of the nodes.",
+            rich_help_panel=TIME,
         ),
     ] = None,
     save_every: Annotated[
         float | None,
-        typer.Option(help="Seconds between two simulated checkpoints.", rich_help_panel=TIME, callback=positive),
+        duration_option(help="Time between two simulated checkpoints.", rich_help_panel=TIME, callback=positive),
     ] = None,
     noise: Annotated[
         Path | None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +20,7 @@ from variable_batch_size.trace.schedule import Unit
 
 DECADE = 10 * 365 * 86400  # seconds
 STDOUT = Path("/dev/stdout")
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
 TRAINING = "Instead of what the task says"  # a panel of --help
 
 
@@ -26,6 +30,27 @@ def prepared(path: Path | None) -> Path | None:
         return path and STDOUT
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def duration(text: str | float) -> float:
+    """Return the seconds of a number with one of the units s, m, h and d, or without one.
+
+    >>> duration("1.5h"), duration("2d"), duration(90)
+    (5400.0, 172800.0, 90.0)
+
+    Raises:
+        typer.BadParameter: if it is something else.
+    """
+    found = re.fullmatch(r"((?:[0-9]+[.]?[0-9]*|[.][0-9]+)(?:e[+-]?[0-9]+)?)\s*([smhd]?)", str(text).strip())
+    seconds = float(found[1]) * UNITS[found[2]] if found else math.inf
+    if math.isinf(seconds):
+        raise typer.BadParameter(
+            f"a duration must be a time >= 0, got {str(text)!r:.60}; pass 90, 90s, 10m, 1.5h or 2d"
+        )
+    return seconds
+
+
+duration_option = partial(typer.Option, parser=duration, metavar="DURATION")
 
 
 def positive(option: typer.CallbackParam, value: float | None) -> float | None:
@@ -76,7 +101,7 @@ DataDir = Annotated[
 UnitOption = Annotated[Unit, typer.Option(help="What a threshold of the schedule counts.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, with --unit tokens.", min=1)]
 SamplesPerSecond = Annotated[float | None, typer.Option(help="Samples that one device computes in a second.")]
-CommunicationSeconds = Annotated[float, typer.Option(help="Seconds of the all-reduce of an update.", min=0)]
+CommunicationSeconds = Annotated[float, duration_option(help="Time of the all-reduce of an update.")]
 ScaleTime = Annotated[
     float,
     typer.Option(
@@ -91,20 +116,20 @@ Inverted = Annotated[
     int | None,
     typer.Option(help="Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1),
 ]
-MaxGap = Annotated[float | None, typer.Option(help="Seconds without a row after which there are 0 nodes.", min=0)]
+MaxGap = Annotated[float | None, duration_option(help="Time without a row after which there are 0 nodes.")]
 MinNodes = Annotated[int, typer.Option(help="Raise smaller numbers of nodes to this one.", min=0)]
 MaxNodes = Annotated[int | None, typer.Option(help="Reduce larger numbers of nodes to this one.", min=0)]
-Start = Annotated[float, typer.Option(help="Begin at this second of the log.", min=0)]
-Stop = Annotated[float | None, typer.Option(help="End at this second of the log.", min=0)]
+Start = Annotated[float, duration_option(help="Begin at this time of the log.")]
+Stop = Annotated[float | None, duration_option(help="End at this time of the log.")]
 
 SYNTHETIC = "Synthetic capacity traces"  # the panel of --help
 NODES = typer.Option(help="Number of machines.", min=1, show_default=False, rich_help_panel=SYNTHETIC)
-MEAN_UP = typer.Option(help="Mean seconds until a machine is lost.", show_default=False, rich_help_panel=SYNTHETIC)
-MEAN_DOWN = typer.Option(help="Mean seconds until it is back.", show_default=False, rich_help_panel=SYNTHETIC)
-DURATION = typer.Option(help="Seconds of the trace.", show_default=False, rich_help_panel=SYNTHETIC)
+MEAN_UP = duration_option(help="Mean time until a machine is lost.", show_default=False, rich_help_panel=SYNTHETIC)
+MEAN_DOWN = duration_option(help="Mean time until it is back.", show_default=False, rich_help_panel=SYNTHETIC)
+DURATION = duration_option(help="Time of the trace.", show_default=False, rich_help_panel=SYNTHETIC)
 BulkEvery = Annotated[
     float | None,
-    typer.Option(help="Mean seconds between losses of many machines at once.", rich_help_panel=SYNTHETIC),
+    duration_option(help="Mean time between losses of many machines at once.", rich_help_panel=SYNTHETIC),
 ]
 BulkFraction = Annotated[
     float | None, typer.Option(help="Share of the machines that such a loss takes.", rich_help_panel=SYNTHETIC)

@@ -38,6 +38,7 @@ from variable_batch_size.cli.options import (
     ScaleTime,
     Start,
     Stop,
+    duration_option,
     positive,
     prepared,
     read_log,
@@ -127,16 +128,17 @@ def simulate(
         int | None, typer.Option(help="Samples of an epoch; by default there are none.", min=1)
     ] = None,
     restart: Annotated[
-        float | None, typer.Option(help="Seconds of a restart.", min=0, show_default="0", rich_help_panel=OVERHEADS)
+        float | None,
+        duration_option(help="Time of a restart.", show_default="0", rich_help_panel=OVERHEADS),
     ] = None,
     save: Annotated[
         float | None,
-        typer.Option(help="Seconds of writing a checkpoint.", min=0, show_default="0", rich_help_panel=OVERHEADS),
+        duration_option(help="Time of writing a checkpoint.", show_default="0", rich_help_panel=OVERHEADS),
     ] = None,
     save_every: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds between two checkpoints.",
+        duration_option(
+            help="Time between two checkpoints.",
             show_default="only before a stop",
             rich_help_panel=OVERHEADS,
             callback=positive,
@@ -144,10 +146,8 @@ def simulate(
     ] = None,
     notice: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds of warning before nodes leave, in which the update under way and a save have to end; 0: they "
-            "are killed.",
-            min=0,
+        duration_option(
+            help="Warning before nodes leave, in which the update under way and a save have to end; 0: none.",
             show_default="0",
             rich_help_panel=OVERHEADS,
         ),
@@ -160,9 +160,8 @@ def simulate(
     ] = None,
     grow_every: Annotated[
         float | None,
-        typer.Option(
-            help="Least seconds between a restart and one with more nodes.",
-            min=0,
+        duration_option(
+            help="Least time between a restart and one with more nodes.",
             show_default="0",
             rich_help_panel=OVERHEADS,
         ),
