@@ -237,6 +237,36 @@ def test_a_trace_without_an_update_is_shown(tmp_path: Path) -> None:
     alone = run_main("simulate", idle, *RATE, *policy_flags(NAMES))
     assert alone[0] == 0
     assert "idle" in alone[1]
+    assert alone[2].startswith("The training makes no update: it has at most 0 of 1 nodes.\n")
+
+
+def test_a_training_without_an_update_is_told() -> None:
+    command = ["simulate", LOG, "--ref-batchsize", 128, "--policy", NAMES[0], "--save-every", 9]
+    few = run_main(*command, "--samples-per-second", 20, "--least-nodes", 9)
+    assert (few[0], few[2]) == (0, "The training makes no update: it has at most 8 of 9 nodes.\n")
+    assert "cost_per_progress" not in run_json(*command, *RATE[:2], "--least-nodes", 9, "--price", 1)[NAMES[0]]
+    slow = run_main(*command, "--samples-per-second", 1e-5)
+    assert slow[2] == "The training makes no update: none ends before a loss or the log does.\n"
+    assert "makes no update" not in run_main(*command, *RATE[:2])[2]
+
+
+def test_costs_are_named_and_divided_by_the_progress() -> None:
+    command = ["simulate", LOG, *RATE, "--policy", NAMES[0], "--price", 2]
+    summary = run_json(*command)[NAMES[0]]
+    assert summary["cost_per_progress"] == summary["cost"] / summary["progress"]
+    rows = [line.rsplit(maxsplit=1) for line in run_main(*command)[1].splitlines()[1:]]
+    found = {name.strip(): float(value.replace(",", "")) for name, value in rows if "cost" in name}
+    names = {"cost (in the unit of --price)": "cost", "cost per progress": "cost_per_progress"}
+    assert found == pytest.approx({name: summary[fact] for name, fact in names.items()}, rel=1e-3)
+
+
+def test_printed_intervals_are_not_negative() -> None:
+    """What they cannot be; those of differences can."""
+    machines = ["--nodes", 1, "--mean-up", "1h", "--mean-down", "2h", "--duration", "3h", "--seeds", 2]
+    command = ["simulate", *machines, *RATE, "--policy", NAMES[0], "--restart", 60, "--price", 1]
+    found = run_json(*command)["means"][NAMES[0]]
+    assert any(fact["low"] is not None and fact["low"] < 0 for fact in found.values())
+    assert " (-" not in run_main(*command)[1]
 
 
 def test_noise_chooses_the_rule(tmp_path: Path) -> None:

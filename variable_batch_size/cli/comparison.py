@@ -17,6 +17,12 @@ from variable_batch_size.simulation.sweep import SHARES
 if TYPE_CHECKING:
     import pandas as pd
 
+UNIT = "(in the unit of --price)"
+NAMES = {
+    "cost": f"cost {UNIT}",
+    "cost_per_hour": f"cost per hour {UNIT}",
+    "on_demand_cost": "on demand cost (of the productive time)",
+}
 DECISIVE = ("progress_per_hour", "progress_per_node_hour", "cost_per_hour", "cost_per_progress")
 
 
@@ -30,9 +36,10 @@ def print_runs(runs: Mapping[str, Run], json: bool) -> None:
     rows += [
         [f"  {name}", *(f"{summary[name] / (summary['elapsed'] or 1):.1%}" for summary in summaries)] for name in SHARES
     ]
-    for name in ("updates", "samples", "progress", "preemptions", "restarts", "efficiency", "cost", "on_demand_cost"):
+    counts = ("updates", "samples", "progress", "preemptions", "restarts", "efficiency")
+    for name in (*counts, "cost", "cost_per_progress", "on_demand_cost"):
         if any(name in summary for summary in summaries):
-            rows.append([name.replace("_", " "), *(_number(summary.get(name, math.nan)) for summary in summaries)])
+            rows.append([_label(name), *(_number(summary.get(name, math.nan)) for summary in summaries)])
     output.print_table(["", *runs], rows)
 
 
@@ -83,6 +90,15 @@ def notes(
     if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
         last = f"{curve.progress[-1]:.6g} updates"
         found.append(f"--noise ends at a progress of {last}; its last row holds up to {farthest:.6g}.")
+    if not farthest:
+        most, least = (
+            max(int(capacity.nodes.max()) for capacity in traces.values()),
+            getattr(overheads, "least_nodes", 1),
+        )
+        reason = (
+            f"it has at most {most} of {least} nodes" if most < least else "none ends before a loss or the log does"
+        )
+        found.append(f"The training makes no update: {reason}.")
     if overheads is None:
         found.append("No overheads such as --restart: changes of the nodes lose no update and cost no time.")
     elif overheads.save_every is None and not overheads.notice:
@@ -113,13 +129,13 @@ def _nested(rows: pd.DataFrame) -> dict[str, dict[str, float | None]]:
 
 def _label(fact: str) -> str:
     name = fact.removesuffix("_share")
-    return f"  {name}" if name != fact else name.replace("_", " ").replace("node hour", "node-hour")
+    return f"  {name}" if name != fact else NAMES.get(name, name.replace("_", " ").replace("node hour", "node-hour"))
 
 
 def _interval(fact: str, *values: float) -> str:
     """Format a mean and its interval, if there are any."""
-    if fact.endswith("_share"):  # what a t interval of few traces does not know
-        values = tuple(min(1.0, max(0.0, value)) if math.isfinite(value) else value for value in values)
+    most = 1.0 if fact.endswith("_share") else math.inf  # and no fact is negative: what few traces do not know
+    values = tuple(min(most, max(0.0, value)) if math.isfinite(value) else value for value in values)
     mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _number(value) for value in values)
     percent = "%" if fact.endswith("_share") else ""
     return f"{mean}{percent}" + (f" ({low} to {high})" if math.isfinite(values[1]) else "")

@@ -29,8 +29,8 @@ class Run:
             `goodput`, the progress a second; `efficiency`, the progress a sample relative to that at `ref_batchsize`,
             if there is one and an update was made; `preemptions`, how often nodes left that the training used, or was
             restarting with; `restarts`, how often it has begun to restart; `cost`, if prices are known, of all nodes,
-            used or not, over the elapsed time; `on_demand_cost`, if that price is given, of the nodes that the
-            productive seconds have used.
+            used or not, over the elapsed time, and `cost_per_progress`, if progress was made; `on_demand_cost`, if that
+            price is given, of the nodes that the productive seconds have used.
         capacity: the capacity trace, with the prices.
     """
 

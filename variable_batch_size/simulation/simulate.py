@@ -202,7 +202,7 @@ def _summary(engine: Engine, rented: CapacityTrace, on_demand: float | None) -> 
         values["efficiency"] = done.progress * reference / done.samples
     values |= {"preemptions": engine.preemptions, "restarts": engine.restarts}
     if (cost := cost_until(rented, engine.now)) is not None:
-        values["cost"] = cost
+        values |= {"cost": cost} | ({"cost_per_progress": cost / done.progress} if done.progress else {})
     if on_demand is not None:
         used = math.fsum(row.nodes * (row.end - row.begin) for row in engine.intervals if row.state == "productive")
         values["on_demand_cost"] = used * on_demand / 3600

@@ -122,7 +122,7 @@ def _rates(run: Run) -> dict[str, float]:
     if (cost := run.summary.get("cost")) is not None:
         rates |= {
             "cost_per_hour": 3600 * cost / elapsed,
-            "cost_per_progress": cost / progress if progress else math.inf,
+            "cost_per_progress": run.summary.get("cost_per_progress", math.inf),
         }
     return rates
 
