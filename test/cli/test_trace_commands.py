@@ -86,11 +86,23 @@ def test_long_schedules_are_shown_at_once(schedule: str, tmp_path: Path) -> None
     assert tokens["max"] == run_json("trace", "show", schedule)["max"]
 
 
-def test_pictures_are_png(tmp_path: Path) -> None:
-    message = error_of("trace", "show", "64", "--no-picture", "--json", "--png", tmp_path / "trace.jpg", silent=False)[
-        1
-    ]
-    assert message == f"--png must be a file that ends in .png, got '{tmp_path}/trace.jpg'; rename it"
+def test_pictures_are_png_or_svg(tmp_path: Path) -> None:
+    for suffix, beginning in (("png", b"\x89PNG"), ("PNG", b"\x89PNG"), ("svg", b"<?xml")):
+        picture = tmp_path / f"trace.{suffix}"
+        assert run_main("trace", "show", "64", "--no-picture", "--png", picture)[0] == 0
+        assert picture.read_bytes().startswith(beginning)
+
+
+@pytest.mark.parametrize("command", [["trace", "show"], ["capacity", "show"], ["simulate"]], ids=" ".join)
+def test_a_picture_that_cannot_be_written_is_an_error_at_once(command: list[str], tmp_path: Path) -> None:
+    """Before a file is read, and before a line is printed."""
+    for path, message in [
+        (tmp_path / "a.jpg", f"a picture must be a file that ends in .png or .svg, got '{tmp_path}/a.jpg'; rename it"),
+        (tmp_path / "no" / "a.png", f"the folder of a picture must be there, got '{tmp_path}/no'; create it"),
+    ]:
+        found = error_of(*command, tmp_path / "absent.csv", "--png", path)
+        assert found == (2, f"Invalid value for '--png': {message}; see vbs {' '.join(command)} --help")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("column", ["batchsize", "batch_size"])

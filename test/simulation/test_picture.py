@@ -75,6 +75,18 @@ def test_the_colors_are_the_shares_of_the_time() -> None:
             )
 
 
+def test_no_batch_size_is_drawn_without_nodes() -> None:
+    run = simulate(CapacityTrace([0, 60, 90], [4, 0, 4], 180), POLICIES["a"], **ARGUMENTS)
+    figure = plot_runs({"a": run}, "spot.csv: $a")
+    assert figure.axes[0].get_title() == "spot.csv: $a"
+    figure.canvas.draw()
+    sizes, edges, _ = figure.axes[1].patches[0].get_data()
+    idle = (edges[:-1] * 3600 >= 60) & (edges[1:] * 3600 <= 90)
+    assert idle.any()
+    assert np.isnan(sizes[idle]).all()
+    assert set(sizes[~idle & ~np.isnan(sizes)]) == {256}
+
+
 def test_more_runs_than_colors_and_a_run_without_an_update() -> None:
     assert len(plot_runs(dict.fromkeys("abcdefghij", runs(1)["a"])).axes) == 13
     figure = plot_runs(runs(2, NO_UPDATE))

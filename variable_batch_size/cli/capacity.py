@@ -84,7 +84,7 @@ def show(
     if picture and not json:
         output.draw(edges, nodes.astype(np.float64), unit, "nodes")
     if png is not None:
-        output.save_png(png, edges, nodes.astype(np.float64), unit, "nodes")
+        output.save_picture(png, edges, nodes.astype(np.float64), unit, "nodes")
 
 
 @app.command()

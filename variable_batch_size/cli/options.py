@@ -53,6 +53,15 @@ def duration(text: str | float) -> float:
 duration_option = partial(typer.Option, parser=duration, metavar="DURATION")
 
 
+def picture(path: Path | None) -> Path | None:
+    """Return the path of a picture to write, before anything is computed."""
+    if path is not None and path.suffix.lower() not in (".png", ".svg"):
+        raise typer.BadParameter(f"a picture must be a file that ends in .png or .svg, got {str(path)!r}; rename it")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder of a picture must be there, got {str(path.parent)!r}; create it")
+    return path
+
+
 def positive(option: typer.CallbackParam, value: float | None) -> float | None:
     """Return the number of an option that has to be > 0."""
     return None if value is None else check_positive(value, option.opts[0], "pass a positive number, or leave it out")
@@ -70,7 +79,8 @@ Out = Annotated[
     ),
 ]
 Png = Annotated[
-    Path | None, typer.Option("--png", help="Write a picture to this file.", metavar="FILE.png", callback=prepared)
+    Path | None,
+    typer.Option("--png", help="Write a picture to this file, PNG or SVG.", metavar="FILE.png|svg", callback=picture),
 ]
 TraceSource = Annotated[
     str,

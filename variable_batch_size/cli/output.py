@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, and pictures in the terminal and as PNG."""
+"""What commands print: tables, JSON, and pictures in the terminal and in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Picture = Annotated[bool, typer.Option("--picture/--no-picture", help="Draw in t
 
 WIDEST = 10**4  # characters of a table
 WIDTH, HEIGHT = 100, 16  # of a picture in the terminal, at most
-MAX_ROWS = 2000  # of a picture as PNG, about two a pixel
+MAX_ROWS = 2000  # of a picture in a file, about two a pixel
 
 
 def console() -> Console:
@@ -116,15 +116,8 @@ def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> Non
     typer.echo(text if screen.is_terminal else plotext.uncolorize(text))
 
 
-def check_png(path: Path) -> None:
-    """Raise a ValueError if the name of a picture has another suffix."""
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--png must be a file that ends in .png, got {str(path)!r}; rename it")
-
-
-def save_png(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
+def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
     """Draw a step function into a file; the arguments are those of `draw`."""
-    check_png(path)
     if len(values) > MAX_ROWS:
         edges, values = binned(edges, values, MAX_ROWS)
     figure_class = import_extra("matplotlib.figure", "plot").Figure  # without pyplot, which looks for a screen
@@ -135,4 +128,4 @@ def save_png(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, yla
     axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(float(edges[0]), float(edges[-1])))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150, format="png")
+    figure.savefig(path, dpi=150)

@@ -213,7 +213,7 @@ def simulate(
     )
     if not traces:
         raise ValueError("a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options")
-    _check_outputs(json, trace_out, png, len(policy), len(traces))
+    _check_outputs(json, trace_out, len(policy), len(traces))
     traces = {
         name: capacity.slice(start, stop).clip(min_nodes, max_nodes).scaled(scale_time)
         for name, capacity in traces.items()
@@ -259,15 +259,13 @@ def simulate(
         draw().savefig(png, dpi=120)
 
 
-def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policies: int, traces: int) -> None:
+def _check_outputs(json: bool, trace_out: Path | None, policies: int, traces: int) -> None:
     """Raise a ValueError if the options of what is written do not fit."""
     if trace_out is not None and (policies, traces) != (1, 1):
         found = f"{policies} and {traces}"
         raise ValueError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
     if json and trace_out == STDOUT:
         raise ValueError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
-    if png is not None:
-        output.check_png(png)
 
 
 def _rule(name: str | None, noise: Path | None, policies: Mapping[str, Controller]) -> str:
@@ -337,14 +335,15 @@ def _compare(
         table = sweep(traces, policies, **arguments)
         comparison.print_sweep(table, json)
         return partial(plot_sweep, table), float(table["progress"].max())
-    (capacity,) = traces.values()
+    ((name, capacity),) = traces.items()
+    title = ": ".join([Path(name).name, *(policies if len(policies) == 1 else [])])
     runs = {name: simulate_run(capacity, controller, **arguments) for name, controller in policies.items()}
     comparison.print_runs(runs, json)
     if trace_out is not None:
         (run,) = runs.values()
         run.trace.to_csv(trace_out)
         say(trace_out, describe(run.trace))
-    return partial(plot_runs, runs), max(run.summary["progress"] for run in runs.values())
+    return partial(plot_runs, runs, title), max(run.summary["progress"] for run in runs.values())
 
 
 def _read(

@@ -90,7 +90,7 @@ def show(
     if picture and not json:
         output.draw(edges, sizes.astype(np.float64), "update", "global batch size")
     if png is not None:
-        output.save_png(png, edges, sizes.astype(np.float64), "update", "global batch size")
+        output.save_picture(png, edges, sizes.astype(np.float64), "update", "global batch size")
 
 
 def describe(trace: BatchTrace) -> str:

@@ -35,7 +35,7 @@ class Simulated(Protocol):
         """One row for each interval of one state."""
 
 
-def plot_runs(runs: Mapping[str, Simulated]) -> Figure:
+def plot_runs(runs: Mapping[str, Simulated], title: str | None = None) -> Figure:
     """Draw trainings under one capacity trace over the hours, and return the figure.
 
     The panels show the nodes, the batch sizes, the modelled progress and, for each training, where its time went: the
@@ -44,6 +44,7 @@ def plot_runs(runs: Mapping[str, Simulated]) -> Figure:
 
     Args:
         runs: name -> `Run`, at least one.
+        title: what stands above the nodes.
 
     Raises:
         ValueError: if there is no run.
@@ -71,6 +72,8 @@ def plot_runs(runs: Mapping[str, Simulated]) -> Figure:
     progress.yaxis.set_major_formatter("{x:,.0f}" if progress.get_ylim()[1] > 10 else "{x:g}")
     losses[0].set_title("time that is not productive", loc="left", fontsize="medium")
     losses[-1].set_xlabel("time (hours)")
+    if title is not None:
+        nodes.set_title(title, parse_math=False)
     figure.align_ylabels(panels[:3])
     figure.legend(**_entries([nodes, *losses]), loc="outside upper center", ncols=6)
     if len(runs) > 1:
@@ -89,7 +92,7 @@ def _draw_capacity(axes: Axes, runs: list[Simulated]) -> None:
 
 def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style: Any) -> None:
     hours = _hours(timeline)
-    held = timeline["batch_size"].where(timeline["batch_size"] > 0).ffill()  # where there is no update
+    held = timeline["batch_size"].where(timeline["batch_size"] > 0).ffill().where(timeline["nodes"] > 0)
     batch.stairs(held, hours, baseline=None, **style)
     made = timeline["progress"].where(timeline["state"] == "productive", 0.0)
     progress.plot(hours, np.append(0.0, made.cumsum()), **style)
