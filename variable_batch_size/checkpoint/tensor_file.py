@@ -85,11 +85,11 @@ def write(file: IO[bytes], name: str, tensors: Mapping[str, Tensor]) -> tuple[Fi
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     header = len(header).to_bytes(8, "little") + header
-    file.write(header)
+    _write_all(file, header)
     extents = {}
     for key in by_alignment:
         contents = _bytes_of(tensors[key].resolve_conj().resolve_neg().contiguous())
-        file.write(contents)
+        _write_all(file, contents)
         start, stop = (len(header) + offset for offset in entries[key]["data_offsets"])
         extents[key] = Extent(start, stop, hashlib.sha256(contents).hexdigest())
     return FileEntry(name, len(header) + begin, hashlib.sha256(header).hexdigest()), extents
@@ -152,6 +152,13 @@ def _digest(file: IO[bytes], length: int) -> str:
         digest.update(block[:count])
         length -= count
     return digest.hexdigest()
+
+
+def _write_all(file: IO[bytes], contents: bytes | memoryview) -> None:
+    """Write all bytes: a file without a buffer takes at most 2 GiB at a time, and less where the space ends."""
+    left = memoryview(contents)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _read_into(file: IO[bytes], buffer: memoryview) -> int:
