@@ -259,6 +259,7 @@ def test_states_of_a_gradient_scaler_a_model_and_a_loader() -> None:
         {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
         {"a": torch.ones(2).to_mkldnn()},
         {"a": slice(2)},
+        {"a": torch.empty(2, device="meta")},
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -275,6 +276,38 @@ def test_any_change_of_the_text_is_seen() -> None:
         for other in (text[:place], text[:place] + text[place + 1 :], text[:place] + changed + text[place + 1 :]):
             with pytest.raises(ValueError):  # noqa: PT011
                 format.loads(other)
+
+
+def test_endless_values_are_named() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(TypeError, match="got endless or very deep ones at part"):
+        format.encode(value, "part")
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), most=st.integers(1, 50))
+def test_all_bytes_are_written_by_a_file_that_takes_some(sizes: list[int], most: int) -> None:
+    """As Linux does with 2 GiB and more, and a disk that is nearly full."""
+
+    class Short(io.RawIOBase):
+        written = b""
+
+        def write(self, contents: Any) -> int:
+            self.written += bytes(contents[:most])
+            return min(most, len(contents))
+
+    tensors = {str(number): torch.arange(float(size)) for number, size in enumerate(sizes)}
+    whole, short = io.BytesIO(), Short()
+    expected = tensor_file.write(whole, "a", tensors)
+    assert tensor_file.write(short, "a", tensors) == expected  # type: ignore[arg-type]
+    assert short.written == whole.getvalue()
+
+
+@pytest.mark.parametrize("version", ["1", None, True, 1.0])
+def test_a_version_that_is_no_number_is_damage(version: object) -> None:
+    facts = json.loads(format.dumps({})) | {"version": version}
+    with pytest.raises(ValueError, match="its version is no number"):
+        format.loads(json.dumps(facts))
 
 
 def test_another_version_is_named() -> None:

@@ -196,6 +196,28 @@ def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -
     check(replace(case, stop=stop), tmp_path)
 
 
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("case", [case for case in WORKERS if not case.loader_is_saved], ids=str)
+def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case: Case, epoch: int, tmp_path: Path) -> None:
+    """As the first checkpoint, or one at the begin of each epoch; a loader that is saved begins to iterate for that."""
+    seed(1)
+    unbroken = Script(case)
+    number = sum(1 for _ in unbroken.updates())
+    seed(1)
+    begun = Script(replace(case, epochs=epoch))
+    made = sum(1 for _ in begun.updates())
+    begun.run.sampler.set_epoch(epoch)
+    begun.run.optimizer.set_epoch(epoch)
+    with checkpoint(tmp_path, begun.run, **begun.parts) as saves:
+        saves.save()
+    seed(2)
+    resumed = Script(case)
+    with checkpoint(tmp_path, resumed.run, **resumed.parts) as saves:
+        assert saves.restore()
+    assert sum(1 for _ in resumed.updates(epoch)) == number - made
+    assert_equal(resumed.run.weights(), unbroken.run.weights())
+
+
 def test_a_batch_that_is_looked_at_before_the_loop_draws_nothing(tmp_path: Path) -> None:
     case = Case()
     seed(1)

@@ -28,12 +28,34 @@ class Part:
         self.state = state["value"]
 
 
-def test_a_scheduler_whose_state_holds_a_function_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_part_whose_state_holds_a_function_is_refused_at_once(tmp_path: Path) -> None:
     run = training()
     with pytest.raises(RuntimeError, match=r"got a builtins\.function at scheduler/value; return numbers"):
-        checkpoint(tmp_path, run, scheduler=Part(lambda t: t))  # as that of SWALR in torch 2.9
+        checkpoint(tmp_path, run, scheduler=Part(lambda t: t))
     with checkpoint(tmp_path, training()) as saves:  # the folder is not locked
         saves.save()
+
+
+def test_a_scheduler_of_torch_whose_state_holds_a_function_keeps_its_own(tmp_path: Path) -> None:
+    rates = []
+    for resumes in (False, True):
+        run = training()
+        scheduler = torch.optim.swa_utils.SWALR(run.optimizer, swa_lr=0.5, anneal_epochs=4)
+        with checkpoint(tmp_path, run, scheduler=scheduler) as saves:
+            assert saves.restore() == resumes
+            if not resumes:
+                run.run(2)
+                scheduler.step()
+                saves.save()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr())
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("name", ["random", "a/b"])
+def test_a_name_that_could_be_that_of_other_tensors_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf'the name of a part must not be "random".* got \'{name}\'; pass the part'):
+        checkpoint(tmp_path, training(), **{name: Part(1)})
 
 
 @pytest.mark.parametrize("world", [1, 2])

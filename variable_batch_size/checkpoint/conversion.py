@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint import format
 from variable_batch_size.checkpoint.manifest import file_name, merged, versions
 from variable_batch_size.checkpoint.object_store import folder_at
-from variable_batch_size.checkpoint.reading import read_checkpoint
+from variable_batch_size.checkpoint.reading import SAMPLER, read_checkpoint
 
 
 def to_torch(checkpoint: str | os.PathLike[str], file: Path) -> None:
     """Write the states of a checkpoint by `torch.save`, which `torch.load(file, weights_only=True)` reads.
 
-    The file has a dict with the state dicts by name, such as "model" and "optimizer"; what an optimizer of this library
-    adds to that of torch is left out.
+    The file has a dict with the state dicts by name, such as "model" and "optimizer"; what this library adds to them,
+    and the position of the sampler, is left out.
 
     Args:
         checkpoint: see `read_checkpoint`.
@@ -29,8 +30,10 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path) -> None:
     Raises:
         ValueError: if there is no intact checkpoint.
     """
-    states = {name: _numbered(state) for name, state in read_checkpoint(checkpoint)["parts"].items()}
-    torch.save(states, file)
+    if not file.parent.is_dir():
+        raise value_error("FILE must be in a folder that there is", file, "create the folder")
+    parts = read_checkpoint(checkpoint)["parts"]
+    torch.save({name: _numbered(state) for name, state in parts.items() if name != SAMPLER}, file)
 
 
 def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
@@ -44,7 +47,12 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
     Raises:
         TypeError, ValueError: if the file has something else, or the folder has checkpoints.
     """
-    states = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        states = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, LookupError, EOFError, RuntimeError, ValueError) as error:
+        requirement = "the file must be one that torch.load(file, weights_only=True) reads"
+        remedy = "write state dicts of tensors and plain values, not modules, by torch.save()"
+        raise value_error(requirement, f"{file} ({type(error).__name__})", remedy) from error
     requirement = 'the file must have a dict of state dicts, with "model" and perhaps "optimizer"'
     remedy = 'write it by torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)'
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
@@ -56,7 +64,7 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
     try:
         if place.entries():
             raise value_error("the folder must have no checkpoints", folder, "choose another one")
-        encoded = {name: format.encode(state, name) for name, state in states.items()}
+        encoded = {name: format.encode(state, name) for name, state in states.items() if name != SAMPLER}
         tensors = {name: tensor for one in encoded.values() for name, tensor in one.tensors.items()}
         path = place.next_path(0)
         place.begin(path)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 FORMAT: Final = "vbs-checkpoint"
 VERSION: Final = 1
 MANIFEST: Final = "checkpoint.json"
+RANDOM: Final = "random"  # the key of the RNG states, with which the names of their tensors begin
 
 Json: TypeAlias = Any
 
@@ -105,12 +106,20 @@ def encode(value: Any, name: str = "") -> Encoded:
             return {_TAG: "bytes", _OF: base64.b64encode(value).decode()}
         if kind in (torch.dtype, torch.device):
             return {_TAG: kind.__name__, _OF: str(value).removeprefix("torch.")}
+        other = f"a {kind.__module__}.{kind.__qualname__}"
+        if isinstance(value, Tensor):
+            other += f" of layout {value.layout} on device {value.device}"
         raise TypeError(
-            f"a checkpoint can hold only tensors and plain Python values, got a {kind.__module__}.{kind.__qualname__} "
-            f"at {name}; return numbers, strings, lists and dicts from that part's state_dict()"
+            f"a checkpoint can hold only tensors and plain Python values, got {other} at {name}; return numbers, "
+            f"strings, lists and dicts from that part's state_dict()"
         )
 
-    return Encoded(visit(value, name), tensors)
+    try:
+        return Encoded(visit(value, name), tensors)
+    except RecursionError:
+        raise TypeError(
+            f"a checkpoint can hold values in a few containers, got endless or very deep ones at {name}"
+        ) from None
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
@@ -197,7 +206,7 @@ def identity(tensor: Tensor) -> object:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is strided or of coordinates, and of no subclass but parameters and buffers."""
     known = (tensor.layout is torch.strided and not tensor.is_nested) or tensor.layout is torch.sparse_coo
-    return known and not tensor.is_quantized and type(tensor.detach()) is Tensor
+    return known and not tensor.is_meta and not tensor.is_quantized and type(tensor.detach()) is Tensor
 
 
 def _join(name: str, key: object) -> str:
@@ -231,7 +240,9 @@ def loads(text: str) -> dict[str, Json]:
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"it is no JSON of {FORMAT}")
-    if found.get("version") != VERSION:
+    if type(found.get("version")) is not int:
+        raise ValueError("its version is no number")
+    if found["version"] != VERSION:
         raise VersionError(
             f"it has version {found.get('version')} of the format {FORMAT}, but this library reads version {VERSION}"
         )

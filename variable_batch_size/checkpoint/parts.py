@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
@@ -13,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.checkpoint.format import encode, identity
+from variable_batch_size.checkpoint.format import RANDOM, encode, identity
 from variable_batch_size.checkpoint.names import Names
-from variable_batch_size.checkpoint.reading import StoredState
+from variable_batch_size.checkpoint.reading import SAMPLER, StoredState
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -53,12 +54,15 @@ class Parts:
 
     Raises:
         TypeError: if a part has another type, or no state_dict() or load_state_dict().
-        ValueError: if a part is a scheduler that a `ProgressScheduler` steps.
+        ValueError: if a part is a scheduler that a `ProgressScheduler` steps, or its name is not allowed.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: CustomOptimizer, others: dict[str, Stateful]) -> None:
         self._by_name: dict[str, Stateful] = {"optimizer": optimizer, "model": model, **others}
         for name, part in self._by_name.items():
+            if name == RANDOM or "/" in name:
+                requirement = f'the name of a part must not be "{RANDOM}", and have no "/"'
+                raise value_error(requirement, repr(name), "pass the part under another name")
             kind, description = _TYPES.get(name, _OTHER)
             if not isinstance(part, kind):
                 raise type_error(f"{name} must be {description}", part, "pass one")
@@ -118,6 +122,11 @@ class Parts:
                     found |= {f"{name}/state/{key}": parameter, f"{name}/{PREVIOUS}/{number}": parameter}
         return {name: value for name, value in found.items() if isinstance(value, DTensor)}
 
+    @property
+    def reads_epoch(self) -> bool:
+        """Whether the loop has begun to read the epoch of the position."""
+        return self._optimizer.sampler.reads_epoch
+
     def batch_size(self, step: int) -> int:
         """Return the batch size of an update; 0 if it is not known."""
         with suppress(ValueError, IndexError):
@@ -128,6 +137,8 @@ class Parts:
         part = self._by_name[name]
         if name == "model":
             return self._names.of_model()
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):  # which updates its attributes with a loaded state
+            return {key: value for key, value in part.state_dict().items() if not isinstance(value, FunctionType)}
         if not isinstance(part, OPTIMIZERS):
             return part.state_dict()
         outside = self._outside(part)
@@ -156,6 +167,8 @@ class Parts:
         for name, part in self._by_name.items():  # the optimizer is first: it raises before it changes anything
             if name == "model":
                 self._names.load_model(stored.parts[name])
+            elif name == SAMPLER and name not in stored.parts:
+                pass  # the optimizer has moved it
             elif isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
                 part.load_state_dict(stored.parts[name], strict)
             else:
@@ -165,8 +178,10 @@ class Parts:
                     parameter.detach().copy_(stored.parts[name]["outside"][number])
         if len(stored.rng_states) == world.size:
             random = RNGStates(stored.rng_states[world.rank])
-            random.set()  # at the end of an epoch: the loader draws its seed of the next one from these states
-            self._optimizer.sampler.set_before_reading(random)  # within one: the loader has drawn a seed by then
+            random.set()  # before an epoch is read: the loader draws its seed from these states
+            sampler = self._optimizer.sampler
+            if stored.reads_epoch or self._optimizer.updates:  # else also the saved run begins with new workers
+                sampler.before_reading.wait(sampler.clock.position if stored.reads_epoch else None, random)
 
 
 def _check_scheduler(parts: Collection[object], optimizer: CustomOptimizer) -> None:

@@ -34,6 +34,8 @@ from variable_batch_size.checkpoint.object_store import folder_at
 from variable_batch_size.checkpoint.shards import Part, placed
 from variable_batch_size.checkpoint.tensor_file import Extent, FileEntry
 
+SAMPLER = "sampler"  # name of a part
+
 
 @final
 class DamagedError(ValueError):
@@ -116,11 +118,11 @@ def read_verified(path: Path, likes: Mapping[str, DTensor] | None = None) -> tup
                 _read(path, file, extents_of(manifest, file), wanted[file.name], found)
         tensors = {name: tensor.whole() for name, tensor in found.items()}
         parts = {name: format.decode(part, tensors.__getitem__) for name, part in manifest["state"].items()}
-        rng = [rng_states.as_text(tensor) for tensor in format.decode(manifest["random"], tensors.__getitem__)]
+        rng = [rng_states.as_text(tensor) for tensor in format.decode(manifest[format.RANDOM], tensors.__getitem__)]
     except DamagedError as error:
         error.seal = manifest["seal"]
         raise
-    except DAMAGE as error:  # another program can have published any content with a valid checksum
+    except (*DAMAGE, RuntimeError) as error:  # another program can have published any content with a valid checksum
         raise _damaged(error, path, "the manifest", manifest["seal"]) from None
     return {"parts": parts, "rng": rng, "facts": facts_of(manifest)}, manifest["seal"]
 
@@ -216,6 +218,7 @@ class StoredState(NamedTuple):
     parts: dict[str, Any]  # state dicts by name
     rng_states: list[str]  # by rank
     batch_size: int = 0  # of the last update; 0: unknown
+    reads_epoch: bool = True  # whether the loop had begun to read the epoch of the position
 
     @property
     def world(self) -> int:
@@ -234,15 +237,16 @@ class StoredState(NamedTuple):
             DamagedError: if it is not intact.
         """
         state, checksum = read_verified(path, likes)
-        return StoredState(path, checksum, state["parts"], state["rng"], state["facts"].get("batch_size", 0))
+        known = {name: state["facts"][name] for name in ("batch_size", "reads_epoch") if name in state["facts"]}
+        return StoredState(path, checksum, state["parts"], state["rng"], **known)
 
     def check_parts(self, names: Iterable[str]) -> None:
-        """Check that the checkpoint has exactly these parts.
+        """Check that the checkpoint has exactly these parts, but for the sampler: the optimizer has its state, too.
 
         Raises:
             ValueError: if a part is missing or was not passed.
         """
-        saved, passed = set(self.parts), set(names)
+        saved, passed = {*self.parts} - {SAMPLER}, {*names} - {SAMPLER}
         missing = [f"{name} is not in it" for name in sorted(passed - saved)]
         unknown = [f"{name} is in it and was not passed" for name in sorted(saved - passed)]
         if missing or unknown:

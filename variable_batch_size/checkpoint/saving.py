@@ -75,7 +75,7 @@ class Saver:
         (state,) = collected
         writers = state.replicas.writers([summary for summary, _, _ in messages])  # rank 0 is not among them
         texts = [] if world.rank else [text for _, _, text in messages]
-        random = format.encode([rng_states.as_tensor(text) for text in texts], "random")
+        random = format.encode([rng_states.as_tensor(text) for text in texts], format.RANDOM)
         whole = {**state.whole, **random.tensors}
         parts = {name: Part.of(tensor) for name, tensor in state.sharded.items() if is_writer(name, tensor)}
         parts = {name: part for name, part in parts.items() if math.prod(part.shape)}
@@ -94,8 +94,8 @@ class Saver:
         if not world.rank:
             described = {name: format.described(tensor) for name, tensor in (whole | state.sharded).items()}
             known = {"updates": updates, "world": world.size, "batch_size": self._parts.batch_size(updates - 1)}
-            known |= {key: state.sampler[key] for key in _KNOWN}
-            facts = {**versions(), **known, **reported, "state": state.json, "random": random.json}
+            known |= {key: state.sampler[key] for key in _KNOWN} | {"reads_epoch": self._parts.reads_epoch}
+            facts = {**versions(), **known, **reported, "state": state.json, format.RANDOM: random.json}
         save = Save(self._number, path, ranks, own, parts, described, facts)
         if wait:
             self._agreement.run_on_all(_SAVE, partial(self._publisher.write, save))

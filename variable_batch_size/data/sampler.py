@@ -13,14 +13,14 @@ from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int, type_error, value_error
 from variable_batch_size.backend.detection import world_of
-from variable_batch_size.data.clock import Clock, Position
+from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.dataset import number_of_samples
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.equal_rounds import check_constant
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.planning import Planning, Resumed, growing_at_start
-from variable_batch_size.data.random_states import RandomStates
+from variable_batch_size.data.random_states import BeforeReading
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.data.state import VERSION, check_position, check_same_samples
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
@@ -134,7 +134,7 @@ class CustomSampler(Sampler[list[int]]):
         self._clock = self.planning.clock()
         self._leader = self._clock, 0  # the clock that moves this one by its commits, and those that were followed
         self.iteration: Iteration | None = None  # the one that was read last
-        self._restored: tuple[Position, RandomStates] | None = None
+        self.before_reading = BeforeReading()
         self._attached = False  # whether an optimizer counts what is yielded
         self._trained: dict[int, weakref.ref[Tensor]] = {}  # the parameters of the optimizers, by id
         self._followed = False  # whether the clock of that optimizer has ever been followed
@@ -345,21 +345,15 @@ class CustomSampler(Sampler[list[int]]):
                 f"committed; call set_epoch({self.epoch}) on the sampler and on the optimizer before the next iteration"
             )
 
-    def set_before_reading(self, states: RandomStates) -> None:
-        """Set `states` right before an iteration is first read, until the next update or another epoch.
-
-        A `DataLoader` calls `iter()` and draws its seed before it reads; the states are set after that.
-        """
-        self._restored = self.clock.position, states
+    @property
+    def reads_epoch(self) -> bool:
+        """Whether a loop has begun to read the epoch of the position, or had when that was saved."""
+        here, last = self.clock.position, self.iteration
+        return self.before_reading.waits_at(here) or (last is not None and last.start.epoch == here.epoch)
 
     def begin_reading(self) -> list[Tensor]:
-        """Set the states of `set_before_reading`, if the position is still the same; return the gradients now."""
-        if self._restored is not None:
-            position, states = self._restored
-            if position == self.clock.position:
-                states.set()
-            else:
-                self._restored = None
+        """Set the random states that wait for this position; return the gradients that there are."""
+        self.before_reading.begin(self.clock.position)
         return [one.grad for known in self._trained.values() if (one := known()) is not None and one.grad is not None]
 
     def end_reading(self) -> None:
@@ -369,9 +363,8 @@ class CustomSampler(Sampler[list[int]]):
 
     def keep_random_states(self) -> None:
         """Undo what starting the workers of a loader, which the saved run had, draws in the epoch after a restore."""
-        if self._restored is not None and self._restored[0] != self.clock.position and self.clock.just_loaded:
-            self._restored[1].keep()
-            self.set_before_reading(self._restored[1])
+        if self.clock.just_loaded:
+            self.before_reading.keep(self.clock.position)
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""

@@ -76,7 +76,8 @@ class Updates(Generic[T]):
 
     def _read(self, number: int) -> Iterator[Update[T]]:
         optimizer, sampler = self._optimizer, self._optimizer.sampler
-        if isinstance(self._loader, DataLoader) and self._loader.persistent_workers and self._loader._iterator is None:
+        loader = self._loader
+        if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             sampler.keep_random_states()
         microbatches = iter(self._loader)
         for step in count(sampler.clock.step):

@@ -200,7 +200,7 @@ class Start:
         if self.rng is not None and order == 0:
             states = RNGStates(self.rng)
             states.set()
-            sampler.set_before_reading(states)
+            sampler.before_reading.wait(sampler.clock.position, states)
         return Parts(self.task, model, sampler, optimizer, scheduler)
 
     @property
