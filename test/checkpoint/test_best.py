@@ -249,7 +249,8 @@ def test_a_damaged_best_one_is_skipped_with_a_warning(file: str, tmp_path: Path)
             assert saves.restore(best=True)
         assert saves.best == tmp_path / "update-00000001"
         truncate_state(tmp_path / "update-00000001")
-        with pytest.raises(RuntimeError, match=r"can be read: update-00000002 \(.*\), update-00000001 \(checksum "):
+        expected = r"no checkpoint with a reported value .* read: update-00000002 \(.*\), update-00000001 \(checksum "
+        with pytest.raises(RuntimeError, match=expected + r".*\); restore\(\) takes the newest one"):
             saves.restore(best=True)
 
 

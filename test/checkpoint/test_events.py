@@ -62,6 +62,16 @@ def test_a_training_writes_its_events_on_rank_0(tmp_path: Path) -> None:
     assert execute("vbs", "goodput", str(tmp_path / "none")).returncode == 1
 
 
+@pytest.mark.parametrize(
+    "change", [{"time": "a"}, {"update": None}, {"event": 3}, {"seconds": 1e308}, {"seconds": "b"}]
+)
+def test_a_line_without_its_numbers_is_left_out(change: dict[str, object], tmp_path: Path) -> None:
+    found = event("save", 1, 1, seconds=1)
+    lines = [json.dumps(found), json.dumps(found | change), "[" * 100_000]
+    (tmp_path / FILE).write_text("\n".join(lines))
+    assert events.read(tmp_path) == [found]
+
+
 def test_a_skipped_update_is_an_event(tmp_path: Path) -> None:
     run, scaler = training(), torch.amp.GradScaler("cpu", init_scale=4.0)
     rows = iter(run.sampler)

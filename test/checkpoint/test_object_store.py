@@ -224,7 +224,9 @@ def test_a_store_that_cannot_be_reached_loses_nothing(folder: str, monkeypatch: 
             patch.setattr(lease.time, "time", lambda: clock + 100)
             run.run(1)
             assert not saves.step()
-            with pytest.raises(RuntimeError, match="the network is away"):
+            with pytest.raises(
+                RuntimeError, match=r"update-00000003 could not be .* \(the network is away\); restore the"
+            ):
                 saves.save()
             with pytest.raises(RuntimeError, match="the network is away"):
                 saves.restore()
@@ -232,6 +234,23 @@ def test_a_store_that_cannot_be_reached_loses_nothing(folder: str, monkeypatch: 
         assert s3fs.S3FileSystem._call_s3 is reached
         saves.save()
     assert updates(folder) == [3, 2]
+
+
+def test_the_error_of_a_training_propagates_if_the_store_cannot_be_reached(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*args: Any, **options: Any) -> None:
+        raise ConnectionError("the network is away")
+
+    def train() -> None:
+        run = training()
+        with checkpoint(folder, run):
+            run.run(1)
+            monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", fail)
+            raise KeyError("of the training")
+
+    with pytest.raises(KeyError, match="of the training"):
+        train()
 
 
 def test_damage_is_found(folder: str) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -16,7 +17,6 @@ from werkzeug.serving import make_server
 
 import variable_batch_size.checkpoint.object_store as where
 
-BUCKET = "bucket"
 FAULTS = ("refused", "slow", "broken", "lost")
 
 
@@ -66,9 +66,10 @@ def s3(patch: pytest.MonkeyPatch, application: Server | None = None) -> Iterator
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
+    url = f"s3://bucket-{uuid4().hex}"  # all servers of a process have the same memory
     try:
-        where.path_of(f"s3://{BUCKET}").mkdir()
-        yield f"s3://{BUCKET}"
+        where.path_of(url).mkdir()
+        yield url
     finally:
         server.shutdown()
         thread.join()

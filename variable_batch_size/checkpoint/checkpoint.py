@@ -284,7 +284,7 @@ class Checkpoint:
         if stored is None:
             absent = notices.absent(self._folder.path, best)
             if damaged or required:
-                raise RuntimeError(notices.unreadable(self._folder.path, damaged) if damaged else absent)
+                raise RuntimeError(notices.unreadable(self._folder.path, damaged, best) if damaged else absent)
             if self._agreement.world.rank == 0:
                 tell(absent, rank=0, update=self._optimizer.updates)
             return False

@@ -92,11 +92,19 @@ def read(folder: Path) -> list[dict[str, Any]]:
         files = [path for path in folder.iterdir() if path.name.startswith("events") and path.name.endswith(".jsonl")]
         for path in sorted(files, key=lambda path: path.name):
             for line in read_text(path, errors="replace").splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     event = json.loads(line)
-                    if isinstance(event, dict) and event.get("version") == VERSION:
+                    if isinstance(event, dict) and event.get("version") == VERSION and _is_event(event):
                         found.append(event)
     return found
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    """Return whether all numbers are there, and finite."""
+    timed = event.get("event") in ("save", "restore")
+    numbers = [event.get(name) for name in ("time", "update", *["seconds"] * timed)]
+    known = [number for number in numbers if isinstance(number, (int, float)) and abs(number) < 1e12]
+    return isinstance(event.get("event"), str) and len(known) == len(numbers)
 
 
 @final

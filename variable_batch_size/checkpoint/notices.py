@@ -27,10 +27,13 @@ def damaged(folder: Path, reasons: Mapping[str, str], restored: Path) -> str:
     return f"{subject} in {folder} {verb} damaged ({why}); restoring {restored.name} instead"
 
 
-def unreadable(folder: Path, reasons: Mapping[str, str]) -> str:
-    """Return the error that all checkpoints are damaged; arguments as those of `damaged`."""
+def unreadable(folder: Path, reasons: Mapping[str, str], best: bool) -> str:
+    """Return the error that all checkpoints, or all with a reported value, are damaged."""
     each = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
-    return f"no checkpoint in {folder} can be read: {each}; copy intact ones there, or choose another folder"
+    which, other = (" with a reported value", "; restore() takes the newest one,") if best else ("", ";")
+    return (
+        f"no checkpoint{which} in {folder} can be read: {each}{other} copy intact ones there, or choose another folder"
+    )
 
 
 def absent(folder: Path, best: bool) -> str:

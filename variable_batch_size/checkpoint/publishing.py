@@ -23,7 +23,7 @@ from variable_batch_size.backend import Agreement
 from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import CheckpointFolder
-from variable_batch_size.checkpoint.manifest import file_name, merged
+from variable_batch_size.checkpoint.manifest import file_name, is_on_disk, merged
 from variable_batch_size.checkpoint.reading import StoredState
 from variable_batch_size.checkpoint.shards import Part
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -128,7 +128,7 @@ class Publisher:
             return ""
         began, report = time.monotonic(), ""
         try:
-            with named_errors(self._folder, save.path):
+            with named_errors(self._folder, save.path.name):
                 entry, chunks = self._write(save)
             decides = self._agreement.world.rank == save.ranks[0]
             report = json.dumps([entry, chunks, *((save.described, save.facts) if decides else ())])
@@ -155,7 +155,7 @@ class Publisher:
             if all(reports):
                 found = [json.loads(report) for report in reports]
                 described, facts = found[0][2:]
-                with named_errors(self._folder, save.path):
+                with named_errors(self._folder, save.path.name):
                     self._folder.publish(save.path, {**facts, **merged([one[:2] for one in found], described)})
                 outcome = "published"
             else:
@@ -222,16 +222,16 @@ class Writer:
             OSError: if it cannot be created.
             ValueError: if the folder has a checkpoint of a later update, from which the training does not come.
         """
-        self._discard_newer()
-        if later := self._folder.newest(after=updates):
-            raise ValueError(
-                f"Checkpoint {later.path} is ahead of this training, which has made {updates} updates; restore() it "
-                f"first, or choose another folder"
-            )
-        path = self._folder.next_path(updates)
-        with named_errors(self._folder, path):
+        with named_errors(self._folder, f"update-{updates:08d}"):
+            self._discard_newer()
+            if later := self._folder.newest(after=updates):
+                raise ValueError(
+                    f"Checkpoint {later.path} is ahead of this training, which has made {updates} updates; restore() "
+                    f"it first, or choose another folder"
+                )
+            path = self._folder.next_path(updates)
             self._folder.begin(path)
-        return path
+            return path
 
     def mark_best(self, updates: int, reported: dict[str, Any]) -> str:
         """Mark the checkpoint of this update as the best one, if it is and there is one.
@@ -247,16 +247,16 @@ class Writer:
         Raises:
             OSError: if the manifest cannot be written.
         """
-        if self._criterion is None or not self._folder.is_better(reported, self._criterion):
-            return ""
-        self._discard_newer()
-        newest = self._folder.newest(after=updates - 1)
-        if newest is None or newest.update > updates:  # the save will raise in the second case
-            return "save"
-        with named_errors(self._folder, newest.path):
+        with named_errors(self._folder, f"update-{updates:08d}"):
+            if self._criterion is None or not self._folder.is_better(reported, self._criterion):
+                return ""
+            self._discard_newer()
+            newest = self._folder.newest(after=updates - 1)
+            if newest is None or newest.update > updates:  # the save will raise in the second case
+                return "save"
             self._folder.mark(newest, reported)
-        self._folder.prune(self._keep)
-        return "marked"
+            self._folder.prune(self._keep)
+            return "marked"
 
     def candidates(self, best: bool) -> list[Path]:
         """Return the checkpoints in the order in which a restore tries them."""
@@ -283,7 +283,11 @@ class Writer:
 
     def say_what_to_resume_from(self, updates: int) -> None:
         """Say after an exception which checkpoint to resume from, once and if there were updates."""
-        best, newest = self._restored_best, self._folder.newest()
+        best = self._restored_best
+        try:
+            newest = self._folder.newest()
+        except Exception:  # a store that cannot be reached has another one; that of the training propagates
+            return
         lost = updates - (self._first_update if best else newest.update if newest else 0)
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
             path = best or (newest.path if newest else None)
@@ -298,12 +302,15 @@ class Writer:
 
 
 @contextmanager
-def named_errors(folder: CheckpointFolder, path: Path) -> Iterator[None]:
-    """Name the checkpoint in an OSError, and what to do."""
+def named_errors(folder: CheckpointFolder, name: str) -> Iterator[None]:
+    """Name the checkpoint in an error of a disk or a store, and what to do."""
     try:
         yield
-    except OSError as error:
+    except (ValueError, RuntimeError):  # of this package
+        raise
+    except Exception as error:  # which class it has depends on the store
+        remedy = "free disk space" if is_on_disk(folder.path) else "restore the connection"
         raise OSError(
-            f"Checkpoint {path.name} could not be written to {folder.path} ({error.strerror or error}); free disk "
-            f"space or choose another folder (earlier checkpoints are unchanged)"
+            f"Checkpoint {name} could not be written to {folder.path} ({getattr(error, 'strerror', None) or error}); "
+            f"{remedy} or choose another folder (earlier checkpoints are unchanged)"
         ) from error
