@@ -43,7 +43,7 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
             1,
             "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name",
         ),
-        ([TINY, "--trace", 8, "--rule", "lin"], 1, "a rule must be one of constant, linear,"),
+        ([TINY, "--trace", 8, "--rule", "lin"], 2, "a rule must be one of constant, linear,"),
         (
             [TINY, "--trace", 100, *BOTH],
             1,
@@ -51,8 +51,8 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
         ),
         ([TINY, "--trace", 8], 2, "Missing option '--rule'"),
         ([TINY, *BOTH], 2, "Missing option '--trace'"),
-        ([TINY, "--trace", 8, *BOTH, "--lr", -1], 1, "--lr must be a finite number >= 0, got -1"),
-        ([TINY, "--trace", 8, *BOTH, "--address", "auto"], 1, "--address must be None without Ray, got 'auto'; pass"),
+        ([TINY, "--trace", 8, *BOTH, "--lr", -1], 2, "--lr must be > 0 and finite, got -1.0"),
+        ([TINY, "--trace", 8, *BOTH, "--address", "auto"], 2, "--address must be None without Ray, got 'auto'; pass"),
         (["no_module:T", "--trace", 8, *BOTH], 1, "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or"),
         ([f"{TASKS}NotThere", "--trace", 8, *BOTH], 1, f"the task {TASKS}NotThere must be in "),
         ([f"{TASKS}NoLoss", "--trace", 8, *BOTH], 1, f"the task {TASKS}NoLoss must have model, dataset, loss"),
@@ -80,7 +80,7 @@ def test_an_address_where_no_ray_runs_is_one_line(address: str, message: str, tm
     pytest.importorskip("ray")
     options = ["--trace", 8, *BOTH, "--folder", tmp_path, "--engine", "ray"]
     status, out, err = run_main("evaluate", TINY, *options, "--address", address)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.splitlines()[-1].startswith(f"vbs: error: {message}"), err  # after the progress bar
 
 

@@ -182,10 +182,10 @@ def test_the_seconds_of_a_training(tmp_path: Path) -> None:
     alone = run_main("simulate", few, "--throughput", tmp_path / "alone.csv", *command[4:])[2]
     assert " on 1 device; the simulation has up to 4.\n" in alone
     both = "--throughput takes the place of {}, got both; leave out one of them"
-    assert error_of(*command, "--samples-per-second", 9) == (1, both.format("--samples-per-second"))
-    assert error_of(*command, "--communication-seconds", 9) == (1, both.format("--communication-seconds"))
-    message = "a simulation needs the time of an update, got none; pass --samples-per-second, or --throughput FILE"
-    assert error_of("simulate", LOG, *command[4:]) == (1, message)
+    assert error_of(*command, "--samples-per-second", 9) == (2, both.format("--samples-per-second"))
+    assert error_of(*command, "--communication-seconds", 9) == (2, both.format("--communication-seconds"))
+    message = "--samples-per-second or --throughput must give the time of an update, got neither; pass one of them"
+    assert error_of("simulate", LOG, *command[4:]) == (2, message)
 
 
 def test_a_trace_on_standard_output_is_alone() -> None:
@@ -307,20 +307,20 @@ def test_the_number_of_seeds_has_a_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--policy", "linear:3"], 1, "a policy must be per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, "),
-        (["--policy", "norm-test:1"], 1, "--policy norm-test:1 needs the gradient noise, got no --noise; pass --noise"),
-        (["--policy", "constant:3", "--bounds", 9, 8], 1, "the upper one of --bounds must be an integer >= 9, got 8; "),
-        (["--policy", "constant:3", "--rule", "adascale"], 1, "--rule adascale needs the gradient noise, got no --noi"),
+        (["--policy", "linear:3"], 2, "--policy linear:3: a policy must be per-device:SAMPLES, constant:SAMPLES, "),
+        (["--policy", "norm-test:1"], 2, "--policy norm-test:1 needs the gradient noise, got no --noise; pass --noise"),
+        (["--policy", "constant:3", "--bounds", 9, 8], 2, "the upper one of --bounds must be an integer >= 9, got 8; "),
+        (["--policy", "constant:3", "--rule", "adascale"], 2, "--rule adascale needs the gradient noise, got no --noi"),
         (
             ["--policy", "constant:3", "--rule", "legw"],
-            1,
+            2,
             "--rule must be one of constant, linear, root, linear-moment",
         ),
-        (["--policy", "constant:3", "--max-progress", 0], 1, "--max-progress must be > 0, got 0.0; pass a positive "),
-        (["--policy", "constant:3", "--save-every", 0], 1, "--save-every must be > 0, got 0.0; pass a positive number"),
-        (["--policy", "constant:3", "--on-demand", "inf"], 1, "--on-demand must be a finite number >= 0, got inf; pa"),
-        (["--policy", "constant:3", "--price", "inf"], 1, "--price must be a finite number >= 0, got inf; pass the pr"),
-        (["--policy", "constant:3", "--start", 1e9], 1, "--start must be < stop, within the 172800.0 seconds of the "),
+        (["--policy", "constant:3", "--max-progress", 0], 2, "--max-progress must be > 0 and finite, got 0.0; pass a"),
+        (["--policy", "constant:3", "--save-every", 0], 2, "--save-every must be > 0 and finite, got 0.0; pass a "),
+        (["--policy", "constant:3", "--on-demand", "inf"], 2, "--on-demand must be a finite number >= 0, got inf; pa"),
+        (["--policy", "constant:3", "--price", "inf"], 2, "--price must be a finite number >= 0, got inf; pass the pr"),
+        (["--policy", "constant:3", "--start", 1e9], 2, "--start must be < stop, within the 172800.0 seconds of the "),
         (
             ["--policy", "constant:3", "--dataset-size", 2],
             1,
@@ -328,7 +328,7 @@ def test_the_number_of_seeds_has_a_default() -> None:
         ),
         (
             ["--policy", "constant:3", "--policy", "constant:4", "--trace-out", "a.csv"],
-            1,
+            2,
             "--trace-out is for one policy and one capacity trace, got 2 and 1; pass one of each",
         ),
         (
@@ -338,26 +338,34 @@ def test_the_number_of_seeds_has_a_default() -> None:
         ),
         (
             ["--policy", "constant:3", "--rule", "root", "--noise", ROOT / "traces" / "noise_example.csv"],
-            1,
+            2,
             "--noise is for a rule that reads the noise, got --rule root; pass --rule adascale",
         ),
         (
             ["--policy", "constant:3", "--json", "--trace-out", "-"],
-            1,
+            2,
             "--trace-out must be a file with --json, which is standard output, got -; pass a name",
         ),
-        ([LOG, "--policy", "constant:3"], 1, f"each LOG must be given once, got {LOG} twice; remove one"),
+        ([LOG, "--policy", "constant:3"], 2, f"LOG must be given once for each file, got {LOG} twice; remove one"),
         (
             ["--policy", "constant:3", "--seeds", 2],
-            1,
-            "synthetic traces need --nodes, --mean-up, --mean-down and --duration, got no --nodes; pass all of them",
+            2,
+            "--nodes, --mean-up, --mean-down and --duration must be given together, got no --nodes; pass all of the",
         ),
         (
             ["--policy", "constant:3", "--nodes", 2, "--mean-up", 60, "--duration", 60],
-            1,
-            "synthetic traces need --nodes, --mean-up, --mean-down and --duration, got no --mean-down; pass all",
+            2,
+            "--nodes, --mean-up, --mean-down and --duration must be given together, got no --mean-down; pass all",
         ),
-        (["--policy", "constant:3", "--scale-time", 0], 1, "--scale-time must be > 0"),
+        (["--policy", "per-device:0"], 2, "--policy per-device:0: samples must be an integer >= 1, got 0; pass an int"),
+        (
+            ["--policy", "constant:3", "--samples-per-second", -3],
+            2,
+            "--samples-per-second must be > 0 and finite, got -3.",
+        ),
+        (["--policy", "constant:3", "--format", "sky"], 2, '--format must be "csv", "skypilot", "bamboo-events", '),
+        (["--policy", "constant:3", "--format", "eth"], 1, f"capacity trace ({LOG}:1): the header must be ,Time,GPUs"),
+        (["--policy", "constant:3", "--scale-time", 0], 2, "--scale-time must be > 0"),
         (["--policy", "constant:3", "--least-nodes", 0], 2, "Invalid value for '--least-nodes'"),
         ([], 2, "Missing option '--policy'"),
     ],
@@ -369,8 +377,8 @@ def test_errors_are_one_line(arguments: list[Any], status: int, message: str) ->
 
 
 def test_a_capacity_trace_is_needed() -> None:
-    message = "a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options"
-    assert error_of("simulate", *RATE, *policy_flags(NAMES)) == (1, message)
+    message = "LOG or --nodes must give a capacity trace, got neither; pass one of them"
+    assert error_of("simulate", *RATE, *policy_flags(NAMES)) == (2, message)
 
 
 def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
@@ -380,6 +388,7 @@ def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
     found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--dataset-size", 100)
     assert found[1].startswith(message)
     found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--on-demand", "inf")
+    assert found[0] == 2
     assert found[1].startswith(f"per-device:16 under {small}: --on-demand must be a finite number >= 0, got inf; ")
     small.write_text("seconds,nodes\n0,4\n9,x\n")  # what a file has to hold is no option
     assert " (" + str(small) + ":3): nodes must be" in error_of("simulate", small, *RATE, *policy_flags(NAMES))[1]

@@ -132,7 +132,9 @@ def _compared(
         raise ValueError(f"--samples needs --critical, got {samples} without it; pass --updates")
     if not texts or updates is None:
         missing = "--updates" if texts else "--candidate"
-        raise ValueError(f"branches need --candidate and --updates, got no {missing}; pass it, or --critical")
+        raise ValueError(
+            f"--candidate and --updates must be given for branches, got no {missing}; pass it, or --critical"
+        )
     return Branches(start, sizes[0], tuple(map(Candidate.of, texts)), updates, **others)
 
 

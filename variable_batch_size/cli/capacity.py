@@ -10,7 +10,6 @@ import typer
 
 from variable_batch_size import cluster
 from variable_batch_size._validation import value_error
-from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cli import output
 from variable_batch_size.cli.options import (
     DURATION,
@@ -32,6 +31,7 @@ from variable_batch_size.cli.options import (
     Start,
     Stop,
     duration_option,
+    policy_of,
     prepared,
     read_log,
     say,
@@ -124,11 +124,13 @@ def convert(
     model = throughput(samples_per_second, communication_seconds)
     if policy is None:
         if model is not None or microbatch is not None or max_updates is not None:
-            raise ValueError("the options of a training need its batch size, got none; pass --policy")
+            raise ValueError(
+                "--policy must be given with the options of a training, got none; pass it, or leave them out"
+            )
         capacity.to_csv(out)
         say(out, f"{capacity.changes:,} changes in {output.duration(capacity.end)}")
         return
-    controller = parse_policy(policy)
+    controller = policy_of(policy)
     if needs_noise(controller):
         remedy = "pass per-device:64, or use vbs simulate with --noise and --trace-out"
         raise value_error("--policy must need no gradient noise", policy, remedy)

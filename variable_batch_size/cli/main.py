@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 
 from variable_batch_size._extras import import_extra
 
-USAGE_ERROR = 2  # the exit status of a command line that cannot be parsed; other errors exit with 1
+USAGE_ERROR = 2  # the exit status of a command line that is wrong; other errors, such as of files, exit with 1
+# How a message begins that is about what was typed: with an option, perhaps after what `sweep` puts before it.
+TYPED = re.compile(r"(\S+ under .*?: )?(the (upper|lower) one of )?(--[a-z]|LOG |a rule must )")
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -53,7 +55,8 @@ def main(args: list[str] | None = None) -> NoReturn:
             if isinstance(error, OSError) and error.filename is not None and error.strerror:
                 error = OSError(f"{error.filename}: {error.strerror}; pass a path that can be used")
             unexpected = f"{type(error).__name__}: {error}; set VBS_TRACEBACK=1 to see where, and report it"
-            status = _report(_in_options(str(error)) if expected and str(error) else unexpected, 1)
+            message = _in_options(str(error)) if expected and str(error) else unexpected
+            status = _report(message, USAGE_ERROR if TYPED.match(message) else 1)
     sys.exit(status)
 
 

@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from variable_batch_size import cluster
-from variable_batch_size._validation import check_positive
-from variable_batch_size.adaptive import Throughput
+from variable_batch_size._validation import value_error
+from variable_batch_size.adaptive import Controller, Throughput
+from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.cluster.readers.table import READERS
 from variable_batch_size.trace.schedule import Unit
@@ -64,7 +65,18 @@ def picture(path: Path | None) -> Path | None:
 
 def positive(option: typer.CallbackParam, value: float | None) -> float | None:
     """Return the number of an option that has to be > 0."""
-    return None if value is None else check_positive(value, option.opts[0], "pass a positive number, or leave it out")
+    if value is not None and not 0 < value < math.inf:
+        remedy = "pass a positive number, or leave it out"
+        raise value_error(f"{option.opts[0]} must be > 0 and finite", value, remedy)
+    return value
+
+
+def policy_of(name: str) -> Controller:
+    """Return the controller of a --policy."""
+    try:
+        return parse_policy(name)
+    except ValueError as error:
+        raise ValueError(f"--policy {name:.60}: {error}") from None
 
 
 Out = Annotated[
@@ -110,7 +122,9 @@ DataDir = Annotated[
 ]
 UnitOption = Annotated[Unit, typer.Option(help="What a threshold of the schedule counts.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, with --unit tokens.", min=1)]
-SamplesPerSecond = Annotated[float | None, typer.Option(help="Samples that one device computes in a second.")]
+SamplesPerSecond = Annotated[
+    float | None, typer.Option(help="Samples that one device computes in a second.", callback=positive)
+]
 CommunicationSeconds = Annotated[float, duration_option(help="Time of the all-reduce of an update.")]
 ScaleTime = Annotated[
     float,

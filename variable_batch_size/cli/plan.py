@@ -60,7 +60,7 @@ def plan(
     batches = batches if batches.steps is None else batches.with_on_end(on_end)
     if batches.steps is None and epochs is None and max_updates is None and max_samples is None:
         raise ValueError(
-            "a trace that never ends needs an end, got none; pass --epochs, --max-updates or --max-samples"
+            "--epochs, --max-updates or --max-samples must be given for a trace that never ends, got none; pass one"
         )
     training = Plan(batches, dataset_size, microbatch, drop_last, fixed_shape, None, max_updates, max_samples)
     run = dry_run(training, epochs)

@@ -16,7 +16,7 @@ from variable_batch_size import cluster
 from variable_batch_size._validation import FloatArray, check_bounds, check_number, value_error
 from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.scalars import updates_in
-from variable_batch_size.adaptive.table import FORMS, parse_policy
+from variable_batch_size.adaptive.table import FORMS
 from variable_batch_size.cli import comparison, output
 from variable_batch_size.cli.options import (
     DURATION,
@@ -39,6 +39,7 @@ from variable_batch_size.cli.options import (
     Start,
     Stop,
     duration_option,
+    policy_of,
     positive,
     prepared,
     read_log,
@@ -212,13 +213,13 @@ def simulate(
         seeds, nodes, mean_up, mean_down, duration, bulk_every, bulk_fraction
     )
     if not traces:
-        raise ValueError("a simulation needs a capacity trace, got none; pass a LOG, or --nodes with its options")
+        raise ValueError("LOG or --nodes must give a capacity trace, got neither; pass one of them")
     _check_outputs(json, trace_out, len(policy), len(traces))
     traces = {
         name: capacity.slice(start, stop).clip(min_nodes, max_nodes).scaled(scale_time)
         for name, capacity in traces.items()
     }
-    policies = {name: parse_policy(name) for name in policy}
+    policies = {name: policy_of(name) for name in policy}
     rule = _rule(rule, noise, policies)
     model, fitted = _throughput(
         samples_per_second, communication_seconds, throughput, microbatch if fixed_shape else None
@@ -303,8 +304,8 @@ def _throughput(
     if scalars is None:
         model = throughput_of_rates(samples_per_second, communication_seconds)
         if model is None:
-            remedy = "pass --samples-per-second, or --throughput FILE"
-            raise value_error("a simulation needs the time of an update", "none", remedy)
+            requirement = "--samples-per-second or --throughput must give the time of an update"
+            raise value_error(requirement, "neither", "pass one of them")
         return model, None
     if samples_per_second is not None or communication_seconds:
         option = "--communication-seconds" if samples_per_second is None else "--samples-per-second"
@@ -352,7 +353,7 @@ def _read(
     """Return the capacity traces of files by their paths."""
     twice = [str(path) for path, times in Counter(logs).items() if times > 1]
     if twice:
-        raise ValueError(f"each LOG must be given once, got {twice[0]} twice; remove one")
+        raise ValueError(f"LOG must be given once for each file, got {twice[0]} twice; remove one")
     return {str(path): read_log(path, format, inverted, max_gap) for path in logs}
 
 
@@ -371,7 +372,7 @@ def _synthetic(
         needed = {"--nodes": nodes, "--mean-up": mean_up, "--mean-down": mean_down, "--duration": duration}
         missing = next(name for name, value in needed.items() if value is None)
         names = "--nodes, --mean-up, --mean-down and --duration"
-        raise ValueError(f"synthetic traces need {names}, got no {missing}; pass all of them, or none")
+        raise ValueError(f"{names} must be given together, got no {missing}; pass all of them, or none")
     every, fraction = bulks
     return {
         f"seed {seed}": cluster.synthetic(
