@@ -126,7 +126,8 @@ def _manifests(folder: str) -> Iterator[tuple[Path, dict[str, Any] | None]]:
         except DAMAGE as error:
             if path == place.path:
                 requirement = "FOLDER must be the folder of a training with checkpoints, or a checkpoint"
-                raise value_error(requirement, f"{folder} ({error})", "pass another one") from None
+                why = "which has none" if isinstance(error, OSError) else f"which is damaged: {error}"
+                raise value_error(requirement, f"{folder}, {why}", "pass another one") from None
             yield path, None
 
 
