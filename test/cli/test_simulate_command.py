@@ -270,6 +270,27 @@ def test_printed_intervals_are_not_negative() -> None:
     assert " (-" not in run_main(*command)[1]
 
 
+def test_several_intervals_between_saves_are_compared(tmp_path: Path) -> None:
+    """Each beside the others, in order of the policies, as if it were given alone."""
+    other = tmp_path / "other.csv"
+    cluster.read(LOG).slice(0, 90000).to_csv(other)
+    for logs in ([LOG], [LOG, other]):
+        command = ["simulate", *logs, *RATE, "--save", 10, "--restart", "1m"]
+        found = run_json(*command, *policy_flags(NAMES), "--save-every", "120,10m,.25h")
+        labels = [f"{name} --save-every {interval}" for name in NAMES for interval in (120, 600, 900)]
+        runs = list(found["runs"].values()) if len(logs) > 1 else [found]
+        assert [list(run) for run in runs] == [labels] * len(logs)
+        for label in labels:
+            name, option, interval = label.split()
+            alone = run_json(*command, "--policy", name, option, interval)
+            alone = list(alone["runs"].values()) if len(logs) > 1 else [alone]
+            assert [run[label] for run in runs] == [run[name] for run in alone]
+        assert "differences" not in found or list(found["differences"]) == labels
+    message = "--trace-out is for one policy and one capacity trace, got 2 and 1; pass one of each"
+    several = ["--save-every", "60,90", "--trace-out", tmp_path / "trace.csv"]
+    assert error_of("simulate", LOG, *RATE, "--policy", NAMES[0], *several) == (2, message)
+
+
 def test_noise_chooses_the_rule(tmp_path: Path) -> None:
     """Without it, every sample counts the same, which is said where policies are compared."""
     noise = ROOT / "traces" / "noise_example.csv"
@@ -390,6 +411,10 @@ def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
     found = error_of("simulate", small, LOG, *RATE, *policy_flags(NAMES[:1]), "--on-demand", "inf")
     assert found[0] == 2
     assert found[1].startswith(f"per-device:16 under {small}: --on-demand must be a finite number >= 0, got inf; ")
+    command = [*RATE, *policy_flags(NAMES[:1]), "--on-demand", "inf", "--save-every", "60,90"]
+    found = error_of("simulate", small, LOG, *command)
+    assert found[0] == 2
+    assert found[1].startswith(f"per-device:16 --save-every 60 under {small}: --on-demand must be a finite number >= ")
     small.write_text("seconds,nodes\n0,4\n9,x\n")  # what a file has to hold is no option
     assert " (" + str(small) + ":3): nodes must be" in error_of("simulate", small, *RATE, *policy_flags(NAMES))[1]
 

@@ -13,7 +13,8 @@ from variable_batch_size._extras import import_extra
 
 USAGE_ERROR = 2  # the exit status of a command line that is wrong; other errors, such as of files, exit with 1
 # How a message begins that is about what was typed: with an option, perhaps after what `sweep` puts before it.
-TYPED = re.compile(r"(\S+ under .*?: )?(the (upper|lower) one of )?(--[a-z]|LOG |a rule must )")
+UNDER = r"\S+(?: --save-every \S+)? under "
+TYPED = re.compile(rf"({UNDER}.*?: )?(the (upper|lower) one of )?(--[a-z]|LOG |a rule must )")
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -74,7 +75,7 @@ def _in_options(message: str) -> str:
         return options.get(match[0].removesuffix("="), match[0])
 
     # "mean_up must be > 0", also after what `sweep` puts before it, but not that of a file: "a.csv:3: nodes must be"
-    before, under, rest = message.rpartition(": ") if re.match(r"\S+ under ", message) else ("", "", message)
+    before, under, rest = message.rpartition(": ") if re.match(UNDER, message) else ("", "", message)
     message = before + under + re.sub(r"^[a-z_]+(?= must )", option, rest)
     message = re.sub(r'\b[a-z_]+=(?=")', lambda match: option(match) + " " * (match[0] != option(match)), message)
     return re.sub(r"\b[a-z_]+=(?=[,;.]|$)", option, message)  # "limit it with bounds="

@@ -51,6 +51,11 @@ def duration(text: str | float) -> float:
     return seconds
 
 
+def durations(text: str) -> list[float]:
+    """Return the seconds of durations that are separated by commas."""
+    return list(map(duration, text.split(",")))
+
+
 duration_option = partial(typer.Option, parser=duration, metavar="DURATION")
 
 
@@ -69,6 +74,11 @@ def positive(option: typer.CallbackParam, value: float | None) -> float | None:
         remedy = "pass a positive number, or leave it out"
         raise value_error(f"{option.opts[0]} must be > 0 and finite", value, remedy)
     return value
+
+
+def each_positive(option: typer.CallbackParam, values: list[float] | None) -> list[float] | None:
+    """Return the numbers of an option that have to be > 0."""
+    return values and [value for value in values if positive(option, value)]
 
 
 def policy_of(name: str) -> Controller:

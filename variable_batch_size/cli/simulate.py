@@ -39,6 +39,8 @@ from variable_batch_size.cli.options import (
     Start,
     Stop,
     duration_option,
+    durations,
+    each_positive,
     policy_of,
     positive,
     prepared,
@@ -137,12 +139,13 @@ def simulate(
         duration_option(help="Time of writing a checkpoint.", show_default="0", rich_help_panel=OVERHEADS),
     ] = None,
     save_every: Annotated[
-        float | None,
+        Any,  # list[float] | None, which typer would take as an option that is given several times
         duration_option(
-            help="Time between two checkpoints.",
+            help="Time between two checkpoints; several, separated by commas, are compared.",
+            parser=durations,
             show_default="only before a stop",
             rich_help_panel=OVERHEADS,
-            callback=positive,
+            callback=each_positive,
         ),
     ] = None,
     notice: Annotated[
@@ -214,7 +217,7 @@ def simulate(
     )
     if not traces:
         raise ValueError("LOG or --nodes must give a capacity trace, got neither; pass one of them")
-    _check_outputs(json, trace_out, len(policy), len(traces))
+    _check_outputs(json, trace_out, len(policy) * len(save_every or [None]), len(traces))
     traces = {
         name: capacity.slice(start, stop).clip(min_nodes, max_nodes).scaled(scale_time)
         for name, capacity in traces.items()
@@ -224,15 +227,16 @@ def simulate(
     model, fitted = _throughput(
         samples_per_second, communication_seconds, throughput, microbatch if fixed_shape else None
     )
-    overheads = _overheads(
-        scale_time,
-        restart=restart,
-        save=save,
-        save_every=save_every,
-        notice=notice,
-        least_nodes=least_nodes,
-        grow_every=grow_every,
-    )
+    intervals = save_every or [None]
+    given = {"restart": restart, "save": save, "notice": notice, "least_nodes": least_nodes, "grow_every": grow_every}
+    runs = {
+        name if len(intervals) == 1 else f"{name} --save-every {interval:g}": (
+            controller,
+            _overheads(scale_time, **given, save_every=interval),
+        )
+        for name, controller in policies.items()
+        for interval in intervals
+    }
     low, high = (1, ref_batchsize) if bounds is None else check_bounds(bounds, "--bounds")
     arguments: dict[str, Any] = {
         "throughput": model,
@@ -246,13 +250,13 @@ def simulate(
         "fixed_shape": fixed_shape,
         "dataset_size": dataset_size,
         "devices_per_node": devices_per_node,
-        "overheads": overheads,
+        "overheads": next(iter(runs.values()))[1],
         "prices": None if price is None else check_number(price, "--price", "pass the price of a node-hour"),
         "on_demand": on_demand,
         "until": max_progress,
     }
     with redirect_stdout(sys.stderr if trace_out == STDOUT else sys.stdout):
-        draw, farthest = _compare(traces, policies, arguments, json, trace_out)
+        draw, farthest = _compare(traces, runs, arguments, json, trace_out)
     if not json:
         for note in comparison.notes(arguments, fitted, traces, farthest, several=len(policies) > 1):
             typer.echo(note, err=True)
@@ -326,19 +330,27 @@ def _overheads(scale_time: float, **given: float | None) -> Overheads | None:
 
 def _compare(
     traces: Mapping[str, CapacityTrace],
-    policies: Mapping[str, Controller],
+    policies: Mapping[str, tuple[Controller, Overheads | None]],
     arguments: Mapping[str, Any],
     json: bool,
     trace_out: Path | None,
 ) -> tuple[Callable[[], Figure], float]:
     """Simulate and print; return what draws it, and the largest progress."""
     if len(traces) > 1:
-        table = sweep(traces, policies, **arguments)
+        import pandas as pd
+
+        table = pd.concat(
+            sweep(traces, {name: controller}, **{**arguments, "overheads": costs})
+            for name, (controller, costs) in policies.items()
+        )
         comparison.print_sweep(table, json)
         return partial(plot_sweep, table), float(table["progress"].max())
     ((name, capacity),) = traces.items()
     title = ": ".join([Path(name).name, *(policies if len(policies) == 1 else [])])
-    runs = {name: simulate_run(capacity, controller, **arguments) for name, controller in policies.items()}
+    runs = {
+        name: simulate_run(capacity, controller, **{**arguments, "overheads": costs})
+        for name, (controller, costs) in policies.items()
+    }
     comparison.print_runs(runs, json)
     if trace_out is not None:
         (run,) = runs.values()
