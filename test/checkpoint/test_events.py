@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.checkpoints import checkpoint
+from helpers.checkpoints import checkpoint, told, truncate_state
 from helpers.commands import run as execute
 from helpers.reference import training
 from variable_batch_size.checkpoint import events
@@ -37,7 +37,21 @@ def test_the_seconds_of_a_training_that_is_killed_and_resumes() -> None:
     assert (found.total, found.restart, found.save) == (20, 6, 2)
     assert Goodput.of(run[:2]).productive == 3
     between = [event("start", 0, 0), event("progress", 10, 10), event("start", 10, 0)]
-    assert Goodput.of([*between, event("restore", 10, 4, seconds=0)]).redone == 6
+    looked = [*between, event("restore", 10, 4, seconds=0), event("end", 10, 4)]
+    assert Goodput.of(looked).redone == 0  # another run may still resume at 10
+    assert (
+        Goodput.of([*looked, event("start", 10, 0), event("restore", 10, 4, seconds=0), event("end", 13, 7)]).redone
+        == 6
+    )
+    again = [
+        *between,
+        event("progress", 14, 4),
+        event("start", 14, 0),
+        event("progress", 17, 3),
+    ]  # without a checkpoint
+    assert Goodput.of(again) == Goodput(3, redone=14, saving=0, restoring=0, down=0, runs=3, saves=0)
+    finished = [*between[:2], event("end", 10, 10), event("start", 99, 0), event("restore", 99, 10, seconds=0)]
+    assert Goodput.of(finished).total == 10  # a script that is started again after its end
 
 
 def test_a_training_writes_its_events_on_rank_0(tmp_path: Path) -> None:
@@ -70,6 +84,22 @@ def test_a_line_without_its_numbers_is_left_out(change: dict[str, object], tmp_p
     lines = [json.dumps(found), json.dumps(found | change), "[" * 100_000]
     (tmp_path / FILE).write_text("\n".join(lines))
     assert events.read(tmp_path) == [found]
+
+
+def test_a_run_that_was_killed_may_have_made_more_updates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It tells its updates once a minute."""
+    run = training()
+    saves = checkpoint(tmp_path, run)
+    for _ in range(2):
+        run.run(1)
+        saves.save()
+    saves._folder.unlock()  # as the end of a process does
+    truncate_state(tmp_path / "update-00000002")
+    with checkpoint(tmp_path, training()) as later, pytest.warns(RuntimeWarning, match="restoring update-00000001"):
+        assert later.restore()
+    assert told(caplog)[-1].endswith("lost at least 1.")
+    (restored,) = [line for line in events.read(tmp_path) if line["event"] == "restore"]
+    assert (restored["lost"], restored["damaged"]) == (1, "update-00000002")
 
 
 def test_a_skipped_update_is_an_event(tmp_path: Path) -> None:

@@ -297,8 +297,12 @@ class Checkpoint:
             optimizer = self._optimizer
             lost = max(0, self._events.reached - optimizer.updates)
             sizes = stored.batch_size, self._parts.batch_size(optimizer.updates)
-            self._writer.resume(stored, optimizer, sizes, lost, best)
-            self._events.add("restore", optimizer.updates, lost=lost, seconds=time.monotonic() - began)
+            told = (
+                f"{lost}" if self._events.ended else f"at least {lost}"
+            )  # a killed run tells its updates once a minute
+            self._writer.resume(stored, optimizer, sizes, told, best)
+            seconds, skipped = time.monotonic() - began, ", ".join(damaged)
+            self._events.add("restore", optimizer.updates, lost=lost, seconds=seconds, damaged=skipped)
         return True
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -35,6 +34,7 @@ class Events:
 
     Attributes:
         reached: the last update of the run before this one, of which the file tells; 0 if there was none.
+        ended: whether that run has told its end; otherwise it may have made more updates.
     """
 
     def __init__(self, folder: Path, world: World) -> None:
@@ -42,10 +42,11 @@ class Events:
         self._adds = is_on_disk(folder)
         if not self._adds:
             self._path = folder / f"events-{time.time():.6f}.jsonl"
-        self.reached = 0
+        self.reached, self.ended = 0, True
         with suppress(Exception):  # of a store any: a training does not end for its events
             earlier = [] if world.rank else read(folder)
-            self.reached = earlier[-1]["update"] if earlier else 0
+            if earlier:
+                self.reached, self.ended = earlier[-1]["update"], earlier[-1]["event"] == "end"
         self._last, self._skipped = time.monotonic(), False
 
     def add(self, event: str, update: int, **facts: float | str) -> None:
@@ -113,10 +114,10 @@ class Goodput(NamedTuple):
 
     Attributes:
         productive: updates that count.
-        redone: updates that were lost, because they were made after the checkpoint from which a later run resumed.
+        redone: updates that a later run made again, because it resumed, or began, before them.
         saving: updates waited for a save.
         restoring: checkpoints were read.
-        down: no run was there.
+        down: no run was there, after one that had not finished.
         runs: number of runs.
         saves: number of saves.
     """
@@ -153,29 +154,45 @@ class Goodput(NamedTuple):
         """
         redone = saving = restoring = down = total = 0.0
         runs = saves = 0
-        run, earlier = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+        last: Mapping[str, Any] | None = None
+        spans = list[_Span]()  # of updates that count
         for event in events:
+            seconds = 0.0 if last is None else max(0.0, event["time"] - last["time"])
             if event["event"] == "start":
-                down += event["time"] - run[-1]["time"] if run else 0
-                total += event["time"] - run[-1]["time"] if run else 0
-                runs, earlier, run = runs + 1, run, []
-            elif run:
-                total += event["time"] - run[-1]["time"]
-            run.append(event)
-            if event["event"] == "restore":
+                runs += 1
+                seconds = (
+                    0.0 if last and last["event"] == "end" and not last.get("error") else seconds
+                )  # it had finished
+                down += seconds
+            elif event["event"] == "restore":
                 restoring += event["seconds"]
-                redone += _seconds_after(earlier, event["update"])
-            elif event["event"] == "save":
-                saving, saves = saving + event["seconds"], saves + 1
+            else:
+                saved = event["seconds"] if event["event"] == "save" else 0.0
+                saving, saves = saving + saved, saves + (event["event"] == "save")
+                if last is not None and event["update"] > last["update"]:
+                    lost, spans = _cut(spans, last["update"])
+                    redone += lost
+                    spans.append(_Span(last["update"], event["update"], max(0.0, seconds - saved)))
+            total, last = total + seconds, event
         return Goodput(total - redone - saving - restoring - down, redone, saving, restoring, down, runs, saves)
 
 
-def _seconds_after(run: list[Mapping[str, Any]], update: int) -> float:
-    """Return for how long a run has trained after it had made an update, without its saves."""
-    seconds = 0.0
-    for before, event in pairwise(run):
-        if event["update"] > update:
-            made, lost = event["update"] - before["update"], event["update"] - max(update, before["update"])
-            waited = event.get("seconds", 0.0) if event["event"] in ("save", "restore") else 0.0
-            seconds += max(0.0, event["time"] - before["time"] - waited) * (lost / made if made > 0 else 1.0)
-    return seconds
+@final
+class _Span(NamedTuple):
+    """Updates that a run has made, from one number of updates to another, and the seconds that they took."""
+
+    begin: int
+    end: int
+    seconds: float
+
+
+def _cut(spans: Iterable[_Span], update: int) -> tuple[float, list[_Span]]:
+    """Return the seconds of what is after an update, which is made again, and what is left."""
+    lost, left = 0.0, list[_Span]()
+    for span in spans:
+        kept = min(span.end, max(span.begin, update))
+        share = (kept - span.begin) / (span.end - span.begin)
+        lost += (1 - share) * span.seconds
+        if share:
+            left.append(_Span(span.begin, kept, share * span.seconds))
+    return lost, left

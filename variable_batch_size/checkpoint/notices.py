@@ -47,7 +47,7 @@ def restored(
     worlds: tuple[int, int],
     sizes: tuple[int, int],
     position: tuple[int, int, int],
-    lost: int,
+    lost: str,
     newer: Sequence[str] = (),
 ) -> str:
     """Return the line that a checkpoint was restored.
@@ -57,7 +57,7 @@ def restored(
         worlds: number of ranks that have saved it, and that restore it; 0: unknown.
         sizes: batch size of the last update, and of the next one; 0: unknown.
         position: updates, the epoch with which the training resumes, and samples so far.
-        lost: number of updates that were made after it.
+        lost: number of updates that were made after it, in words.
         newer: names of the checkpoints that the next save deletes.
     """
     saved, own = worlds

@@ -263,7 +263,7 @@ class Writer:
         return self._folder.candidates(best=best, criterion=self._criterion)
 
     def resume(
-        self, stored: StoredState, optimizer: CustomOptimizer, sizes: tuple[int, int], lost: int, best: bool
+        self, stored: StoredState, optimizer: CustomOptimizer, sizes: tuple[int, int], lost: str, best: bool
     ) -> None:
         """Continue from a checkpoint, and say so; after the best one, the next save deletes newer ones.
 
@@ -271,7 +271,7 @@ class Writer:
             stored: the checkpoint.
             optimizer: has been restored.
             sizes: batch size of the last update, and of the next one.
-            lost: number of updates that were made and are not in it.
+            lost: number of updates that were made and are not in it, in words.
             best: whether it was restored as the best one.
         """
         path, updates = stored.path, optimizer.updates
