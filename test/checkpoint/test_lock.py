@@ -192,7 +192,9 @@ def test_a_writer_on_another_host_gives_signs_of_life(tmp_path: Path, monkeypatc
     with pytest.raises(RuntimeError, match=r"was taken over by process .* on b"):
         first.save()
     first.close()
-    with pytest.raises(RuntimeError, match=r"in use by process .* on b; .* wait for"):  # the file is not locked
+    with pytest.raises(
+        RuntimeError, match=r"by process .* on b of the job \"job\"; .* pass run=\"job\" "
+    ):  # the file is not locked
         checkpoint(tmp_path, training(), run="another")
     second.close()
     third = checkpoint(tmp_path, training(), run="another")

@@ -71,6 +71,19 @@ def test_a_training_begins_with_the_states_of_one_that_had_a_sampler(samples: bo
         saves.save()
 
 
+def test_a_training_begins_with_the_weights_of_a_data_parallel_model(tmp_path: Path) -> None:
+    run = training().run(1)
+    torch.save({"model": {f"module.{key}": one for key, one in run.model.state_dict().items()}}, tmp_path / "state.pt")
+    conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")
+    later = training()
+    with checkpoint(tmp_path / "begun", later) as saves:
+        with pytest.raises(RuntimeError, match="has other parts than this training: optimizer is not in it"):
+            saves.restore()
+        assert saves.restore(strict=False)
+    assert_equal(later.weights(), run.weights(), tolerance=0)
+    assert not later.optimizer.inner.state
+
+
 @pytest.mark.slow("starts commands that import torch")
 def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Path) -> None:
     run, folder = trained

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint import format
@@ -59,6 +60,7 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
         raise type_error(requirement, states, remedy)
     if "model" not in states:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
+    consume_prefix_in_state_dict_if_present(states["model"], "module.")  # of a DistributedDataParallel
     place = folder_at(folder)
     place.lock()
     try:

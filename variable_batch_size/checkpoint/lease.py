@@ -87,10 +87,11 @@ class Lease:
         ended = last is None or (flock and last.flock)
         left = 0.0 if last is None or ended else last.renewed + SECONDS - time.time()
         if last is not None and left > 0 and not (self._run and last.run == self._run):
+            of = f' of the job "{last.run}"' if last.run else ""
+            take_over = f'pass run="{last.run}" to take over from an earlier process of that job, ' if last.run else ""
             raise OSError(
-                f"Checkpoint folder {self._folder} is in use by {last.process}; close() that Checkpoint, pass run= "
-                f"with the name of the job to take over from an earlier process of it, wait for {left:.0f} s if it has "
-                f"ended, or choose another folder"
+                f"Checkpoint folder {self._folder} is in use by {last.process}{of}; close() that Checkpoint, "
+                f"{take_over}wait for {left:.0f} s if it has ended, or choose another folder"
             )
         host, number = socket.gethostname(), 1 if last is None else last.number + 1
         process = f"process {os.getpid()} on {host}"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.checkpoint.format import RANDOM, encode, identity
 from variable_batch_size.checkpoint.names import Names
-from variable_batch_size.checkpoint.reading import SAMPLER, StoredState
+from variable_batch_size.checkpoint.reading import StoredState
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -158,17 +158,16 @@ class Parts:
             ValueError: if the checkpoint has other parts, another model or, if `strict`, other samples.
         """
         world = self._optimizer.agreement.world
-        stored.check_parts(self._by_name)
+        stored.check_parts(self._by_name, strict)
         stored.check_model(self._names.of_model(), warn=world.rank == 0)
-        for name, part in self._by_name.items():
+        there = {name: part for name, part in self._by_name.items() if name in stored.parts}
+        for name, part in there.items():
             if isinstance(part, OPTIMIZERS):
                 self._names.check_groups(stored.parts[name], part)
                 stored.check_outside(name, self._outside(part))
-        for name, part in self._by_name.items():  # the optimizer is first: it raises before it changes anything
+        for name, part in there.items():  # the optimizer is first: it raises before it changes anything
             if name == "model":
                 self._names.load_model(stored.parts[name])
-            elif name == SAMPLER and name not in stored.parts:
-                pass  # the optimizer has moved it
             elif isinstance(part, (CustomOptimizer, type(self._optimizer.sampler))):
                 part.load_state_dict(stored.parts[name], strict)
             else:

@@ -240,13 +240,17 @@ class StoredState(NamedTuple):
         known = {name: state["facts"][name] for name in ("batch_size", "reads_epoch") if name in state["facts"]}
         return StoredState(path, checksum, state["parts"], state["rng"], **known)
 
-    def check_parts(self, names: Iterable[str]) -> None:
+    def check_parts(self, names: Iterable[str], strict: bool) -> None:
         """Check that the checkpoint has exactly these parts, but for the sampler: the optimizer has its state, too.
+
+        A checkpoint that has not even an optimizer begins another training, unless `strict`.
 
         Raises:
             ValueError: if a part is missing or was not passed.
         """
         saved, passed = {*self.parts} - {SAMPLER}, {*names} - {SAMPLER}
+        if not strict and "optimizer" not in saved:
+            passed &= {"model", *saved}
         missing = [f"{name} is not in it" for name in sorted(passed - saved)]
         unknown = [f"{name} is in it and was not passed" for name in sorted(saved - passed)]
         if missing or unknown:
