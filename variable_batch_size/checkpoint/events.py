@@ -160,9 +160,8 @@ class Goodput(NamedTuple):
             seconds = 0.0 if last is None else max(0.0, event["time"] - last["time"])
             if event["event"] == "start":
                 runs += 1
-                seconds = (
-                    0.0 if last and last["event"] == "end" and not last.get("error") else seconds
-                )  # it had finished
+                finished = last is not None and last["event"] == "end" and not last.get("error")
+                seconds = 0.0 if finished else seconds
                 down += seconds
             elif event["event"] == "restore":
                 restoring += event["seconds"]
