@@ -14,16 +14,17 @@ from typing import final
 LOGGER = logging.getLogger("variable_batch_size")
 
 
-def tell(message: str, *, rank: int | None = None, update: int | None = None) -> None:
+def tell(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
     """Log a message with the attributes `rank` and `update`, where they are known.
 
     Args:
         message: a sentence.
+        level: of `logging`.
         rank: of this process.
         update: number of updates that the training has made.
     """
     _show()
-    LOGGER.info(message, extra={"rank": rank, "update": update})
+    LOGGER.log(level, message, extra={"rank": rank, "update": update})
 
 
 @cache

@@ -34,14 +34,18 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
     shown = execute("vbs", "checkpoint", "show", str(folder))
     lines = shown.stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [[f"update-0000000{n}", str(n)] for n in (3, 2, 1)]
-    assert lines[-1].endswith("loss 0.5")
+    assert lines[-1].split()[-3:] == ["loss", "0.5", "best"]
     one = execute("vbs", "checkpoint", "show", str(folder / "update-00000003")).stdout
     assert "optimizer" in one
     assert "vbs-checkpoint" in one
+    assert "AdamScaleRule" in one
+    rates = json.loads(execute("vbs", "checkpoint", "show", str(folder / "update-00000003"), "--json").stdout)
+    assert (rates["reference_lr"], "lr" in rates["last_rates"]) == ([ADAM["lr"]], True)
     facts = json.loads(execute("vbs", "checkpoint", "show", str(folder), "--json").stdout)
     assert facts["update-00000001"]["metrics"] == {"loss": 0.5}
     assert execute("vbs", "checkpoint", "verify", str(folder)).returncode == 0
     truncate_state(folder / "update-00000002")
+    assert execute("vbs", "checkpoint", "show", str(folder)).stdout.splitlines()[2].endswith("damaged")
     done = execute("vbs", "checkpoint", "verify", str(folder))
     assert (done.returncode, [line.rpartition(": ")[2] for line in done.stdout.splitlines()]) == (
         1,
@@ -91,6 +95,9 @@ def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Pa
     done = execute("vbs", "checkpoint", "to-torch", str(folder), str(file))
     assert done.returncode == 0, done.stderr
     states = torch.load(file, weights_only=True)
+    assert execute("vbs", "checkpoint", "to-torch", str(folder), str(tmp_path / "best.pt"), "--best").returncode == 0
+    best = torch.load(tmp_path / "best.pt", weights_only=True)["model"]
+    assert_equal([*best.values()], training(**OPTIONS).run(1).weights(), tolerance=0)  # type: ignore[arg-type]
     model = network()
     model.load_state_dict(states["model"])
     inner = torch.optim.AdamW(model.parameters(), **ADAM)

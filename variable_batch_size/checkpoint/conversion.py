@@ -18,14 +18,14 @@ from variable_batch_size.checkpoint.object_store import folder_at
 from variable_batch_size.checkpoint.reading import SAMPLER, read_checkpoint
 
 
-def to_torch(checkpoint: str | os.PathLike[str], file: Path) -> None:
+def to_torch(checkpoint: str | os.PathLike[str], file: Path, *, best: bool = False) -> None:
     """Write the states of a checkpoint by `torch.save`, which `torch.load(file, weights_only=True)` reads.
 
     The file has a dict with the state dicts by name, such as "model" and "optimizer"; what this library adds to them,
     and the position of the sampler, is left out.
 
     Args:
-        checkpoint: see `read_checkpoint`.
+        checkpoint, best: see `read_checkpoint`.
         file: created, or replaced.
 
     Raises:
@@ -33,7 +33,7 @@ def to_torch(checkpoint: str | os.PathLike[str], file: Path) -> None:
     """
     if not file.parent.is_dir():
         raise value_error("FILE must be in a folder that there is", file, "create the folder")
-    parts = read_checkpoint(checkpoint)["parts"]
+    parts = read_checkpoint(checkpoint, best=best)["parts"]
     torch.save({name: _numbered(state) for name, state in parts.items() if name != SAMPLER}, file)
 
 

@@ -8,6 +8,7 @@ learn of its error when all of them ask, by a method that every rank calls.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -291,7 +292,8 @@ class Writer:
         lost = updates - (self._first_update if best else newest.update if newest else 0)
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
             path = best or (newest.path if newest else None)
-            tell(notices.interrupted(self._folder.path, path, lost, best is not None), rank=0, update=updates)
+            message = notices.interrupted(self._folder.path, path, lost, best is not None)
+            tell(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
         self._first_update = updates
 
     def _discard_newer(self) -> None:

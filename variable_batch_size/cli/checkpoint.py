@@ -11,6 +11,8 @@ import typer
 from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
 
+_OF_RATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
+
 app = typer.Typer(help="Checkpoints: what they hold, whether they are intact, plain states.", no_args_is_help=True)
 
 Source = Annotated[
@@ -29,38 +31,56 @@ def show(folder: Source, json: output.Json = False) -> None:
     - `vbs checkpoint show runs/a/update-00001234`
     """
     from variable_batch_size.checkpoint.manifest import facts_of
+    from variable_batch_size.checkpoint.object_store import folder_at
 
     found = [*_manifests(folder)]
     manifests = {path.name: manifest for path, manifest in found}
     one = found[0][1] if str(found[0][0]) == folder.rstrip("/") else None
     if json:
         kept = {name: None if manifest is None else facts_of(manifest) for name, manifest in manifests.items()}
-        output.print_json(kept if one is None else facts_of(one))
+        output.print_json(kept if one is None else facts_of(one) | _rates(one))
         return
     if one is not None:
         _show_states(one)
         return
-    rows = []
-    for name, manifest in manifests.items():
+    rows, best = [], folder_at(folder).ranked()[:1]
+    for path, manifest in found:
         if manifest is None:
-            rows.append([name, *["?"] * 5, "damaged"])
+            rows.append([path.name, *["?"] * 5, "", "damaged"])
             continue
         numbers = [output.number(manifest.get(key, 0)) for key in ("updates", "samples", "epoch", "world")]
         metrics = ", ".join(f"{key} {value}" for key, value in manifest.get("metrics", {}).items())
-        rows.append([name, *numbers, _size(sum(file["bytes"] for file in manifest["files"])), metrics])
-    output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported"], rows)
+        size = _size(sum(file["bytes"] for file in manifest["files"]))
+        remark = "" if _has_all_bytes(path, manifest) else "damaged"
+        rows.append([path.name, *numbers, size, metrics, remark or "best" * (path in best)])
+    output.print_table(["checkpoint", "updates", "samples", "epoch", "ranks", "size", "reported", ""], rows)
 
 
 def _show_states(manifest: dict[str, Any]) -> None:
     from variable_batch_size.checkpoint.manifest import facts_of
 
-    output.print_facts({name: str(value) for name, value in facts_of(manifest).items()})
+    output.print_facts({name: str(value) for name, value in (facts_of(manifest) | _rates(manifest)).items()})
     rows = []
     for part in manifest["state"]:
         own = [one for name, one in manifest["tensors"].items() if name.split("/", 1)[0] == part]
         size = sum(chunk["end"] - chunk["begin"] for one in own for chunk in one["chunks"])
         rows.append([part, output.number(len(own)), _size(size)])
     output.print_table(["state", "tensors", "size"], rows)
+
+
+def _rates(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the learning rates of a checkpoint, and what they follow from."""
+    state = manifest["state"].get("optimizer", {})
+    own = {name: value for name, value in state.get("vbs", {}).items() if name in _OF_RATES}
+    return {"reference_lr": [group.get("lr") for group in state.get("param_groups", ())], **own}
+
+
+def _has_all_bytes(path: Path, manifest: dict[str, Any]) -> bool:
+    """Return whether the files are as large as they were; `verify` reads them."""
+    try:
+        return all((path / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"])
+    except OSError:
+        return False
 
 
 @app.command()
@@ -87,6 +107,7 @@ def verify(folder: Source) -> None:
 def to_torch(
     folder: Source,
     file: Annotated[Path, typer.Argument(help="Written by torch.save.", metavar="FILE", show_default=False)],
+    best: Annotated[bool, typer.Option("--best", help="Take the checkpoint with the best reported value.")] = False,
 ) -> None:
     """Write the states of the newest intact checkpoint as `torch.save` does, for torch's own `load_state_dict()`.
 
@@ -94,7 +115,7 @@ def to_torch(
     """
     from variable_batch_size.checkpoint.conversion import to_torch
 
-    to_torch(folder, file)
+    to_torch(folder, file, best=best)
     typer.echo(f"{file}: written")
 
 
