@@ -88,6 +88,13 @@ def test_a_training_begins_with_the_weights_of_a_data_parallel_model(tmp_path: P
     assert not later.optimizer.inner.state
 
 
+def test_a_module_of_that_name_keeps_it(tmp_path: Path) -> None:
+    state = torch.optim.swa_utils.AveragedModel(network()).state_dict()
+    torch.save({"model": state}, tmp_path / "state.pt")
+    conversion.from_torch(tmp_path / "state.pt", tmp_path / "begun")
+    assert set(vbs.read_checkpoint(tmp_path / "begun")["parts"]["model"]) == set(state)
+
+
 @pytest.mark.slow("starts commands that import torch")
 def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Path) -> None:
     run, folder = trained

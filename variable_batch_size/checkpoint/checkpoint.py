@@ -297,9 +297,8 @@ class Checkpoint:
             optimizer = self._optimizer
             lost = max(0, self._events.reached - optimizer.updates)
             sizes = stored.batch_size, self._parts.batch_size(optimizer.updates)
-            told = (
-                f"{lost}" if self._events.ended else f"at least {lost}"
-            )  # a killed run tells its updates once a minute
+            # A killed run tells its updates once a minute.
+            told = f"{lost}" if self._events.ended else f"at least {lost}"
             self._writer.resume(stored, optimizer, sizes, told, best)
             seconds, skipped = time.monotonic() - began, ", ".join(damaged)
             self._events.add("restore", optimizer.updates, lost=lost, seconds=seconds, damaged=skipped)

@@ -60,7 +60,8 @@ def from_torch(file: Path, folder: str | os.PathLike[str]) -> Path:
         raise type_error(requirement, states, remedy)
     if "model" not in states:
         raise value_error(requirement, ", ".join(map(repr, states)) or "an empty one", remedy)
-    consume_prefix_in_state_dict_if_present(states["model"], "module.")  # of a DistributedDataParallel
+    if all(name.startswith("module.") for name in states["model"]):  # of a DistributedDataParallel
+        consume_prefix_in_state_dict_if_present(states["model"], "module.")
     place = folder_at(folder)
     place.lock()
     try:
