@@ -9,7 +9,7 @@ from typing import Protocol, final
 from variable_batch_size.backend import Agreement, Backend, XlaBackend, detect
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
-from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean

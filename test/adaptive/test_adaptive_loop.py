@@ -19,9 +19,9 @@ import variable_batch_size as vbs
 from helpers.adaptive_training import DATA, SAMPLES, TARGETS, Setting, Wild, part, read_ahead, trained
 from helpers.loops import InThread
 from variable_batch_size.adaptive import ConstantBatch, ControlInput, NoiseScale, PerDevice
+from variable_batch_size.adaptive.decisions import Decision
 from variable_batch_size.rules.adascale import measured_gain
 from variable_batch_size.testing import ThreadBackend, run_ranks
-from variable_batch_size.trace.growing import Decision
 from variable_batch_size.world import World
 
 # What a loader reads. ------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every: int, ahe
             done = read_all(small(every=every, delay=delays[-1], bounds=(1, 9)), ahead) == 60
         except RuntimeError as error:
             found = re.fullmatch(
-                r"a loader must not read updates whose batch size is not chosen yet, but it reads update \d+, \d+ "
+                r"a loader must not read updates whose batch size is not decided yet, but it reads update \d+, \d+ "
                 r"reads ahead of step\(\), and the batch sizes are known up to update \d+; pass delay=num_workers \* "
                 r"prefetch_factor \+ 4 to .*, which is always enough, here at least (\d+), or let .* prefetch less",
                 str(error),
@@ -157,7 +157,7 @@ def test_updates_reads_by_update() -> None:
 
 def test_the_record_is_a_trace(tmp_path: Path) -> None:
     model, sampler, optimizer = build(small())
-    with pytest.raises(ValueError, match=r"^the trace of what has happened needs at least one update, but there was"):
+    with pytest.raises(ValueError, match=r"^the trace so far needs at least one update, but there was"):
         _ = sampler.trace
     for batch in sampler:
         train(model, optimizer, batch)
@@ -196,7 +196,7 @@ def test_a_training_with_a_fixed_trace_goes_on_with_a_controller() -> None:
     for start, match in (
         (
             None,
-            r"^a training with a fixed trace can go on with a controller if its batch size is start, got start=None",
+            r"^a training with a fixed trace can continue with a controller if its batch size is start, got start=None",
         ),
         (9, r"^a state can be restored only with the samples .* first 33 batch sizes of the trace are not the same"),
     ):
@@ -241,7 +241,7 @@ def test_another_optimizer_goes_on_asking() -> None:
 @pytest.mark.parametrize("before", [{"every": 20, "delay": 9}, {"every": 1, "delay": 30}, {"every": None, "delay": 5}])
 @pytest.mark.parametrize("after", [{"every": 3, "delay": 5}, {"every": 7, "delay": 20}, {"every": None, "delay": 5}])
 @pytest.mark.parametrize("stop", [23, 40])
-@pytest.mark.filterwarnings("ignore:The training goes on differently")
+@pytest.mark.filterwarnings("ignore:Resumed with another controller")
 def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int) -> None:
     state, weights, first = trained(small(**before), [(1, stop)])
     _, _, runs = part(small(**after), World(), None, state, 120, weights)
@@ -255,9 +255,9 @@ def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int
     for _ in vbs.remaining_epochs(sampler, optimizer, until=100):
         for batch in sampler:
             train(model, optimizer, batch)
-            growth = sampler.planning.growth
-            assert growth is not None
-            decision = growth.decisions[-1]
+            decided = sampler.planning.decided
+            assert decided is not None
+            decision = decided.decisions[-1]
             if decision.begins != asked[-1].begins and decision.input.updates > stop:
                 asked.append(decision)
         if optimizer.updates > 120:
@@ -279,7 +279,7 @@ def test_a_resumed_run_may_have_another_controller_or_other_bounds() -> None:
         (vbs.AdaptiveTrace(ConstantBatch(7), every=None), 7),
         (vbs.AdaptiveTrace(ConstantBatch(7), start=20, every=None), 7),
     ):
-        with pytest.warns(UserWarning, match=r"^The training goes on differently: its batch sizes were chosen by C"):
+        with pytest.warns(UserWarning, match=r"^Resumed with another controller: batch sizes were chosen by C"):
             _, _, runs = part(replace(constant, trace=trace), World(), None, state, 30, weights)
         assert runs == [(0, 20), (9, size)]
 

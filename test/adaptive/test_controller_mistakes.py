@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -21,7 +22,7 @@ from variable_batch_size.adaptive import (
     PerDevice,
     Smoothed,
 )
-from variable_batch_size.data import known_steps
+from variable_batch_size.data import planning
 from variable_batch_size.testing import ThreadBackend, run_ranks
 from variable_batch_size.world import World
 
@@ -67,7 +68,7 @@ def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, ev
     before = vbs.AdaptiveTrace(ConstantBatch(16), every=every, delay=9)
     after = vbs.AdaptiveTrace(Smoothed(NoiseScale(), 0.5), start=16, every=5, delay=9)
     state, weights, _ = trained(Setting(before, 4, False, "linear"), [(1, stop)])
-    with pytest.warns(UserWarning, match="^The training goes on differently"):
+    with pytest.warns(UserWarning, match="^Resumed with another controller"):
         _, _, runs = part(Setting(after, 4, False, "linear"), World(), None, state, 90, weights)
     assert runs[0] == (0, 16)
     assert len(runs) > 1
@@ -102,34 +103,20 @@ def test_limits_that_the_dataset_sets_are_named() -> None:
     assert dealt(bounds=np.array([1, 5])).max_batch_size == 5
 
 
-def test_a_reader_that_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_steps, "WARN_SECONDS", 0.0)
-    monkeypatch.setattr(known_steps, "_POLL_SECONDS", 0.001)
-    known = iter([False, False, False, True])
-    told: list[warnings.WarningMessage] = []
-
-    def read(steps: known_steps.KnownSteps) -> None:
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            assert steps.wait_for(lambda: next(known), lambda: False)
-        told.extend(caught)
-
-    thread = threading.Thread(target=read, args=[known_steps.KnownSteps()], daemon=True)
-    thread.start()
-    thread.join()
-    assert len(told) == 1
+def test_a_loader_in_a_thread_waits_says_so_and_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "WARN_SECONDS", 0.0)
+    monkeypatch.setattr(planning, "WAIT_SECONDS", 0.001)
+    trace = vbs.AdaptiveTrace(PerDevice(4), every=2, delay=4)
+    sampler = vbs.CustomSampler(100, trace, num_replicas=1, rank=0, minibatch_size=4)
+    optimizer = vbs.CustomOptimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), sampler, 4)
+    sizes: list[int] = []
+    thread = threading.Thread(target=lambda: sizes.extend(map(len, sampler)))
+    with warnings.catch_warnings(record=True, action="always") as told:
+        thread.start()
+        while not told:
+            time.sleep(0.001)
+        assert sizes == [4] * 6  # known at the beginning
+        optimizer.discard_step()  # nobody reads this iteration any more
+        thread.join()
     assert "pass a larger delay to the AdaptiveTrace" in str(told[0].message)
-
-
-def test_an_abandoned_reader_ends_quietly() -> None:
-    errors: list[BaseException] = []
-
-    def read(steps: known_steps.KnownSteps) -> None:
-        try:
-            steps.wait_for(lambda: False, lambda: True)
-        except known_steps.AbandonedError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read, args=[known_steps.KnownSteps()], daemon=True)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
+    assert len(told) == 1

@@ -14,17 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import variable_batch_size as vbs
 from helpers.controllers import EXAMPLES
 from variable_batch_size.adaptive import (
-    AdaptiveTrace,
     After,
     ControlInput,
     Goodput,
     PerDevice,
     Smoothed,
     Throughput,
-    adaptive_trace,
 )
 from variable_batch_size.adaptive.base import needs_throughput
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
+from variable_batch_size.optim import controller
 from variable_batch_size.rules import adascale_gain
 
 BOUNDS, MICROBATCH = (16, 512), 128
@@ -61,7 +60,7 @@ def train(
 ) -> tuple[list[tuple[ControlInput, int]], vbs.BatchTrace]:
     """Train in one process, whose updates take the seconds of a model; return the answers and the batch sizes."""
     clock, noted = Clock(), Noted()
-    monkeypatch.setattr(adaptive_trace, "UpdateStopwatch", partial(UpdateStopwatch, clock))
+    monkeypatch.setattr(controller, "UpdateStopwatch", partial(UpdateStopwatch, clock))
     torch.manual_seed(seed)
     inputs = torch.randn(4096, 10, dtype=torch.float64)
     targets = inputs.sum(1, keepdim=True) + 2 * torch.randn(4096, 1, dtype=torch.float64)
@@ -125,4 +124,4 @@ def test_those_that_read_the_throughput_say_so() -> None:
     assert [*filter(needs_throughput, EXAMPLES)] == [Goodput((32, 4096))]
     assert needs_throughput(Smoothed(Goodput(BOUNDS), 0.5))
     assert needs_throughput(After(100, PerDevice(8), Goodput(BOUNDS)))
-    assert AdaptiveTrace(PerDevice(8)).stopwatch() is None
+    assert not needs_throughput(PerDevice(8))

@@ -19,7 +19,7 @@ from variable_batch_size.adaptive import (
     Throughput,
 )
 from variable_batch_size.adaptive.table import POLICIES, parse_policy
-from variable_batch_size.data.microbatching import cut
+from variable_batch_size.microbatching import cut
 
 SECONDS = st.floats(1e-6, 10)
 

@@ -15,7 +15,7 @@ def test_a_longer_trace_goes_on(tmp_path: Path) -> None:
     with checkpoint(tmp_path, run) as saves:
         saves.save()
     longer = training(dataset_size=73, sampling={"on_end": "error"})
-    told = pytest.warns(UserWarning, match=r"^The trace goes on differently than in the saved run, after the 5 updates")
+    told = pytest.warns(UserWarning, match=r"^The batch trace differs from that of the saved run after update 5")
     with checkpoint(tmp_path, longer) as saves, told:
         assert saves.restore()
     assert longer.optimizer.updates == 5

@@ -16,10 +16,9 @@ from helpers.splitting import rows_of, split_sizes
 from helpers.strategies import Case, cases, worlds
 from variable_batch_size._validation import IntArray
 from variable_batch_size.data import plan as plan_module
-from variable_batch_size.data.deal import Deal, Dealing
-from variable_batch_size.data.epoch import Epoch
-from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Plan, Step
+from variable_batch_size.data.deal import Deal, Dealing, Step
+from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.world import World
 

@@ -196,7 +196,7 @@ def test_a_checkpoint_of_other_samples_is_refused_in_words_of_lightning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fit(Classifier(), callbacks=[saver(tmp_path)], enable_checkpointing=True, max_steps=3)
-    with pytest.warns(UserWarning, match="The training goes on differently: rule"):
+    with pytest.warns(UserWarning, match="Resumed with other settings: rule"):
         fit(Classifier(), saved(tmp_path, 3), strategy=strategy("linear"), max_steps=4)
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     with pytest.raises(

@@ -49,7 +49,7 @@ def places(state: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value, (*at, key))
 
 
-@pytest.mark.filterwarnings("ignore:The (training|trace) goes on differently")
+@pytest.mark.filterwarnings("ignore:(Resumed with other|The batch trace differs)")
 @given(st.sampled_from(OPTIONS), st.sampled_from(["drop", *DAMAGE]), st.data())
 @examples(150)
 def test_a_damaged_state_is_refused_or_is_as_good(options: dict[str, Any], damage: Any, data: st.DataObject) -> None:
@@ -145,7 +145,7 @@ def test_other_groups_are_told_with_their_sizes() -> None:
 def test_other_microbatches_under_measured_noise_are_told() -> None:
     training(minibatch_size=2).optimizer.load_state_dict(training().run(2).optimizer.state_dict())  # no word
     state = training(noise="microbatches").run(2).optimizer.state_dict()
-    with pytest.warns(UserWarning, match="goes on differently: minibatch_size was 4 and is 2"):
+    with pytest.warns(UserWarning, match="^Resumed with other settings: minibatch_size was 4 and is 2"):
         training(minibatch_size=2, noise="microbatches").optimizer.load_state_dict(state)
 
 

@@ -183,7 +183,7 @@ def test_a_failed_update_is_not_measured(noise: str) -> None:
 
 def test_a_state_without_noise_resets_the_noise() -> None:
     run = training(vbs.AdaScaleOptimizer, SIZES).run(4)
-    with pytest.warns(UserWarning, match="The training goes on differently: rule was LinearRule"):
+    with pytest.warns(UserWarning, match="Resumed with other settings: rule was LinearRule"):
         run.optimizer.load_state_dict(training(vbs.LinearRuleOptimizer, SIZES).run(2).optimizer.state_dict())
     assert (run.optimizer.updates, run.optimizer.noise().updates, run.optimizer.noise().gain) == (2, 0, 1)
 

@@ -82,7 +82,7 @@ OTHER_CALLS: list[Callable[[Training], Any]] = [
 
 @pytest.mark.slow("trains for each interrupted line")
 @pytest.mark.torch
-@pytest.mark.filterwarnings("ignore:The training goes on differently. rule was .*Trap")
+@pytest.mark.filterwarnings("ignore:Resumed with other settings. rule was .*Trap")
 @given(
     where=st.sampled_from(EARLY + LATE),
     at=st.integers(1, 8),

@@ -224,7 +224,7 @@ def test_accepts_numpy_numbers() -> None:
 def test_a_state_of_another_rule_tells_it(kind: type[vbs.CustomOptimizer], options: Any, told: str) -> None:
     state = training(vbs.LinearRuleOptimizer).run(2).optimizer.state_dict()
     run = training(kind, **options)
-    with pytest.warns(UserWarning, match=f"^The training goes on differently: .*{told}$"):
+    with pytest.warns(UserWarning, match=f"^Resumed with other settings: .*{told}$"):
         run.optimizer.load_state_dict(state)
     assert run.optimizer.updates == 2
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
 from variable_batch_size.adaptive.fitting import fitted, measured_updates
 from variable_batch_size.adaptive.scalars import updates_in
-from variable_batch_size.data.microbatching import count_microbatches
+from variable_batch_size.microbatching import count_microbatches
 
 LEAST_SECONDS = 1e-15  # of a microbatch of one row: 2**53 updates, the most that are counted, take some seconds
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, final
 
 from variable_batch_size._validation import check_int
-from variable_batch_size.data.epoch import Epoch
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.plan import Epoch, Plan
 
 
 @final

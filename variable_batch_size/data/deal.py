@@ -1,4 +1,4 @@
-"""Which microbatches a rank computes in consecutive steps: thousands of steps at once, as NumPy arrays."""
+"""Which microbatches a rank computes: `Step` describes one update, `Deal` thousands at once, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data.microbatching import partial_sizes
+from variable_batch_size.microbatching import Cut, Microbatch, partial_sizes
 from variable_batch_size.world import World
 
 
@@ -126,3 +126,42 @@ class Deal:
         if self.fixed_shape:
             return start[:, None] + column * size[:, None] // self.minibatch_size
         return start[:, None] + np.minimum(column, size[:, None] - 1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One update: `batch_size` samples from position `start` of the epoch's order, and their cut into microbatches."""
+
+    number: int
+    batch_size: int
+    start: int
+    minibatch_size: int
+    cut: Cut
+    fixed_shape: bool
+    dealing: Dealing
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches of the update over all ranks, without replays."""
+        return self.cut.microbatches
+
+    def rounds(self, world: World) -> int:
+        """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
+        return max(1, -(-(self.num_microbatches - world.rank) // world.size) + self._replays(world))
+
+    def _replays(self, world: World) -> int:
+        return int(self.dealing.replays(self.num_microbatches, world))
+
+    def microbatch(self, round_index: int, world: World) -> Microbatch:
+        """Return this rank's microbatch of a round: number `rank + round_index * size` of the step, after replays."""
+        number = world.rank + (round_index - self._replays(world)) * world.size
+        start, size = self.cut.locate(number % self.num_microbatches)
+        return Microbatch(
+            step=self.number,
+            batch_size=self.batch_size,
+            samples=size if 0 <= number < self.num_microbatches else 0,
+            rows=self.minibatch_size if self.fixed_shape else size,
+            start=self.start + start,
+            ends_step=round_index == self.rounds(world) - 1,
+        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from variable_batch_size._validation import MAX_INT
-from variable_batch_size.data.deal import Dealing
-from variable_batch_size.data.epoch import Epoch
-from variable_batch_size.data.microbatching import count_microbatches
-from variable_batch_size.data.plan import Plan, Step
+from variable_batch_size.data.deal import Dealing, Step
+from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.microbatching import count_microbatches
 from variable_batch_size.world import World
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from variable_batch_size._validation import MAX_INT, check_int
 from variable_batch_size.backend import detect
 from variable_batch_size.backend.detection import runs_on_xla
-from variable_batch_size.data.microbatching import microbatch_counts
+from variable_batch_size.microbatching import microbatch_counts
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

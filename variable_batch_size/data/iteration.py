@@ -12,8 +12,7 @@ from variable_batch_size._validation import MAX_INT, IntArray
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Deal, Dealing
 from variable_batch_size.data.equal_rounds import check_equal_rounds
-from variable_batch_size.data.known_steps import AbandonedError
-from variable_batch_size.data.planning import Planning
+from variable_batch_size.data.planning import AbandonedError, PlanState
 from variable_batch_size.data.read_ahead import ReadAhead
 from variable_batch_size.world import World
 
@@ -24,7 +23,7 @@ class Source(Protocol):
     """What an iteration needs of its sampler."""
 
     world: World
-    planning: Planning
+    planning: PlanState
     iteration: Iteration | None
 
     @property
@@ -142,7 +141,7 @@ class Iteration:
 
     def _next_deal(self) -> Deal:
         end_step, planning = MAX_INT, self._source.planning
-        if planning.growing is not None:
+        if planning.decided is not None:
             ahead = self.counts.yielded - self.counts.stepped + 1
             try:
                 known = planning.known_plan(
@@ -159,7 +158,7 @@ class Iteration:
             self._start_at(self._source.clock.position, 0)
             self.counts = ReadAhead()
             self.counts.count_read()
-        if self._source.equal_rounds and (self._deal is None or planning.growing is not None):  # else all were checked
+        if self._source.equal_rounds and (self._deal is None or planning.decided is not None):  # else all were checked
             check_equal_rounds(self.plan, self._epoch, self._next_step, self.world, self.dealing, end_step)
         deal = self.plan.deal(self._epoch, self._next_step, self.world, self.dealing, end_step)
         self._next_step += len(deal.ends)

@@ -13,9 +13,8 @@ from typing import Any, final
 import numpy as np
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
-from variable_batch_size.data.deal import Deal, Dealing
-from variable_batch_size.data.epoch import Epoch
-from variable_batch_size.data.microbatching import Cut, Microbatch, count_microbatches, cut
+from variable_batch_size.data.deal import Deal, Dealing, Step
+from variable_batch_size.microbatching import count_microbatches, cut
 from variable_batch_size.trace.batch_trace import BatchTrace
 from variable_batch_size.trace.past import Past
 from variable_batch_size.world import World
@@ -26,41 +25,35 @@ STEPS_PER_DEAL = 4096  # large enough for NumPy to be fast, small enough for the
 
 @final
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One update: `batch_size` samples from position `start` of the epoch's order, and their cut into microbatches."""
+class Epoch:
+    """A pass through the dataset, or the part of it before the training ends.
+
+    Steps `first_step .. end_step - 1` of the trace, which use `samples` samples of the dataset.
+
+    Attributes:
+        number: number of the epoch, from 0.
+        first_step: its first step in the trace.
+        end_step: the step after its last one.
+        samples: samples of all its steps.
+        trace_offset: samples of the trace before `first_step`.
+        samples_before: samples of all earlier epochs.
+        complete: whether it ends with the dataset, and not where the training ends.
+        known_from: the first step whose samples are known: after an update that an earlier end had shortened.
+    """
 
     number: int
-    batch_size: int
-    start: int
-    minibatch_size: int
-    cut: Cut
-    fixed_shape: bool
-    dealing: Dealing
+    first_step: int
+    end_step: int
+    samples: int
+    trace_offset: int
+    samples_before: int
+    complete: bool = True
+    known_from: int = 0
 
     @property
-    def num_microbatches(self) -> int:
-        """The number of microbatches of the update over all ranks, without replays."""
-        return self.cut.microbatches
-
-    def rounds(self, world: World) -> int:
-        """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
-        return max(1, -(-(self.num_microbatches - world.rank) // world.size) + self._replays(world))
-
-    def _replays(self, world: World) -> int:
-        return int(self.dealing.replays(self.num_microbatches, world))
-
-    def microbatch(self, round_index: int, world: World) -> Microbatch:
-        """Return this rank's microbatch of a round: number `rank + round_index * size` of the step, after replays."""
-        number = world.rank + (round_index - self._replays(world)) * world.size
-        start, size = self.cut.locate(number % self.num_microbatches)
-        return Microbatch(
-            step=self.number,
-            batch_size=self.batch_size,
-            samples=size if 0 <= number < self.num_microbatches else 0,
-            rows=self.minibatch_size if self.fixed_shape else size,
-            start=self.start + start,
-            ends_step=round_index == self.rounds(world) - 1,
-        )
+    def updates(self) -> int:
+        """The number of its steps."""
+        return self.end_step - self.first_step
 
 
 @final

@@ -1,71 +1,79 @@
-"""The plan of a sampler, which grows if its trace does."""
+"""The plan of a sampler, which grows with the decisions of a controller, and where loaders wait for these."""
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, final
 
-from variable_batch_size._validation import MAX_INT, check_int, value_error
+from variable_batch_size._validation import MAX_INT, check_int
+from variable_batch_size.adaptive.adaptive_trace import largest_size
+from variable_batch_size.adaptive.decided_trace import ADOPTED_AFTER, DecidedTrace
 from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.epoch import Epoch
-from variable_batch_size.data.known_steps import KnownSteps
-from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.plan import Epoch, Plan
 from variable_batch_size.data.state import VERSION
 from variable_batch_size.trace.batch_trace import BatchTrace
-from variable_batch_size.trace.growing import ADOPTED_AFTER, GrowingTrace, Growth, Question, so_far
+
+WAIT_SECONDS = 0.5  # after which a waiting loader looks whether anybody still reads what it would read
+WARN_SECONDS = 30.0  # of waiting
 
 
-@final
-class Growing(NamedTuple):
-    """A trace that grows, and what is decided of it."""
-
-    trace: GrowingTrace
-    growth: Growth
+class AbandonedError(Exception):
+    """Nobody reads what a waiting loader would read."""
 
 
 @final
 class Resumed(NamedTuple):
-    """What a saved state brings: a clock at its position, and what is decided of a growing trace."""
+    """What a saved state brings: a clock at its position, and what a controller has decided."""
 
     clock: Clock
-    growing: Growing | None
+    decided: DecidedTrace | None
 
 
 @final
-class Planning:
-    """The plan of a sampler and, if its trace is growing, what it grows by.
+class PlanState:
+    """The plan of a sampler, as far as it is known.
+
+    A loader may read in a thread of its own, ahead of the training: where the batch size is not decided yet, it waits
+    in `known_plan`. The thread of the training cannot wait for itself and gets an error: that of the last update, or
+    the one that created the sampler before there was any.
 
     Args:
         plan: the plan.
-        growing: the growing trace, whose growth the plan has.
+        decided: what a controller has decided, whose batch sizes the plan has; None for a fixed trace.
 
     Attributes:
-        plan: the plan, as far as it is known.
-        growing: the growing trace, and what is decided of it; None if the whole trace is known.
-        decided_at: number of updates at which it was last looked after; several optimizers may share a sampler.
+        plan: the plan.
+        decided_at: number of updates after which the controller was last checked; several optimizers may share a
+            sampler.
     """
 
-    def __init__(self, plan: Plan, growing: Growing | None) -> None:
-        self.plan, self.growing = plan, growing
+    def __init__(self, plan: Plan, decided: DecidedTrace | None) -> None:
+        self.plan, self._decided = plan, decided
         self.decided_at = 0
-        self._moved: Growth | None = None  # where an epoch was chosen that is not trained yet
+        self._skipped: DecidedTrace | None = None  # where an epoch was chosen that is not trained yet
         self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
-        self._known_steps = KnownSteps()
+        self._changed, self._trainer = threading.Condition(), threading.get_ident()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, in which the questions hold what is known."""
-        growing = self.growing
-        if growing is not None:
-            questions = tuple(Question.of(question.read()) for question in growing.growth.questions)
-            growing = growing._replace(growth=replace(growing.growth, questions=questions))
-        return {**vars(self), "growing": growing, "_clocks": list(self._clocks)}
+        """Return the state of a copy, which no loader waits for."""
+        own = {"plan": self.plan, "decided_at": self.decided_at, "clocks": list(self._clocks)}
+        return own | {name: one and one.copy() for name, one in vars(self).items() if name in ("_decided", "_skipped")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of another one; its clocks are copies, too."""
-        vars(self).update(state, _clocks=weakref.WeakSet(state["_clocks"]))
+        clocks = state.pop("clocks")
+        vars(self).update(state, _clocks=weakref.WeakSet(clocks))
+        self._changed, self._trainer = threading.Condition(), threading.get_ident()
+
+    @property
+    def decided(self) -> DecidedTrace | None:
+        """What a controller has decided, from where the training is; None for a fixed trace."""
+        return self._skipped or self._decided
 
     def clock(self) -> Clock:
         """Return a clock, whose plan grows with this one."""
@@ -76,59 +84,39 @@ class Planning:
     def fix_shape(self, devices: int) -> None:
         """Cut all steps into microbatches of one shape, on so many devices, before any is read."""
         self.plan = replace(self.plan, fixed_shape=True)
-        if self.growing is not None:
-            trace = self.growing.trace
-            growth = trace.begin(devices, self.plan.minibatch_size, fixed_shape=True)
-            self.growing, self.plan = Growing(trace, growth), replace(self.plan, trace=growth.trace)
-        for clock in self._clocks:
-            clock.replan(self.plan)
+        if self._decided is not None:
+            rows = self.plan.minibatch_size
+            self._decided = DecidedTrace.begin(self._decided.adaptive, devices, rows, fixed_shape=True)
+            self.plan = replace(self.plan, trace=self._decided.trace)
+        self._replan()
 
     def trace(self, updates: int) -> BatchTrace:
-        """Return the batch trace; of a growing one, the first `updates` steps."""
-        return self.plan.trace if self.growing is None else so_far(self.plan.trace, updates)
+        """Return the batch trace; of a controller, the first `updates` steps."""
+        return self.plan.trace if self._decided is None else self._decided.so_far(updates)
 
     @property
     def max_batch_size(self) -> int:
         """The largest batch size that an update may have, in samples."""
-        return self.plan.trace.max_batch_size if self.growing is None else self.growing.trace.largest
+        return self.plan.trace.max_batch_size if self._decided is None else largest_size(self._decided.adaptive)
 
     @property
     def needs_noise(self) -> bool:
-        """Whether the decisions need the gradient noise."""
-        return self.growing is not None and self.growing.trace.needs_noise
+        """Whether a controller needs the gradient noise."""
+        return self._decided is not None and self._decided.adaptive.needs_noise
 
-    @property
-    def known_until(self) -> int | None:
-        """The first step whose batch size is not known yet; None if all are."""
-        growing, growth = self.growing, self.growth
-        return None if growing is None or growth is None else growing.trace.known_until(growth)
-
-    @property
-    def growth(self) -> Growth | None:
-        """What is decided, where the training is."""
-        return self._moved or (None if self.growing is None else self.growing.growth)
-
-    def grow(self, growth: Growth) -> None:
-        """Plan with what was asked or decided since; what lies before the position of any clock is the same."""
-        assert self.growing is not None
-        if growth.trace is not self.growing.growth.trace:
+    def grow(self, decided: DecidedTrace) -> None:
+        """Plan with what was decided since; what lies before the position of any clock is the same."""
+        self._trainer = threading.get_ident()
+        if self._decided is None or decided.trace is not self._decided.trace:
             behind = min(self._clocks, key=lambda clock: clock.position)
             state = {**behind.state_dict(), "fixed_shape": self.plan.fixed_shape}
-            self.plan = replace(self.plan, trace=growth.trace).resumed(state)
-            for clock in self._clocks:
-                clock.replan(self.plan)
-        self.growing = self.growing._replace(growth=growth)  # after the plan, which a thread that sees it reads
-        self._moved = None
-        self._known_steps.notify()
+            self.plan = replace(self.plan, trace=decided.trace).resumed(state)
+            self._replan()
+        self._decide(decided)  # after the plan, which a thread that sees it reads
 
     def skip_to(self, updates: int | None) -> None:
-        """Note that the training will leave out what lies before so many updates; None: it will not."""
-        growing = self.growing
-        self._moved = None if growing is None or updates is None else growing.growth.moved_to(updates)
-
-    def is_trained_here(self) -> None:
-        """Note that this thread trains."""
-        self._known_steps.is_trained_here()
+        """Note that the training will skip to this number of updates; None: it will not."""
+        self._skipped = None if self._decided is None or updates is None else self._decided.skip_to(updates)
 
     def known_plan(
         self, number: int, step: int, ahead: int, *, abandoned: Callable[[], bool] = lambda: False
@@ -145,17 +133,25 @@ class Planning:
             The plan, the epoch in it, and the first step whose batch size it does not know.
 
         Raises:
-            RuntimeError: if the batch size can become known only after this call.
+            RuntimeError: if the thread of the training would have to wait.
             AbandonedError: if nobody reads what the caller would read.
         """
+        begun: float | None = None
         while True:
-            end = self.known_until  # before the plan, which the training may replace in between
-            plan = self.plan
+            decided, plan = self.decided, self.plan  # in this order, because the training may replace the plan
+            end = None if decided is None else decided.known_until
             epoch, end_step = plan.epoch(number), MAX_INT if end is None else end
             if step < end_step or (step == epoch.end_step and plan.ends_whatever_follows(epoch)):
                 return plan, epoch, end_step
-            if not self._known_steps.wait_for(partial(self._knows_more, end), abandoned):
-                raise self._reads_too_far(step, end_step, ahead)
+            assert decided is not None
+            if threading.get_ident() == self._trainer:
+                raise _reads_too_far(decided.adaptive.delay, step, end_step, ahead)
+            if abandoned() or not threading.main_thread().is_alive():
+                raise AbandonedError
+            with self._changed:
+                if self.decided is decided:
+                    self._changed.wait(WAIT_SECONDS)
+            begun = _warn_if_long(begun)
 
     def resumed(self, state: dict[str, Any], devices: int) -> Resumed:
         """Return a clock at a saved position, with the plan that leads on from there on so many devices.
@@ -163,72 +159,75 @@ class Planning:
         Raises:
             ValueError: if there is no such position.
         """
-        plan, growing = self.plan, self.growing
-        if growing is not None:
-            growing = growing._replace(growth=_resumed_growth(growing.trace, state, devices, plan.dataset_size))
-            plan = replace(plan, trace=growing.growth.trace)
+        plan, decided = self.plan, self._decided
+        if decided is not None:
+            decided = _resume(decided, state, devices, plan.dataset_size)
+            plan = replace(plan, trace=decided.trace)
         clock = Clock(plan.resumed(state))
         clock.load_state_dict(state)
-        return Resumed(clock, growing)
+        return Resumed(clock, decided)
 
     def past(self, state: dict[str, Any]) -> str:
         """Return the fingerprint of the batch sizes that this training has before a saved position."""
         step = check_int(state["step"], "step")
-        if self.growing is None:
+        if self._decided is None:
             return self.plan.past(step)
         if "growth" in state:  # which brings its own
             return str(state["past"])
-        return replace(self.plan, trace=self.growing.trace.constant_until(step).trace).past(step)
+        return replace(self.plan, trace=DecidedTrace.after_constant(self._decided.adaptive, step).trace).past(step)
 
     def adopt(self, resumed: Resumed) -> None:
         """Take the plan of a saved state, and what is decided."""
-        self.plan, self.growing, self._moved = resumed.clock.plan, resumed.growing, None
-        self.decided_at = resumed.clock.step
-        self._known_steps.notify()
+        self.plan, self.decided_at = resumed.clock.plan, resumed.clock.step
+        self._decide(resumed.decided)
 
     def state(self) -> dict[str, Any]:
-        """Return what is decided of a growing trace, as plain numbers; of another one, nothing."""
-        growing, growth = self.growing, self.growth
-        return {} if growing is None or growth is None else {"growth": growing.trace.state_of(growth)}
+        """Return what a controller has decided, as plain numbers; of a fixed trace, nothing."""
+        return {} if self.decided is None else {"growth": self.decided.state_dict()}
 
-    def _knows_more(self, known_until: int | None) -> bool:
-        return self.known_until != known_until
+    def _decide(self, decided: DecidedTrace | None) -> None:
+        with self._changed:
+            self._decided, self._skipped = decided, None
+            self._changed.notify_all()
 
-    def _reads_too_far(self, step: int, known_until: int, ahead: int) -> RuntimeError:
-        delay = 0 if self.growing is None else self.growing.trace.delay
-        return RuntimeError(
-            f"a loader must not read updates whose batch size is not chosen yet, but it reads update {step}, {ahead} "
-            f"reads ahead of step(), and the batch sizes are known up to update {known_until - 1}; pass "
-            f"delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace, which is always enough, here at least "
-            f"{max(delay + 1, ahead + ADOPTED_AFTER)}, or let the loader prefetch less"
+    def _replan(self) -> None:
+        for clock in self._clocks:
+            clock.replan(self.plan)
+
+
+def _reads_too_far(delay: int, step: int, end_step: int, ahead: int) -> RuntimeError:
+    return RuntimeError(
+        f"a loader must not read updates whose batch size is not decided yet, but it reads update {step}, {ahead} "
+        f"reads ahead of step(), and the batch sizes are known up to update {end_step - 1}; pass "
+        f"delay=num_workers * prefetch_factor + 4 to the AdaptiveTrace, which is always enough, here at least "
+        f"{max(delay + 1, ahead + ADOPTED_AFTER)}, or let the loader prefetch less"
+    )
+
+
+def _warn_if_long(begun: float | None) -> float:
+    """Warn once after `WARN_SECONDS`; return when the wait began, or infinity after the warning."""
+    if begun is not None and time.monotonic() - begun > WARN_SECONDS:
+        warnings.warn(
+            f"A loader has waited {WARN_SECONDS:.0f} seconds in {threading.current_thread().name} for a batch size "
+            f"that the training decides; if the training waits for this thread, pass a larger delay to the "
+            f"AdaptiveTrace (num_workers * prefetch_factor + 4 is always enough)",
+            UserWarning,
+            stacklevel=3,
         )
+        return float("inf")
+    return time.monotonic() if begun is None else begun
 
 
-def _resumed_growth(trace: GrowingTrace, state: dict[str, Any], devices: int, dataset_size: int) -> Growth:
+def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int, dataset_size: int) -> DecidedTrace:
     updates = check_int(state["step"], "step")
     if "growth" not in state:  # that of a fixed trace
-        return trace.constant_until(updates)
+        return DecidedTrace.after_constant(decided.adaptive, updates)
     # With drop_last, the size of the next step has ended an epoch of which a rest is left: it stays.
     by_size = bool(state["ended"]) and check_int(state["epoch_samples"], "epoch_samples") < dataset_size
     try:
-        return trace.restored(state["growth"], devices, updates, updates + by_size)
+        return DecidedTrace.resume(decided.adaptive, state["growth"], devices, updates, updates + by_size)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"a state of version {VERSION} must hold growth as it was saved, but its decisions cannot be read "
             f"({error!r:.80}); restore another state"
         ) from error
-
-
-def growing_at_start(
-    trace: GrowingTrace, devices: int, minibatch_size: int, dataset_size: int, on_end: object, *, fixed_shape: bool
-) -> Growing:
-    """Return a growing trace at the beginning of a training.
-
-    Raises:
-        ValueError: if it cannot train with this dataset, or an `on_end` is given.
-    """
-    if on_end is not None:
-        raise value_error("on_end must be left out with a trace that never ends", repr(on_end), "omit it")
-    own = trace.for_training(check_int(dataset_size, "dataset_size", 1))
-    rows = check_int(minibatch_size, "minibatch_size", 1)
-    return Growing(own, own.begin(devices, rows, fixed_shape=fixed_shape))

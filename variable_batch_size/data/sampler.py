@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int, type_error, value_error
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare, warn_if_changed
 from variable_batch_size.backend.detection import world_of
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.dataset import number_of_samples
@@ -19,14 +21,13 @@ from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.equal_rounds import check_constant
 from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.planning import Planning, Resumed, growing_at_start
+from variable_batch_size.data.planning import PlanState, Resumed
 from variable_batch_size.data.random_states import BeforeReading
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.data.state import VERSION, check_position, check_same_samples
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
-from variable_batch_size.trace.growing import GrowingTrace
 
-TraceLike = BatchTrace | GrowingTrace | str | os.PathLike[str] | int | Sequence[int]
+TraceLike = BatchTrace | AdaptiveTrace | str | os.PathLike[str] | int | Sequence[int]
 
 
 @final
@@ -106,16 +107,18 @@ class CustomSampler(Sampler[list[int]]):
         self.world = world_of(rank, num_replicas)
         samples = number_of_samples(dataset_size)
         self._cut_is_known, fixed_shape = fixed_shape is not None, bool(fixed_shape)
-        growing = None
+        decided = None
         if callable(trace):
             raise type_error(
                 "trace must be a batch trace, or an AdaptiveTrace", trace, "put AdaptiveTrace(...) around it"
             )
-        if isinstance(trace, GrowingTrace):
-            sizes = self.world.size, minibatch_size, samples
-            growing = growing_at_start(trace, *sizes, on_end, fixed_shape=fixed_shape)
+        if isinstance(trace, AdaptiveTrace):
+            if on_end is not None:
+                raise value_error("on_end must be left out with a trace that never ends", repr(on_end), "omit it")
+            rows = check_int(minibatch_size, "minibatch_size", 1)
+            decided = DecidedTrace.begin(prepare(trace, samples), self.world.size, rows, fixed_shape=fixed_shape)
         plan = Plan(
-            trace=BatchTrace.of(trace, on_end=on_end) if growing is None else growing.growth.trace,
+            trace=decided.trace if decided is not None else BatchTrace.of(trace, on_end=on_end),
             dataset_size=samples,
             minibatch_size=minibatch_size,
             drop_last=drop_last,
@@ -126,7 +129,7 @@ class CustomSampler(Sampler[list[int]]):
         if on_end == "stop" and plan.trace.steps is None and epochs is None and not plan.ends:
             remedy = "pass epochs=, max_updates= or max_samples="
             raise value_error('on_end="stop" needs a trace with a last step', "one that goes on for ever", remedy)
-        self.planning = Planning(plan, growing)
+        self.planning = PlanState(plan, decided)
         self.seed, self.shuffle = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64"), shuffle
         self.order(0)  # raises if there is no order for the dataset's size
         self.epochs = None if epochs is None else check_int(epochs, "epochs")
@@ -159,10 +162,10 @@ class CustomSampler(Sampler[list[int]]):
 
     @property
     def trace(self) -> BatchTrace:
-        """The batch trace; of a growing one, the batch sizes of the updates so far.
+        """The batch trace; of a controller, the batch sizes of the updates so far.
 
         Raises:
-            ValueError: if a growing trace has no update yet.
+            ValueError: if a controller has chosen them, and there was no update yet.
         """
         return self.planning.trace(self.clock.step)
 
@@ -282,10 +285,9 @@ class CustomSampler(Sampler[list[int]]):
             ValueError: if not, naming each difference.
         """
         check_same_samples(state, self._order_of_samples(), self.planning.past(state))
-        if self.planning.growing is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
+        if self.planning.decided is None and self.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(
-                f"The trace goes on differently than in the saved run, after the {state['step']} updates that were "
-                f"made; that is allowed",
+                f"The batch trace differs from that of the saved run after update {state['step']} (allowed)",
                 UserWarning,
                 stacklevel=3,
             )
@@ -316,9 +318,9 @@ class CustomSampler(Sampler[list[int]]):
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
-        resumed, growing = self.planning.resumed(state, self.world.size), self.planning.growing
-        if growing is not None and "growth" in state and self.world.rank == 0:
-            growing.trace.warn_if_changed(state["growth"])
+        resumed = self.planning.resumed(state, self.world.size)
+        if resumed.decided is not None and "growth" in state and self.world.rank == 0:
+            warn_if_changed(resumed.decided.adaptive, state["growth"])
         resumed.clock.plan.check_trace(self.epochs)
         return resumed
 
@@ -375,7 +377,7 @@ class CustomSampler(Sampler[list[int]]):
         return {"dataset_size": self.plan.dataset_size, **own}
 
     def _check_rounds(self) -> None:
-        if self.equal_rounds and self.planning.growing is None:
+        if self.equal_rounds and self.planning.decided is None:
             check_constant(self.plan, self.world, self.dealing)
 
     def check_stepped(self) -> None:

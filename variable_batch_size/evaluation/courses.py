@@ -14,6 +14,7 @@ from variable_batch_size._validation import type_error, value_error, without_add
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import Controller
 from variable_batch_size.adaptive.constant import ConstantBatch
+from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
@@ -105,7 +106,7 @@ class Course:
         """First 16 hexadecimal digits of the SHA-256 of what both are."""
         if isinstance(self.trace, AdaptiveTrace):
             _check_named(self.trace.controller)
-            sizes = self.trace.description
+            sizes = describe(self.trace)
         else:
             sizes = self.trace.fingerprint
         return hashlib.sha256(f"{sizes} {self.time!r}".encode()).hexdigest()[:16]

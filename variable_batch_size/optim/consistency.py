@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import without_addresses
+from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Agreement, Backend, detect
 from variable_batch_size.backend.course import differing
 from variable_batch_size.data.sampler import CustomSampler
@@ -167,10 +168,10 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
 
 def facts_of_sampler(sampler: CustomSampler) -> dict[str, Any]:
     """Return what samplers must have in common, by name."""
-    plan, growing = sampler.plan, sampler.planning.growing
+    plan, decided = sampler.plan, sampler.planning.decided
     return {
         # Before the trace, which it writes.
-        "controller with its arguments": None if growing is None else growing.trace.description,
+        "controller with its arguments": None if decided is None else describe(decided.adaptive),
         **sampler.fingerprint(),
         "minibatch_size": plan.minibatch_size,
         "fixed_shape": plan.fixed_shape,

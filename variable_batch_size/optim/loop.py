@@ -17,11 +17,11 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.clock import Clock, Position
-from variable_batch_size.data.deal import Dealing
+from variable_batch_size.data.deal import Dealing, Step
 from variable_batch_size.data.iteration import Iteration, Use
-from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Plan, Step
+from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.microbatching import Microbatch
 
 
 class Watcher(Protocol):

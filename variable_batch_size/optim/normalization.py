@@ -14,8 +14,8 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.microbatching import cut
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.microbatching import cut
 
 ENOUGH = 8  # distinct samples in a microbatch
 

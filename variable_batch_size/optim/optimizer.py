@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.iteration import Iteration
-from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.deciding import Deciding
+from variable_batch_size.optim.controller import ControllerRunner
 from variable_batch_size.optim.loop import Loop, Phase
 from variable_batch_size.optim.normalization import cut_for
 from variable_batch_size.optim.observed import ObservedOptimizer
@@ -130,7 +130,7 @@ class CustomOptimizer(ObservedOptimizer):
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         each = self._updater, self._loop, self._backend
         self._reporter = Reporter(self.tracker, log_steps, log_samples, *each)
-        self._deciding = Deciding(*each, self.tracker)
+        self._controller = ControllerRunner(*each, self.tracker)
 
     def _announce(self) -> None:
         self._updater.gradient.before(self._loop.upcoming())
@@ -314,7 +314,7 @@ class CustomOptimizer(ObservedOptimizer):
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
         if self._updater.gradient_noise is not None:  # which depends on the microbatches
             kind["minibatch_size"] = self.sampler.plan.minibatch_size
-        own = kind | self._updater.state_dict() | self._deciding.state_dict()
+        own = kind | self._updater.state_dict() | self._controller.state_dict()
         return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._loop.clock), **own}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -349,7 +349,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._clear()
         self._loop.restart()
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
-        self._deciding.load_state_dict(position or {})
+        self._controller.load_state_dict(position or {})
         if resumed is not None:
             sampler.adopt(resumed, followed=True)
             self._loop.clock.follow(resumed.clock)
@@ -386,7 +386,7 @@ class CustomOptimizer(ObservedOptimizer):
         loop, commits = self._loop, self._loop.clock.commits
         self._settle_gradients()
         if self._followed_up != commits and loop.made is not None:
-            self._deciding.after_update(loop.made, self.agreement)
+            self._controller.after_update(loop.made, self.agreement)
             self._followed_up = commits  # before what is done once, whatever error comes of it
             consistency.compare_after_update(self.agreement, loop, self.inner)
             self._reporter.after_update(loop.made)

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.uncompiled import uncompiled
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.plan import Step
+from variable_batch_size.data.deal import Step
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import ASGD, Optimizer, Rprop
 
+from variable_batch_size.adaptive.base import check_rule_of
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.loop import check_sampler
 from variable_batch_size.rules import ConstantRule, Rule, RuleContext
@@ -61,8 +62,9 @@ def _check_rules(
 
     A controller that chooses the batch sizes is asked, too, whether they are for these rules.
     """
-    if sampler.planning.growing is not None:
-        sampler.planning.growing.trace.check_rules(rules)
+    if (decided := sampler.planning.decided) is not None:
+        for rule in rules:
+            check_rule_of(decided.adaptive.controller, rule)
     for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():
         check: Any = getattr(rule, "check", None)
         if callable(check):

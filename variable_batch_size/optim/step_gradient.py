@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from variable_batch_size.backend import Agreement, Backend
-from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Step
+from variable_batch_size.data.deal import Step
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.accumulation import (
     Accumulation,
     BufferedAccumulation,

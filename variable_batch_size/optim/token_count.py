@@ -9,7 +9,7 @@ from torch import Tensor
 
 from variable_batch_size._validation import check_number, value_error
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.accumulation import multiply
 
 

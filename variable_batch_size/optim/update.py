@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.plan import Step
+from variable_batch_size.data.deal import Step
 from variable_batch_size.optim.accumulation import gradients_of, multiply
 from variable_batch_size.optim.dtensors import local
 from variable_batch_size.optim.factors import scalings_of_groups
@@ -44,6 +44,10 @@ from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
 from variable_batch_size.rules.selection import rules_for_groups
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
+
+
+class OtherSettingsWarning(UserWarning):
+    """A state was saved with other rules, another reference batch size, or other microbatches to measure."""
 
 
 @final
@@ -177,12 +181,12 @@ class Updater:
     def load_state_dict(self, state: dict[str, Any], minibatch_size: int) -> None:
         """Restore a state; noise and bias correction are reset if it has none, and the progress stays.
 
-        A UserWarning tells if it was saved with other rules, another reference, or other microbatches to measure.
+        Warns by `OtherSettingsWarning` if it was saved with other rules, another reference, or other microbatches.
         """
         own = self._reference() | ({} if self.gradient_noise is None else {"minibatch_size": minibatch_size})
         changed = [f"{key} was {state[key]} and is {own[key]}" for key in own if state.get(key, own[key]) != own[key]]
         if changed and self._backend.world.rank == 0:
-            warnings.warn(f"The training goes on differently: {', '.join(changed)}", UserWarning, stacklevel=3)
+            warnings.warn(f"Resumed with other settings: {', '.join(changed)}", OtherSettingsWarning, stacklevel=3)
         if "progress" in state:
             self.progress = Progress(float(state["progress"]))
             rates = state["last_rates"]

@@ -9,8 +9,16 @@ from typing import Protocol, TypeAlias, final
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import ControlInput
+from variable_batch_size.adaptive.decisions import (
+    Decision,
+    Decisions,
+    decide,
+    decide_again,
+    first_decisions,
+    in_effect,
+    is_due,
+)
 from variable_batch_size.trace.batch_trace import BatchTrace
-from variable_batch_size.trace.growing import Decision, Decisions, counting
 
 InputOf: TypeAlias = Callable[[int | None], ControlInput]  # of the batch size that was chosen last
 
@@ -53,13 +61,13 @@ class OfController:
     def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
         """Ask the controller if it is time, and drop the decisions that no longer count."""
         if not decisions:
-            return self.trace.first(input_of(self.trace.start))
+            return first_decisions(self.trace, input_of(self.trace.start))
         now = input_of(decisions[-1].batch_size)
         if restarted:
-            decisions = self.trace.in_world(decisions, now.devices, now.updates)
-        if self.trace.is_due(now.updates):
-            decisions = (*decisions, self.trace.decided(decisions, input_of(decisions[-1].batch_size)))
-        return counting(decisions, now.updates)
+            decisions = decide_again(self.trace, decisions, now.devices, now.updates)
+        if is_due(self.trace, now.updates):
+            decisions = (*decisions, decide(self.trace, decisions, input_of(decisions[-1].batch_size)))
+        return in_effect(decisions, now.updates)
 
     def changes(self, decisions: Decisions, updates: int) -> float:
         """Return the update of the next question, or of the next answer."""

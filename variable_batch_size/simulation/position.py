@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
+from variable_batch_size.adaptive.decisions import Decisions
 from variable_batch_size.simulation.course import Course
-from variable_batch_size.trace.growing import Decisions
 
 
 @final

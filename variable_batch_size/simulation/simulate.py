@@ -15,7 +15,7 @@ from variable_batch_size._validation import (
     type_error,
     value_error,
 )
-from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, limit_to_dataset
 from variable_batch_size.adaptive.base import Controller
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
@@ -181,7 +181,7 @@ def _sizes(
         if value is not None:
             raise value_error(f"{name} must be left out with {kind}", value, f"pass it {place}")
     if isinstance(controller, AdaptiveTrace):
-        return OfController(controller if dataset_size is None else controller.within(dataset_size))
+        return OfController(controller if dataset_size is None else limit_to_dataset(controller, dataset_size))
     trace = BatchTrace.of(controller)
     if dataset_size is not None and trace.max_batch_size > dataset_size:
         requirement = f"every batch size of the trace must be at most the dataset's size of {dataset_size} samples"

@@ -28,6 +28,7 @@ from variable_batch_size.evaluation.loop import Parts
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.update import OtherSettingsWarning
 
 
 @final
@@ -233,7 +234,7 @@ class Start:
         names = Names(model)
         StoredState(self.path, "", parts, []).check_model(names.of_model())
         with warnings.catch_warnings():  # that the rule is another one is what branches are for
-            warnings.filterwarnings("ignore", "The training goes on differently", UserWarning)
+            warnings.simplefilter("ignore", OtherSettingsWarning)
             optimizer.load_state_dict(parts["optimizer"], strict=False)
         names.load_model(parts["model"])
         if scheduler is None:

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 _UPDATES, _RANKS = 0x9E3779B1, 0x85EBCA6B  # odd numbers, so that seeds of updates and ranks are far apart

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.integrations.lightning.metric_objects import MetricObjects
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 

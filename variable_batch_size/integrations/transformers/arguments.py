@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.from_loader import shuffles
-from variable_batch_size.trace.growing import GrowingTrace
 
 _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
 _OWN_STEPS = ("lomo", "layerwise", "schedule_free")  # in names of optimizers that step in backward, or have two modes
@@ -120,7 +120,7 @@ def _refusals(trainer: Any) -> Iterator[Refusal]:
         remedy = 'pass another one, such as "adamw_torch"'
         yield Refusal("optim must be an optimizer that makes its update in step()", args.optim.value, remedy)
     settings = trainer._settings
-    if isinstance(settings.trace, GrowingTrace) and args.max_steps <= 0 and settings.ref_batchsize is None:
+    if isinstance(settings.trace, AdaptiveTrace) and args.max_steps <= 0 and settings.ref_batchsize is None:
         yield Refusal(
             "a training of so many epochs with an AdaptiveTrace needs a ref_batchsize, in whose updates the schedule "
             "of the learning rate counts",

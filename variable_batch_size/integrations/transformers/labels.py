@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.microbatching import Microbatch
 
 
 def predicts_next_label(model: Any) -> bool:

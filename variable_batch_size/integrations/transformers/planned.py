@@ -8,9 +8,10 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.microbatching import Microbatch
-from variable_batch_size.data.plan import Plan, Step
+from variable_batch_size.data.deal import Step
+from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 
@@ -95,4 +96,4 @@ def _next_step(optimizer: CustomOptimizer) -> Step:
 
 def is_growing(sampler: CustomSampler) -> bool:
     """Return whether a controller chooses the batch sizes, so that lengths are estimates."""
-    return sampler.planning.growing is not None
+    return sampler.planning.decided is not None

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.data.microbatching import Microbatch
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings, check_indexed
@@ -34,13 +34,13 @@ from variable_batch_size.integrations.transformers.planned import (
 )
 from variable_batch_size.integrations.transformers.update_loader import UpdateLoader, counted
 from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
-from variable_batch_size.trace.growing import GrowingTrace
 
 require_version("transformers", "5.19", "transformers")
 require_version("accelerate", "1.10", "transformers")
@@ -204,7 +204,7 @@ class VariableBatchMixin(Base):
     def _new_sampler(self) -> CustomSampler:
         args, settings = self.args, self._settings
         ends: dict[str, int] = {}
-        if args.max_steps > 0 and not isinstance(settings.trace, GrowingTrace):
+        if args.max_steps > 0 and not isinstance(settings.trace, AdaptiveTrace):
             ends = {} if "max_updates" in settings.sampler_options else {"max_updates": args.max_steps}
         return settings.sampler(
             self.train_dataset,

@@ -10,8 +10,8 @@ from typing import Any, Protocol, final
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from variable_batch_size.data.microbatching import Microbatch
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.updates import updates
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.properties import examples
 from helpers.splitting import split_sizes
-from variable_batch_size.data.microbatching import (
+from variable_batch_size.microbatching import (
     Cut,
     count_microbatches,
     cut,

@@ -1,0 +1,248 @@
+"""What was decided in a training so far: the batch sizes, and the questions that are still to be answered.
+
+Any number of updates may lie between a question and the next one:
+
+    update t              every rank keeps what is known (`ask`), without reading a device
+    update t + 2          rank 0 reads it and asks the controller (`decide`); the others get the decision by the store
+    update t + 3          every rank plans with the decision (`adopt`)
+    update t + delay      the first update that has the batch size
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size._validation import check_int, value_error, without_addresses
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, limit_to_dataset
+from variable_batch_size.adaptive.base import ControlInput, needs_throughput
+from variable_batch_size.adaptive.decisions import (
+    Decision,
+    Decisions,
+    decide,
+    decide_again,
+    first_decisions,
+    in_effect,
+    with_noise,
+)
+from variable_batch_size.adaptive.throughput import Throughput
+from variable_batch_size.rules.adascale import measured_gain
+from variable_batch_size.rules.base import Noise
+from variable_batch_size.trace.batch_trace import BatchTrace
+
+READ_AFTER, ADOPTED_AFTER = 2, 3  # updates after a question; by then any device has computed what is read
+
+
+@final
+class Measurements(NamedTuple):
+    """When a controller is asked, and a function that returns what was known then and may wait for a device.
+
+    The result has the keys devices, updates, samples, progress, noise (sigma^2, mu^2 and the number of estimates, or
+    None) and ref_batchsize (None if there is none).
+    """
+
+    updates: int
+    read: Callable[[], dict[str, Any]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DecidedTrace:
+    """What was decided of an `AdaptiveTrace` in a training.
+
+    Attributes:
+        adaptive: has the controller.
+        trace: all batch sizes that were chosen; the last one continues.
+        decisions: the decision in effect, and pending ones.
+        unanswered: what was known at the questions that are not answered yet, in their order.
+        asked: number of updates at the last question, or at the beginning of what was trained since.
+    """
+
+    adaptive: AdaptiveTrace
+    trace: BatchTrace
+    decisions: Decisions
+    unanswered: tuple[Measurements, ...] = ()
+    asked: int = 0
+
+    @classmethod
+    def begin(cls, adaptive: AdaptiveTrace, devices: int, minibatch_size: int, *, fixed_shape: bool) -> DecidedTrace:
+        """Return what is decided at the beginning of a training."""
+        input = ControlInput(devices, None, minibatch_size, fixed_shape=fixed_shape)
+        decisions = first_decisions(adaptive, with_noise(adaptive, input))
+        return cls(adaptive, _join((), decisions, 0), decisions)
+
+    @classmethod
+    def resume(
+        cls, adaptive: AdaptiveTrace, state: dict[str, Any], devices: int, updates: int, step: int
+    ) -> DecidedTrace:
+        """Return what is decided in a training that continues from a `state_dict`.
+
+        Args:
+            adaptive: has the controller.
+            state: the `state_dict`.
+            devices: number of devices.
+            updates: number of updates so far.
+            step: the first step whose batch size may change.
+        """
+        changed = state["decides"] != _describe(adaptive)[0]
+        saved = tuple(map(Decision.from_plain, state["decisions"]))
+        decisions = decide_again(adaptive, saved, devices, step, changed=changed)
+        trace = _join([(first, size) for first, size in state["runs"]], decisions, step)
+        known = ({**found, "devices": devices} for found in state["questions"])
+        unanswered = tuple(Measurements(found["updates"], partial(dict, found)) for found in known)
+        return cls(adaptive, trace, decisions, unanswered, asked=updates)
+
+    @classmethod
+    def after_constant(cls, adaptive: AdaptiveTrace, updates: int) -> DecidedTrace:
+        """Return what is decided in a training that had the batch size `start` of a fixed trace so far.
+
+        Raises:
+            ValueError: if there is no `start`.
+        """
+        if adaptive.start is None:
+            requirement = "a training with a fixed trace can continue with a controller if its batch size is start"
+            raise value_error(requirement, "start=None", "pass the batch size that it had")
+        decisions = (Decision(0, adaptive.start),)
+        return cls(adaptive, _join((), decisions, 0), decisions, asked=updates)
+
+    @property
+    def known_until(self) -> int | None:
+        """The first step whose batch size is not known yet; None if all are."""
+        every, delay = self.adaptive.every, self.adaptive.delay
+        if self.unanswered:
+            return self.unanswered[0].updates + delay
+        return None if every is None else (self.asked // every + 1) * every + delay
+
+    def so_far(self, updates: int) -> BatchTrace:
+        """Return the batch sizes of the first `updates` steps.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        if updates == 0:
+            raise ValueError("the trace so far needs at least one update, but there was none; train first")
+        first_step, size = self.trace.runs
+        made = first_step < updates  # (runs,)
+        return BatchTrace(first_step[made], size[made], updates)
+
+    def ask(self, known: Measurements) -> DecidedTrace:
+        """Return what is decided, with a further question."""
+        return replace(self, unanswered=(*self.unanswered, known), asked=known.updates)
+
+    def decide(self, minibatch_size: int, throughput: Throughput | None, *, fixed_shape: bool) -> Decision:
+        """Return the controller's answer to the oldest question.
+
+        Raises:
+            Exception: whatever the controller raises.
+        """
+        known, noise = self.unanswered[0].read(), None
+        if known["noise"] is not None:
+            sigma2, mu2, estimates = known["noise"]
+            size = self.decisions[-1].batch_size
+            noise = Noise(sigma2, mu2, measured_gain(sigma2, mu2, size, known["ref_batchsize"] or size), int(estimates))
+        counts = known["updates"], known["samples"], known["progress"]
+        input = ControlInput(known["devices"], None, minibatch_size, *counts, noise, throughput, fixed_shape)
+        return decide(self.adaptive, self.decisions, with_noise(self.adaptive, input))
+
+    def adopt(self, decision: Decision, updates: int) -> DecidedTrace:
+        """Return what is decided when, after this number of updates, the answer to the oldest question is known."""
+        last, trace = self.decisions[-1], self.trace
+        earlier = tuple(known for known in self.decisions if known.begins < decision.begins)  # the newest one counts
+        decisions = in_effect((*earlier, decision), updates)
+        if decision.batch_size != last.batch_size or decision.begins <= last.begins:
+            trace = _join(self._runs, decisions, updates)
+        return replace(self, trace=trace, decisions=decisions, unanswered=self.unanswered[1:])
+
+    def skip_to(self, updates: int) -> DecidedTrace:
+        """Return what is decided in a training that skips to this number of updates."""
+        return replace(self, decisions=in_effect(self.decisions, updates), unanswered=(), asked=updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `resume` needs, as plain numbers, strings, lists and dictionaries."""
+        decides, asked = _describe(self.adaptive)
+        return {
+            "runs": [list(run) for run in self._runs],
+            "decisions": [decision.to_plain() for decision in self.decisions],
+            "questions": [known.read() for known in self.unanswered],
+            "decides": decides,
+            "asked": asked,
+        }
+
+    def copy(self) -> DecidedTrace:
+        """Return what is decided, with measurements that wait for no device and can be pickled."""
+        known = tuple(Measurements(one.updates, partial(dict, one.read())) for one in self.unanswered)
+        return replace(self, unanswered=known)
+
+    @property
+    def _runs(self) -> list[tuple[int, int]]:
+        first_step, size = self.trace.runs
+        return list(zip(first_step.tolist(), size.tolist(), strict=True))
+
+
+def prepare(adaptive: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
+    """Return a trace with batch sizes that the dataset has, if it can be that of a training.
+
+    Raises:
+        ModuleNotFoundError: if the controller needs the time of an update, and scipy is not installed.
+        ValueError: if the upper bound exceeds the dataset, or `delay` is too small.
+    """
+    if adaptive.every is not None and adaptive.delay <= ADOPTED_AFTER:
+        raise value_error(f"delay must be > {ADOPTED_AFTER} in a training", adaptive.delay, "pass 16, the default")
+    if needs_throughput(adaptive.controller):
+        import_extra("scipy.optimize", "evaluation")
+    return limit_to_dataset(adaptive, check_int(dataset_size, "dataset_size", 1))
+
+
+def describe(adaptive: AdaptiveTrace) -> str:
+    """Return what decides, and when, in words that are the same on all ranks."""
+    decides, asked = _describe(adaptive)
+    return f"{decides}, start={adaptive.start}, {asked}"
+
+
+def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
+    """Warn if another controller decides than in the training whose state this is, or at other updates."""
+    before, now = (state["decides"], state["asked"]), _describe(adaptive)
+    if before != now:
+        warnings.warn(
+            f"Resumed with another controller: batch sizes were chosen by {', '.join(before)}, and are by "
+            f"{', '.join(now)} from now on",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def scalars_of(decision: Decision) -> dict[str, float]:
+    """Return a decision and what it was made from, by name."""
+    input = decision.input
+    found: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}
+    if input is None:
+        return found
+    found |= {name: getattr(input, name) for name in ("devices", "updates", "samples", "progress")}
+    if input.noise is not None:
+        found |= {name: float(getattr(input.noise, name)) for name in ("sigma2", "mu2", "noise_scale", "gain")}
+        found["estimates"] = input.noise.updates
+    if input.throughput is not None:
+        parts = decision.batch_size, input.devices, input.minibatch_size
+        cut = {"spread": input.noise is None, "fixed_shape": input.fixed_shape}
+        found |= {"seconds": input.throughput.seconds(*parts, **cut), **asdict(input.throughput)}
+    return found
+
+
+def _describe(adaptive: AdaptiveTrace) -> tuple[str, str]:
+    limits = f"bounds={adaptive.bounds}, multiple_of={adaptive.multiple_of}"
+    decides = without_addresses(f"{adaptive.controller!r}, {limits}")
+    return decides, f"every={adaptive.every}, delay={adaptive.delay}"
+
+
+def _join(runs: Sequence[tuple[int, int]], decisions: Decisions, updates: int) -> BatchTrace:
+    """Return the batch sizes of `runs`, (first step, size), in ascending order, and of decisions from `updates` on."""
+    later = {max(decision.begins, updates): decision.batch_size for decision in decisions}  # the last one counts
+    rows = [*(run for run in runs if run[0] < min(later)), *sorted(later.items())]
+    first_step, size = np.array(rows, np.int64).T  # (runs,), (runs,)
+    return BatchTrace(first_step, size, None)
