@@ -85,13 +85,13 @@ def test_a_training_whose_trace_is_long_enough_resumes_after_any_update(
 
     sampler, expected = start()
     stop = data.draw(st.integers(0, len(expected)))
-    clock = sampler.attach()
+    clock = sampler._feed.attach()
     for _ in range(stop):
         if clock.finished:
             clock.set_epoch(clock.epoch.number + 1)
         clock.advance(sampler.plan.step(clock.epoch, clock.step).batch_size)
     again, _ = start()
-    again.load_state_dict(sampler.state_of(clock))
+    again.load_state_dict(sampler._feed.state_dict(clock))
     left = [again.plan.step(e, n).batch_size for e in epochs(again) for n in of(e) if n >= stop]
     assert left == expected[stop:]
 
@@ -125,12 +125,12 @@ def test_many_epochs_of_one_batch_size_are_counted_at_once(drop_last: bool) -> N
 def test_a_restore_raises_if_the_trace_is_too_short_from_there() -> None:
     """An earlier end has shortened an update, which counts as a whole step."""
     sampler = vbs.CustomSampler(10, [4, 4, 4, 4], 1, 0, max_samples=6)
-    clock = sampler.attach()
+    clock = sampler._feed.attach()
     clock.advance(4)
     clock.advance(2)
     again = vbs.CustomSampler(10, [4, 4, 4, 4], 1, 0, max_samples=16 - 2)
     longer = vbs.CustomSampler(20, [4, 4, 4, 4], 1, 0, max_samples=16)
-    state = sampler.state_of(clock)
+    state = sampler._feed.state_dict(clock)
     again.load_state_dict(state)
     with pytest.raises(ValueError, match="2 samples before max_samples=16"):
         longer.load_state_dict(state, strict=False)

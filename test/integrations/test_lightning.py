@@ -218,7 +218,7 @@ def test_hooks_before_the_step_see_the_gradient_of_the_whole_update() -> None:
     module, twin, records = Watching(), network(), Recorder()
     run = fit(module, callbacks=[records])
     first: Any = run.optimizers[0]
-    indices = first.sampler.order(0)(np.arange(24))
+    indices = first.sampler._feed.order(0)(np.arange(24))
     mean_loss(twin, indices).backward()
     for found, parameter in zip(module.found, twin.parameters(), strict=True):
         assert parameter.grad is not None

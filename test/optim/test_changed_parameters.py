@@ -56,7 +56,7 @@ class Problem:
     def _check(self, *_: Any) -> None:
         plan, clock = self.sampler.plan, self.sampler.clock
         step = plan.step(clock.epoch, self.optimizer.updates)
-        order = self.sampler.order(clock.epoch.number)
+        order = self.sampler._feed.order(clock.epoch.number)
         samples = [int(order(i)) for i in range(step.start, step.start + step.batch_size)]  # type: ignore[call-overload]
         with torch.enable_grad():
             expected = torch.autograd.grad(self.loss(samples), self.trained())

@@ -216,7 +216,7 @@ def test_a_loader_resumes_if_only_one_of_the_runs_measures_or_raises_within_a_st
 
     def batches(measures: bool) -> Iteration:
         sampler = vbs.CustomSampler(41, batch, world, world - 1, minibatch_size, fixed_shape=False)
-        sampler.attach(spread=not measures)
+        sampler._feed.attach(spread=not measures)
         return iter(sampler)
 
     before, after, whole = map(batches, (*measures, measures[1]))
@@ -238,7 +238,7 @@ def test_a_state_of_a_loader_without_the_divisor_is_of_a_step_that_did_not_depen
     old = {"epoch": 0, "step": 0, "round": 1, "minibatch_size": 8, "fixed_shape": False, "num_replicas": 2, "rank": 0}
     with pytest.raises(ValueError, match=r"'multiple_of': 1, .* and is .*'multiple_of': 2"):
         iter(sampler).load_state_dict(old)
-    sampler.attach(spread=False)
+    sampler._feed.attach(spread=False)
     whole, batches = iter(sampler), iter(sampler)
     batches.load_state_dict(old)
     next(whole)

@@ -243,10 +243,10 @@ def test_an_update_is_read_as_it_is_asked_for_and_once() -> None:
     run = Run(CASE)
     sampler = run.sampler
     for update in vbs.updates(sampler, run.optimizer):
-        before = 0 if sampler.iteration is None else sampler.iteration.counts.yielded
+        before = 0 if sampler._feed.reading is None else sampler._feed.reading.counts.yielded
         for number, microbatch in enumerate(update):
-            assert sampler.iteration is not None
-            assert sampler.iteration.counts.yielded == before + number + 1
+            assert sampler._feed.reading is not None
+            assert sampler._feed.reading.counts.yielded == before + number + 1
             run.take(microbatch)
         assert list(update) == []
     assert together([run.log]) == CASE.steps[:8]

@@ -168,17 +168,17 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
 
 def facts_of_sampler(sampler: CustomSampler) -> dict[str, Any]:
     """Return what samplers must have in common, by name."""
-    plan, decided = sampler.plan, sampler.planning.decided
+    plan, decided = sampler.plan, sampler._feed.plans.decided
     return {
         # Before the trace, which it writes.
         "controller with its arguments": None if decided is None else describe(decided.adaptive),
-        **sampler.fingerprint(),
+        **sampler._feed.fingerprint(),
         "minibatch_size": plan.minibatch_size,
         "fixed_shape": plan.fixed_shape,
         "max_updates": plan.max_updates,
         "max_samples": plan.max_samples,
         "divisor of the number of microbatches": sampler.dealing.multiple_of,
-        "equal_rounds": sampler.equal_rounds,
+        "equal_rounds": sampler._feed.equal_rounds,
     }
 
 

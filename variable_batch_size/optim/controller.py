@@ -52,7 +52,7 @@ class ControllerRunner:
     def __init__(self, updater: Updater, loop: Loop, backend: Backend, tracker: Tracker | None) -> None:
         self._loop, self._updater, self._tracker = loop, updater, tracker
         self._world, self._leads = backend.world, backend.job.world.rank == 0
-        decided = loop.sampler.planning.decided
+        decided = loop.feed.plans.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
@@ -69,20 +69,20 @@ class ControllerRunner:
         Raises:
             RuntimeError: on every rank, if the controller has failed.
         """
-        planning, updates = self._loop.sampler.planning, self._loop.clock.step
-        if planning.decided is None or updates <= (before := planning.decided_at):
+        plans, updates = self._loop.feed.plans, self._loop.clock.step
+        if plans.decided is None or updates <= (before := plans.decided_at):
             return
         try:
-            planning.decided_at = updates  # also if the controller has failed
-            self._decide(planning.decided, step, agreement, updates)
+            plans.decided_at = updates  # also if the controller has failed
+            self._decide(plans.decided, step, agreement, updates)
         except Exception:
             raise
         except BaseException:  # an interrupt: what is due is done later
-            planning.decided_at = before
+            plans.decided_at = before
             raise
 
     def _decide(self, decided: DecidedTrace, step: Step, agreement: Agreement, updates: int) -> None:
-        planning, world, before = self._loop.sampler.planning, self._world, decided
+        plans, world, before = self._loop.feed.plans, self._world, decided
         if self._stopwatch is not None:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
@@ -97,7 +97,7 @@ class ControllerRunner:
                 break
             decided = self._adopt(decided, updates, agreement)
         if decided is not before:
-            planning.grow(decided)
+            plans.grow(decided)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, if anything is."""

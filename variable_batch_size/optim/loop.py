@@ -18,8 +18,8 @@ from torch import Tensor
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Dealing, Step
-from variable_batch_size.data.iteration import Iteration, Use
 from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.reading import Reading, Use
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
 
@@ -91,7 +91,8 @@ class Loop:
 
     def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
         self.sampler = _check_world(sampler, backend)
-        self.clock: Clock = sampler.attach(**cut)
+        self.feed = sampler._feed
+        self.clock: Clock = self.feed.attach(**cut)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.running = False  # whether step() is under way
         self._world = backend.world
@@ -99,7 +100,7 @@ class Loop:
         self.made: Step | None = None  # the last step that was committed, or is about to be
         self._settled, self._updated = 0, True  # commits that are settled, and whether the last one changed the weights
         self._cut: _Cut | None = None
-        self._iteration: Iteration | None = None
+        self._reading: Reading | None = None
         self._received = 0  # microbatches of the iteration received
 
     @property
@@ -114,7 +115,7 @@ class Loop:
 
     @property
     def _end_pending(self) -> bool:
-        return self.clock.end_pending and self.sampler.clock.end_pending
+        return self.clock.end_pending and self.feed.clock.end_pending
 
     @property
     def phase(self) -> Phase:
@@ -144,7 +145,7 @@ class Loop:
 
     def _due(self) -> _Cut:
         clock = self.clock
-        key = clock.plan, clock.position, self.sampler.dealing  # an optimizer that attaches later changes it
+        key = clock.plan, clock.position, self.feed.dealing  # an optimizer that attaches later changes it
         if self._cut is None or self._cut.key[0] is not key[0] or self._cut.key[1:] != key[1:]:
             self._cut = _Cut(key, clock.plan.step(clock.epoch, clock.step, key[2]), {})
         return self._cut
@@ -186,8 +187,8 @@ class Loop:
             RuntimeError: after an exception.
         """
         allowed = Phase.BETWEEN_STEPS, Phase.INSIDE_STEP
-        if self.phase not in allowed and self.sampler.iteration is not None:
-            self.sampler.iteration.use = Use.STALE
+        if self.phase not in allowed and self.feed.reading is not None:
+            self.feed.reading.use = Use.STALE
         self.check_phase("step()", *allowed)
 
     def microbatch(self, ahead: int = 0) -> Microbatch:
@@ -222,30 +223,30 @@ class Loop:
             RuntimeError: if it cannot be the one that the sampler dealt.
         """
         microbatch = self.microbatch()
-        self.sampler.lead(self.clock)
-        iteration = self.sampler.iteration
-        if iteration is not None and iteration is not self._iteration:
-            self._received = self._begin(iteration)
-            iteration.counts.pass_over(self._received)
-            self._iteration = iteration
-            _check_new(parameters, iteration)
-        if iteration is not None and iteration.dealing != self.sampler.dealing:
-            iteration.use = Use.STALE
+        self.feed.lead(self.clock)
+        reading = self.feed.reading
+        if reading is not None and reading is not self._reading:
+            self._received = self._begin(reading)
+            reading.counts.pass_over(self._received)
+            self._reading = reading
+            _check_new(parameters, reading)
+        if reading is not None and reading.dealing != self.feed.dealing:
+            reading.use = Use.STALE
             raise RuntimeError(
                 "the loader must be iterated again after an optimizer is created whose result depends on how steps "
                 "are split, but this iteration was begun before; call optimizer.discard_step() and start a new loop "
                 "over the loader"
             )
-        if iteration is None or self._received >= iteration.counts.available:
+        if reading is None or self._received >= reading.counts.available:
             raise RuntimeError(
                 f"step() must be called once per microbatch of the optimizer's own sampler, but that sampler has "
-                f"yielded {0 if iteration is None else iteration.counts.available} and this is number "
+                f"yielded {0 if reading is None else reading.counts.available} and this is number "
                 f"{self._received + 1}; pass the same CustomSampler to the optimizer and, as batch_sampler, to the "
                 f"loader (in a trainer: use the loader or the engine that the integration returns), and call step() "
                 f"once per microbatch; pass optimizer.inner to functions that make a step of their own, as "
                 f"get_state_dict() of torch.distributed.checkpoint does"
             )
-        if skipped := iteration.counts.count_step(self._received):
+        if skipped := reading.counts.count_step(self._received):
             what = (
                 f"{skipped} of those that were read did not reach step() before step {microbatch.step} continued"
                 if skipped > 0
@@ -278,7 +279,7 @@ class Loop:
 
     def settle(self) -> None:
         """Tell the sampler and the watchers of the last commit."""
-        self.sampler.follow()
+        self.feed.follow()
         for watcher in list(self.watchers):
             watcher.commit(updated=self._updated)
         self._settled = self.clock.commits
@@ -298,17 +299,17 @@ class Loop:
 
     def restart(self) -> None:
         """Return to the first microbatch of the step at which the clock stands; it must come from a new iteration."""
-        for iteration in (self._iteration, self.sampler.iteration):
-            if iteration is not None:
-                iteration.use = Use.STALE
-        self._progress, self._iteration, self.running = _Progress(self.clock.commits), None, False
+        for reading in (self._reading, self.feed.reading):
+            if reading is not None:
+                reading.use = Use.STALE
+        self._progress, self._reading, self.running = _Progress(self.clock.commits), None, False
         for watcher in self.watchers:
             watcher.discard()
 
     def _enter_next_epoch(self) -> None:
         """Move to the next epoch if the sampler was read there: `set_epoch` of the sampler is then enough."""
-        due, iteration = self.epoch, self.sampler.iteration
-        if iteration is None or iteration.use is Use.STALE or iteration.start != (due, self.clock.step):
+        due, reading = self.epoch, self.feed.reading
+        if reading is None or reading.use is Use.STALE or reading.start != (due, self.clock.step):
             ended = self.clock.epoch.number
             raise RuntimeError(
                 f"step() needs an epoch with updates left, but all updates of epoch {ended} are committed; call "
@@ -316,39 +317,39 @@ class Loop:
             )
         self.clock.set_epoch(due)
 
-    def _begin(self, iteration: Iteration) -> int:
+    def _begin(self, reading: Reading) -> int:
         """Return how many microbatches an iteration has before the next one, which it must contain."""
-        here, start = self.clock.position, iteration.start
-        if iteration.use is Use.STALE:
+        here, start = self.clock.position, reading.start
+        if reading.use is Use.STALE:
             raise RuntimeError(
                 f"the loader must be iterated again after set_epoch(), discard_step() or load_state_dict(), and after "
                 f"an optimizer is created, but this iteration was begun before the optimizer moved to {here}; start a "
                 f"new loop over the loader"
             )
-        iteration.use = Use.STALE  # if an error follows, its microbatch is lost
+        reading.use = Use.STALE  # if an error follows, its microbatch is lost
         if self.begun:
             raise RuntimeError(
                 f"a step must get all its microbatches from one iteration, but step {here.step} had {self._round} of "
                 f"{self.step.rounds(self._world)} when the loader was iterated again; call optimizer.discard_step() "
                 f"first to start the step over, or set_epoch on both"
             )
-        begins_here = start == here and iteration.first_round == 0
+        begins_here = start == here and reading.first_round == 0
         # A loader that restores its iterator may have read on from an older snapshot, up to this position.
-        leads_here = iteration.resumed and start.epoch == here.epoch and start.step < here.step
+        leads_here = reading.resumed and start.epoch == here.epoch and start.step < here.step
         if not (begins_here or leads_here):
             raise RuntimeError(
                 f"sampler and optimizer must be at the same update, but the sampler's iteration began at {start} and "
                 f"the optimizer is at {here}; call set_epoch with the same epoch on both, or restore both"
             )
-        iteration.use = Use.CURRENT
-        plan, epoch, dealing = self.clock.plan, self.clock.epoch, self.sampler.dealing
+        reading.use = Use.CURRENT
+        plan, epoch, dealing = self.clock.plan, self.clock.epoch, self.feed.dealing
         steps = (plan.step(epoch, number, dealing) for number in range(start.step, here.step))
-        return sum(step.rounds(self._world) for step in steps) - iteration.first_round
+        return sum(step.rounds(self._world) for step in steps) - reading.first_round
 
 
-def _check_new(parameters: Sequence[Tensor], iteration: Iteration) -> None:
+def _check_new(parameters: Sequence[Tensor], reading: Reading) -> None:
     """Check that the gradients are new since an iteration began, at its first microbatch."""
-    left, iteration.gradients = iteration.gradients, ()
+    left, reading.gradients = reading.gradients, ()
     left_in = {id(gradient) for gradient in left}
     if left_in and any(id(parameter.grad) in left_in for parameter in parameters if parameter.grad is not None):
         raise RuntimeError(

@@ -85,7 +85,7 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the loop has ended, but a microbatch of it did not reach `step()`; as `state_dict()` does.
         """
-        self.sampler.check_left_over()
+        self._loop.feed.check_left_over()
         return self._loop.done
 
     @property

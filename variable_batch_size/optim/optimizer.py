@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.data.iteration import Iteration
+from variable_batch_size.data.reading import Reading
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
@@ -111,7 +111,7 @@ class CustomOptimizer(ObservedOptimizer):
         parameters = parameters_of(inner.param_groups)
         module, self._agreement = unwrapped(model), None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
-        noise = "microbatches" if noise is None and sampler.planning.needs_noise else noise
+        noise = "microbatches" if noise is None and sampler._feed.plans.needs_noise else noise
         options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters, grad_norm)
         sync = sync_for(module, self._backend, sharded_accumulation=sharded_accumulation)
         self._updater = Updater(inner, self._backend, rules, options, sync)
@@ -123,9 +123,9 @@ class CustomOptimizer(ObservedOptimizer):
         call_before_forward(self._replays.module, self._keep)
         if sync.in_backward:
             sync.meet(self.agreement)  # while every rank is here
-        sampler.watch_gradients(parameters)
+        self._loop.feed.watch_gradients(parameters)
         self._lr_check = LearningRateCheck()
-        self._backward_of: Iteration | None = None  # during which backward() was called last
+        self._backward_of: Reading | None = None  # during which backward() was called last
         self._followed_up = 0  # commits of which the controller and the tracker have heard
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         each = self._updater, self._loop, self._backend
@@ -163,7 +163,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     def _use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:
         self._updater.use_groups(rules, keep=keep)
-        self.sampler.watch_gradients(self._updater.gradient.parameters)
+        self._loop.feed.watch_gradients(self._updater.gradient.parameters)
 
     # The loop. ---------------------------------------------------------------------------------------------------
 
@@ -247,8 +247,8 @@ class CustomOptimizer(ObservedOptimizer):
         loop, gradients = self._loop, self._updater.gradient
         loop.check_phase("backward()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._adopt_groups()
-        if (iteration := loop.sampler.iteration) is not self._backward_of:
-            self._backward_of = iteration
+        if (reading := loop.feed.reading) is not self._backward_of:
+            self._backward_of = reading
             if not loop.begun:  # an earlier backward() was that of a loop that was left
                 gradients.drop_current(inside_step=False)
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
@@ -310,12 +310,12 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self.settle()
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
-        self.sampler.check_left_over()
+        self._loop.feed.check_left_over()
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
         if self._updater.gradient_noise is not None:  # which depends on the microbatches
             kind["minibatch_size"] = self.sampler.plan.minibatch_size
         own = kind | self._updater.state_dict() | self._controller.state_dict()
-        return {**self.inner.state_dict(), "vbs": {"sampler": self.sampler.state_of(self._loop.clock), **own}}
+        return {**self.inner.state_dict(), "vbs": {"sampler": self._loop.feed.state_dict(self._loop.clock), **own}}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Restore a state, in any world. The sampler moves to its position.
@@ -335,8 +335,8 @@ class CustomOptimizer(ObservedOptimizer):
             check_state(position)
             if strict:
                 check_kind(self.inner, position["optimizer"])
-                sampler.check_samples(position["sampler"])
-            resumed = sampler.resumed(position["sampler"])
+                self._loop.feed.check_samples(position["sampler"])
+            resumed = self._loop.feed.resumed(position["sampler"])
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '
@@ -351,7 +351,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._updater.load_state_dict(position or {}, sampler.plan.minibatch_size)
         self._controller.load_state_dict(position or {})
         if resumed is not None:
-            sampler.adopt(resumed, followed=True)
+            self._loop.feed.adopt(resumed, followed=True)
             self._loop.clock.follow(resumed.clock)
 
     # An update. --------------------------------------------------------------------------------------------------

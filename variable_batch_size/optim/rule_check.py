@@ -62,7 +62,7 @@ def _check_rules(
 
     A controller that chooses the batch sizes is asked, too, whether they are for these rules.
     """
-    if (decided := sampler.planning.decided) is not None:
+    if (decided := sampler._feed.plans.decided) is not None:
         for rule in rules:
             check_rule_of(decided.adaptive.controller, rule)
     for rule in {id(rule): rule for rule, name in zip(rules, names, strict=True) if isinstance(name, str)}.values():

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, final
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import check_int, type_error
-from variable_batch_size.data.iteration import Use
+from variable_batch_size.data.reading import Use
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -61,9 +61,10 @@ class Updates(Generic[T]):
                 read the optimizer's sampler, or ends within an update.
         """
         optimizer, sampler = self._optimizer, self._optimizer.sampler
-        epoch, last = optimizer.epoch, sampler.iteration
+        epoch, feed = optimizer.epoch, sampler._feed
+        last = feed.reading
         if last is not None and last.use is not Use.STALE and epoch == last.start.epoch and self._ahead == 0:
-            sampler.check_stepped()  # of a plain loop
+            feed.check_stepped()  # of a plain loop
             if last.counts.handed is not None and last.counts.handed > last.counts.stepped:
                 raise _incomplete(optimizer.updates)
         sampler.set_epoch(epoch)
@@ -75,24 +76,24 @@ class Updates(Generic[T]):
             self._epoch = None
 
     def _read(self, number: int) -> Iterator[Update[T]]:
-        optimizer, sampler = self._optimizer, self._optimizer.sampler
-        loader = self._loader
+        optimizer, loader = self._optimizer, self._loader
+        feed = optimizer.sampler._feed
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
-            sampler.keep_random_states()
+            feed.keep_random_states()
         microbatches = iter(self._loader)
-        for step in count(sampler.clock.step):
+        for step in count(feed.clock.step):
             waiting = step - optimizer.updates  # updates that were read, but not made
-            if sampler.iteration is not None and sampler.iteration.use is Use.STALE:
+            if feed.reading is not None and feed.reading.use is Use.STALE:
                 raise RuntimeError(
                     "the loop must end after discard_step() or load_state_dict(), but it asks for another update; "
                     "break, and begin a new loop over vbs.updates"
                 )
             if waiting > self._ahead:
                 raise _incomplete(optimizer.updates)
-            plan, epoch, _ = sampler.planning.known_plan(number, step, waiting + 1)  # a growing trace may move its end
+            plan, epoch, _ = feed.plans.known_plan(number, step, waiting + 1)  # a controller may move its end
             if step == epoch.end_step:
                 break
-            rounds = plan.step(epoch, step, sampler.dealing).rounds(sampler.world)
+            rounds = plan.step(epoch, step, feed.dealing).rounds(feed.world)
             update = self._handed(microbatches, step, rounds)
             yield Update(iter(list(update)) if self._ahead else update, rounds)
         for _ in microbatches:  # lets the loader end as in a loop
@@ -116,8 +117,8 @@ class Updates(Generic[T]):
                     f"the loader must yield the microbatches of the optimizer's sampler, but it ended with {number} of "
                     f"the {rounds} of update {step}; create it with batch_sampler=sampler"
                 ) from None
-            if (iteration := self._optimizer.sampler.iteration) is not None:
-                iteration.counts.hand(begins_update=number == 0 and self._ahead == 0)
+            if (reading := self._optimizer.sampler._feed.reading) is not None:
+                reading.counts.hand(begins_update=number == 0 and self._ahead == 0)
             yield microbatch
 
 

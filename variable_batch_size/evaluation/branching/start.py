@@ -201,7 +201,7 @@ class Start:
         if self.rng is not None and order == 0:
             states = RNGStates(self.rng)
             states.set()
-            sampler.before_reading.wait(sampler.clock.position, states)
+            sampler._feed.before_reading.wait(sampler.clock.position, states)
         return Parts(self.task, model, sampler, optimizer, scheduler)
 
     @property

@@ -97,7 +97,7 @@ class Training:
         assert self.sampler is not None
         if self.optimizer is None:
             if any(isinstance(layer, keras.layers.BatchNormalization) for layer in _layers(self.model)):
-                self.sampler.attach(spread=False)  # its result depends on how a step is split
+                self.sampler._feed.attach(spread=False)  # its result depends on how a step is split
             self._inner = KerasOptimizer(self.model.optimizer, self.model.trainable_variables)
             self.optimizer = self.settings.optimizer(self._inner, self.sampler)
         elif self.optimizer.inside_step:  # the last fit() was interrupted

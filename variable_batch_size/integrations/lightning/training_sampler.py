@@ -62,7 +62,7 @@ def _ends_unexpectedly(sampler: CustomSampler) -> bool:
     """Return whether the trace has an end, and neither it nor another argument says what happens there."""
     plan = sampler.plan
     return (
-        sampler.planning.decided is None
+        sampler._feed.plans.decided is None
         and plan.trace.steps is not None
         and plan.trace.on_end == "error"
         and not plan.ends

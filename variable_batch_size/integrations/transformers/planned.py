@@ -96,4 +96,4 @@ def _next_step(optimizer: CustomOptimizer) -> Step:
 
 def is_growing(sampler: CustomSampler) -> bool:
     """Return whether a controller chooses the batch sizes, so that lengths are estimates."""
-    return sampler.planning.decided is not None
+    return sampler._feed.plans.decided is not None

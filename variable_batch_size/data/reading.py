@@ -1,4 +1,4 @@
-"""Which microbatches of an iteration were read, and which of them reached `step()`.
+"""What was read of an iteration, and which microbatches of it reached `step()`.
 
 A sampler sees when microbatches are read, and an optimizer when they reach `step()`. In between a loader may prefetch.
 `vbs.updates` stands behind the loader and says what the loop has got. Without it there is one check: a loader that
@@ -11,7 +11,24 @@ skipped before it is noticed only when the loop has ended. A loader that reads i
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import final
+
+from torch import Tensor
+
+from variable_batch_size.data.clock import Position
+from variable_batch_size.data.deal import Dealing
+
+
+@final
+class Use(Enum):
+    """What an optimizer has made of an iteration."""
+
+    NEW = auto()  # no microbatch of it has reached step()
+    CURRENT = auto()  # its next microbatch is the one that the optimizer expects
+    STALE = auto()  # its next microbatch is not: the optimizer has moved since
 
 
 @final
@@ -99,3 +116,36 @@ class ReadAhead:
     @property
     def _in_thread(self) -> bool:
         return self._reader != threading.get_ident()
+
+
+@final
+@dataclass(eq=False)
+class Reading:
+    """What a sampler and an optimizer know of one iteration.
+
+    Attributes:
+        dealing: how steps are split into microbatches and rounds.
+        start: position of the first step.
+        first_round: round of that step at which it starts.
+        counts: what was read, and what reached `optimizer.step()`.
+        resumed: whether its loader may have resumed from a snapshot before the optimizer's position.
+        use: what the optimizer has made of it.
+        gradients: those that there were when it was first read, of which none may be that of a microbatch.
+    """
+
+    dealing: Dealing
+    start: Position
+    first_round: int = 0
+    counts: ReadAhead = field(default_factory=ReadAhead)
+    resumed: bool = False
+    use: Use = Use.NEW
+    gradients: Sequence[Tensor] = ()
+
+    def left_over(self) -> RuntimeError:
+        """Return the error for microbatches that were read and did not reach `optimizer.step()`."""
+        return RuntimeError(
+            f"every microbatch of an epoch must reach optimizer.step(), but epoch {self.start.epoch} was read from "
+            f"{self.start} to the end, {self.counts.yielded} microbatches, with {self.counts.stepped} calls of step(); "
+            f"call it once per microbatch, and restore loader and optimizer together (to leave an epoch early, call "
+            f"optimizer.discard_step(); to look at the data, use another sampler)"
+        )
