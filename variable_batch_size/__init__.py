@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from variable_batch_size.data import CustomSampler as CustomSampler
     from variable_batch_size.data import EvaluationSampler as EvaluationSampler
     from variable_batch_size.data import Microbatch as Microbatch
-    from variable_batch_size.data.elastic import Elastic as Elastic
-    from variable_batch_size.data.elastic import elastic as elastic
+    from variable_batch_size.data.fit import Elastic as Elastic
     from variable_batch_size.data.fit import Fit as Fit
+    from variable_batch_size.data.fit import elastic as elastic
     from variable_batch_size.data.fit import find_minibatch_size as find_minibatch_size
     from variable_batch_size.data.fit import fit as fit
     from variable_batch_size.metrics import Accumulator as Accumulator

@@ -14,7 +14,6 @@ import torch
 import variable_batch_size as vbs
 from helpers.adaptive_training import Setting, Wild, part, trained
 from variable_batch_size.adaptive import (
-    Bounded,
     ConstantBatch,
     ControlInput,
     Monotone,
@@ -76,7 +75,7 @@ def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, ev
 
 @pytest.mark.parametrize("answer", [1e9, True, -5, 2**60, None, "a"])
 def test_what_a_composition_gets_is_checked_too(answer: Any) -> None:
-    for controller in Bounded(lambda i: answer, 4, 30), Smoothed(lambda i: answer, 0.5), Monotone(lambda i: answer):
+    for controller in Smoothed(lambda i: answer, 0.5), Monotone(lambda i: answer):
         with pytest.raises((TypeError, ValueError), match=r"^the batch size of the controller must be an integer"):
             controller(ControlInput(1, 8))
 

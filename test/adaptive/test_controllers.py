@@ -20,14 +20,13 @@ from helpers import controllers
 from helpers.controllers import EXAMPLES, WITH_TRACE, Halving
 from variable_batch_size import adaptive
 from variable_batch_size.adaptive import (
+    AdaptiveTrace,
     After,
-    Bounded,
     ConstantBatch,
     ControlInput,
     Controller,
     Goodput,
     Monotone,
-    MultipleOf,
     NoiseScale,
     NormTest,
     PerDevice,
@@ -273,7 +272,7 @@ def test_equal_goodputs_take_the_smaller_batch() -> None:
 @given(INPUTS, SIZES, SIZES, SIZES)
 def test_bounds_hold(input: ControlInput, wanted: int, one: int, other: int) -> None:
     low, high = sorted([one, other])
-    assert Bounded(ConstantBatch(wanted), low, high)(input) == sorted([low, wanted, high])[1]
+    assert AdaptiveTrace(ConstantBatch(wanted), bounds=(low, high)).next(input) == sorted([low, wanted, high])[1]
 
 
 @given(INPUTS, SIZES)
@@ -322,7 +321,7 @@ def test_smoothed_comes_closer_until_it_is_there(present: int, wanted: int, weig
 
 @given(INPUTS, SIZES, st.integers(1, 5000))
 def test_multiples_are_the_nearest(input: ControlInput, wanted: int, samples: int) -> None:
-    size = MultipleOf(ConstantBatch(wanted), samples)(input)
+    size = AdaptiveTrace(ConstantBatch(wanted), multiple_of=samples).next(input)
     assert size % samples == 0
     assert abs(size - wanted) <= samples / 2 or size == samples or size + samples > LARGEST
 
@@ -361,11 +360,9 @@ def test_the_noise_scale_has_no_unit(input: ControlInput, unit: float) -> None:
         (lambda: Goodput((1, 2), -1), ValueError, r"^threshold must be a finite number >= 0, got -1; "),
         (lambda: Seesaw(0.5, 8, 9), TypeError, r"^schedule must be a function of the samples so far, got 0\.5 \(floa"),
         (lambda: Seesaw(Halving(1, 2), 8, 7), ValueError, r"^critical must be an integer >= 8, got 7; "),
-        (lambda: Bounded(NoiseScale, 1, 2), TypeError, r"^controller must be a callable object such as PerDevice\(64"),
-        (lambda: Bounded(NoiseScale(), 0, 2), ValueError, r"^the lower one of bounds must be an integer >= 1, got 0; "),
+        (lambda: Monotone(NoiseScale), TypeError, r"^controller must be a callable object such as PerDevice\(64"),
         (lambda: Monotone(64), TypeError, r"^controller must be a callable object such as PerDevice\(64\), got 64 "),
         (lambda: Smoothed(NoiseScale(), 1.5), ValueError, r"^weight must be <= 1, got 1\.5; pass a number in \(0, 1\]"),
-        (lambda: MultipleOf(NoiseScale(), 0), ValueError, r"^samples must be an integer >= 1, got 0; "),
         (lambda: After(-1, PerDevice(1), PerDevice(1)), ValueError, r"^samples must be an integer >= 0, got -1; "),
         (lambda: After(9, "0:64", PerDevice(1)), TypeError, r"^first, if it is no BatchTrace, must be a callable obj"),
         (lambda: After(9, PerDevice(1), 64), TypeError, r"^then must be a callable object such as PerDevice\(64\), "),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.controllers import Halving
-from variable_batch_size.adaptive import After, Bounded, ControlInput, PerDevice, Seesaw
+from variable_batch_size.adaptive import After, ControlInput, Monotone, PerDevice, Seesaw
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5000))
@@ -37,7 +37,7 @@ def test_a_schedule_returns_a_factor(factor: float) -> None:
         Seesaw(lambda samples: factor, 8, 16)(ControlInput(devices=1, samples=7))
 
 
-@pytest.mark.parametrize("wrap", [None, lambda it: Bounded(it, 8, 64), lambda it: After(9, it, PerDevice(4))])
+@pytest.mark.parametrize("wrap", [None, lambda it: Monotone(it), lambda it: After(9, it, PerDevice(4))])
 def test_seesaw_is_for_rules_that_take_the_root(wrap: Any) -> None:
     """In a training, also inside of another controller; a simulation may measure its progress by any rule."""
     seesaw = Seesaw(Halving(10_000, 10**6), 8, 64)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from variable_batch_size.adaptive import (
     After,
-    Bounded,
     ConstantBatch,
     Controller,
     Goodput,
     Monotone,
-    MultipleOf,
     NoiseScale,
     NormTest,
     PerDevice,
@@ -39,10 +37,8 @@ EXAMPLES: tuple[Controller, ...] = (
     NormTest(0.7),
     Goodput((32, 4096)),
     Seesaw(Halving(10_000, 10**6), 256, 2048),
-    Bounded(NoiseScale(), 64, 512),
     Monotone(NoiseScale()),
     Smoothed(NoiseScale(), 0.3),
-    MultipleOf(NoiseScale(), 32),
     After(5_000, ConstantBatch(100), NormTest(1.0)),
 )
 WITH_TRACE = After(5_000, BatchTrace.from_runs([100, 200], [10, 5], on_end="hold"), NoiseScale())

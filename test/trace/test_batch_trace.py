@@ -277,9 +277,6 @@ def test_of_rejects_an_unknown_on_end():
 def test_samples_are_counted_up_to_the_largest_int64():
     assert BatchTrace.constant(2**53, steps=1023).total_samples == 1023 * 2**53
     assert BatchTrace.from_sizes([2**53] * 1023 + [2**53 - 1]).total_samples == 2**63 - 1
-    for create in (lambda: BatchTrace.constant(2**53, steps=1024), lambda: BatchTrace.from_sizes([2**53, 2**52] * 700)):
-        with pytest.raises(ValueError, match=r"batch sizes must sum to <= 2\*\*63 - 1, got a larger sum .*; shorten"):
-            create()
 
 
 def test_the_package_exports_its_public_names():

@@ -6,15 +6,13 @@ A controller is a frozen dataclass in a file of its own. Its docstring has the e
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from variable_batch_size._validation import MAX_INT, check_int, type_error, value_error
+from variable_batch_size._validation import MAX_INT, type_error
 from variable_batch_size.adaptive.throughput import Throughput
-from variable_batch_size.rules.base import Noise, Rule, needs_noise
+from variable_batch_size.rules.base import Noise, Rule
 
 
 @final
@@ -76,68 +74,6 @@ def check_controller(value: object, name: str = "controller") -> None:
     """Raise TypeError unless `value` is a callable object, such as an instance of a controller's class."""
     if isinstance(value, type) or not callable(value):
         raise type_error(f"{name} must be a callable object such as PerDevice(64)", value, "pass one")
-
-
-@dataclass(frozen=True, slots=True)
-class OfAnother(ABC):
-    """A controller that changes the answers of another one, `controller`; its subclasses add their arguments."""
-
-    controller: Controller
-
-    def __post_init__(self) -> None:
-        check_controller(self.controller)
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether the other controller uses the gradient noise."""
-        return needs_noise(self.controller)
-
-    @property
-    def needs_throughput(self) -> bool:
-        """Whether the other controller uses the time of an update."""
-        return needs_throughput(self.controller)
-
-    def check_rule(self, rule: Rule) -> None:
-        """Raise ValueError if the batch sizes of the other controller are not for a learning-rate rule."""
-        check_rule_of(self.controller, rule)
-
-    def wanted(self, input: ControlInput) -> int:
-        """Return the batch size of the other controller.
-
-        Raises:
-            TypeError, ValueError: if that is not an integer in [1, 2**53].
-        """
-        return check_int(self.controller(input), "the batch size of the controller", 1, MAX_INT)
-
-    @abstractmethod
-    def __call__(self, input: ControlInput, /) -> int:
-        """Return the batch size, from that of the other controller."""
-
-
-def required_noise(controller: Controller, input: ControlInput) -> Noise:
-    """Return the noise of the input; ValueError if it is not measured."""
-    if input.noise is None:
-        remedy = "measure it, or pass noise=NoiseCurve.from_csv(...) to simulate"
-        raise value_error(f"{controller} needs the gradient noise", "noise=None", remedy)
-    return input.noise
-
-
-def finite_noise_scale(controller: Controller, input: ControlInput) -> float | None:
-    """Return sigma^2 / mu^2, in samples; None before the first estimate, and while the estimate of mu^2 is not > 0.
-
-    Raises:
-        ValueError: if the noise is not measured.
-    """
-    scale = float(required_noise(controller, input).noise_scale)
-    return scale if math.isfinite(scale) else None
-
-
-def unchanged(controller: Controller, input: ControlInput) -> int:
-    """Return the batch size that was chosen last; ValueError if there is none."""
-    if input.batch_size is None:
-        requirement = f"{controller} needs a batch size to keep while it knows too little to choose one"
-        raise value_error(requirement, "batch_size=None", "pass start=")
-    return input.batch_size
 
 
 def as_samples(value: float, rounded: Callable[[float], int] = round) -> int:

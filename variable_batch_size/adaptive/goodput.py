@@ -9,7 +9,8 @@ from typing import ClassVar, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray, check_bounds, check_number
-from variable_batch_size.adaptive.base import ControlInput, required_noise, unchanged
+from variable_batch_size.adaptive.base import ControlInput
+from variable_batch_size.adaptive.noise_scale import keep_batch_size, required_noise
 from variable_batch_size.rules.adascale import adascale_gain
 
 CANDIDATES = 50  # of the geometric grid: as many as Pollux's implementation, AdaptDL, tries
@@ -74,7 +75,7 @@ class Goodput:
         largest = max(sigma2, mu2)
         known = math.isfinite(sigma2) and math.isfinite(mu2) and largest > 0
         if model is None or not known:
-            kept = unchanged(self, input)
+            kept = keep_batch_size(self, input)
             return self._within(self._explored(kept) if known else kept)
 
         sizes = self.candidates(input)

@@ -8,11 +8,9 @@ from typing import NamedTuple, final
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.adaptive.base import Controller
-from variable_batch_size.adaptive.constant import ConstantBatch
 from variable_batch_size.adaptive.goodput import Goodput
-from variable_batch_size.adaptive.noise_scale import NoiseScale
-from variable_batch_size.adaptive.norm_test import NormTest
-from variable_batch_size.adaptive.per_device import PerDevice
+from variable_batch_size.adaptive.noise_scale import NoiseScale, NormTest
+from variable_batch_size.adaptive.static import ConstantBatch, PerDevice
 
 INTEGER = "[0-9]{1,16}"
 NUMBER = r"[0-9]{1,16}(?:\.[0-9]{1,16})?"

@@ -14,9 +14,9 @@ from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int
 from variable_batch_size.backend.detection import runs_on_xla, world_of
-from variable_batch_size.data.dataset import number_of_samples
 from variable_batch_size.data.iteration import INDICES_PER_CHUNK
 from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.sampler import number_of_samples
 from variable_batch_size.trace.batch_trace import BatchTrace
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from variable_batch_size._validation import MAX_INT, IntArray, check_int
 from variable_batch_size.data.deal import Deal, Dealing, Step
+from variable_batch_size.data.state import Past
 from variable_batch_size.microbatching import count_microbatches, cut
 from variable_batch_size.trace.batch_trace import BatchTrace
-from variable_batch_size.trace.past import Past
 from variable_batch_size.world import World
 
 _SIMPLE = Dealing()

@@ -6,14 +6,15 @@ import os
 from collections.abc import Sequence, Sized
 from typing import Any, final
 
-from torch.utils.data import Sampler
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
 
 from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare
 from variable_batch_size.backend.detection import world_of
 from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.dataset import number_of_samples
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.feed import Feed
 from variable_batch_size.data.iteration import Iteration
@@ -22,6 +23,20 @@ from variable_batch_size.data.planning import PlanState
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.world import World
+
+
+def number_of_samples(dataset: object) -> Any:
+    """Return the length of a dataset; a number, or what is neither, as it is.
+
+    Raises:
+        TypeError: if it is a loader or a string, whose length is not a number of samples.
+    """
+    if isinstance(dataset, (DataLoader, str)):
+        remedy = "pass an integer" if isinstance(dataset, str) else "pass loader.dataset"
+        raise type_error("dataset_size must be a number of samples, or the dataset", dataset, remedy)
+    is_number = isinstance(dataset, (Tensor, np.ndarray)) and dataset.ndim == 0
+    return len(dataset) if isinstance(dataset, Sized) and not is_number else dataset
+
 
 TraceLike = BatchTrace | AdaptiveTrace | str | os.PathLike[str] | int | Sequence[int]
 

@@ -13,8 +13,8 @@ from variable_batch_size import cluster
 from variable_batch_size._validation import type_error, value_error, without_addresses
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import Controller
-from variable_batch_size.adaptive.constant import ConstantBatch
 from variable_batch_size.adaptive.decided_trace import describe
+from variable_batch_size.adaptive.static import ConstantBatch
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace

@@ -16,10 +16,8 @@ import numpy.typing as npt
 
 from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_choice, check_int, type_error, value_error
 from variable_batch_size.trace.csv_file import read_csv, write_csv
-from variable_batch_size.trace.rounding import round_runs
-from variable_batch_size.trace.runs import TraceEndError, end_of_run, merged, run_at
-from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule
-from variable_batch_size.trace.thresholds import ramp_steps
+from variable_batch_size.trace.runs import TraceEndError, end_of_run, merge_equal_runs, round_runs, run_at
+from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule, ramp_steps
 
 OnEnd: TypeAlias = Literal["error", "stop", "hold", "cycle"]
 
@@ -49,7 +47,7 @@ class BatchTrace:
     def __post_init__(self) -> None:
         """Merge neighboring runs of equal batch size, so that equal traces have equal runs."""
         check_choice(self.on_end, "on_end", get_args(OnEnd))
-        for name, array in merged(self._first_step, self._size, self.steps, self._name)._asdict().items():
+        for name, array in merge_equal_runs(self._first_step, self._size, self.steps)._asdict().items():
             object.__setattr__(self, f"_{name}", array)
 
     @cached_property

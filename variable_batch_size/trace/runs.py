@@ -23,27 +23,18 @@ class Runs(NamedTuple):
     offset: IntArray  # samples before the run
 
 
-def merged(first_step: IntArray, size: IntArray, steps: int | None, name: str) -> Runs:
+def merge_equal_runs(first_step: IntArray, size: IntArray, steps: int | None) -> Runs:
     """Return the runs after a merge of neighbors of equal batch size.
 
     Args:
         first_step: first step of each run, (runs,).
         size: batch sizes (samples), (runs,).
         steps: number of steps; None for an infinite trace.
-        name: what the error message calls the trace.
-
-    Raises:
-        ValueError: if the batch sizes sum to 2**63 or more.
     """
     differs = np.diff(size, prepend=0) != 0  # (runs before the merge,)
     first_step, size = first_step[differs], size[differs]
     length = np.diff(first_step, append=steps or int(first_step[-1]) + 1)
     end = np.cumsum(size * length)  # (runs,), samples up to the end of the run
-    # The first sum that overflows is below 2**64, and therefore negative as an int64.
-    overflow = (length > (2**63 - 1) // size) | (end < 0)  # (runs,)
-    if overflow.any():
-        found = f"a larger sum in the run from step {first_step[overflow.argmax()]}"
-        raise value_error(f"{name}: the batch sizes must sum to <= 2**63 - 1", found, "shorten the trace")
     return Runs(first_step, size, length, np.concatenate([[0], end[:-1]]))
 
 
@@ -56,3 +47,33 @@ def end_of_run(starts: IntArray, length: IntArray, step: int) -> int:
     """Return the step after the last one of the run of `step`, whose length is known."""
     run = run_at(starts, step)
     return int(starts[run]) + int(length[run])
+
+
+def round_runs(
+    first_step: IntArray, size: IntArray, length: IntArray, multiple: int, name: str
+) -> tuple[IntArray, IntArray]:
+    """Return the first step and the batch size of each run whose end is rounded to the nearest multiple of samples.
+
+    A run of multiples stays one run; in any other run, every step becomes a run.
+
+    Args:
+        first_step: first step of each run, int64 of shape (runs,).
+        size: batch size (samples) of each run, int64 of shape (runs,).
+        length: steps of each run, int64 of shape (runs,).
+        multiple: samples, >= 1.
+        name: what the error message calls the trace.
+
+    Raises:
+        ValueError: if a batch size is less than `multiple`.
+    """
+    too_small = size < multiple  # (runs,)
+    if too_small.any():
+        run = too_small.argmax()
+        requirement = f"{name} step {first_step[run]}: batch_size must be >= {multiple} to be rounded"
+        raise value_error(requirement, size[run], "raise it, or round to a smaller multiple")
+    exact = size % multiple == 0  # (runs,)
+    new_runs = np.where(exact, 1, length)  # (runs,)
+    new_length = np.repeat(np.where(exact, length, 1), new_runs)  # (new runs,)
+    end = np.cumsum(np.repeat(size, new_runs) * new_length)  # (new runs,), samples
+    rounded = (end // multiple + (end % multiple * 2 >= multiple)) * multiple  # (new runs,)
+    return np.cumsum(new_length) - new_length, np.diff(rounded, prepend=0) // new_length

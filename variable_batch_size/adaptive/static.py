@@ -1,4 +1,4 @@
-"""A batch size that is proportional to the number of devices."""
+"""Controllers that measure nothing: the same batch size, or one that is proportional to the devices."""
 
 from __future__ import annotations
 
@@ -39,3 +39,33 @@ class PerDevice:
     def __call__(self, input: ControlInput, /) -> int:
         """Return the samples of all devices."""
         return self.samples * input.devices
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ConstantBatch:
+    """Controller that keeps the batch size, so that only the time of an update depends on the devices.
+
+    Use when: the updates are to be the same whatever devices there are; it is what others are compared with.
+    Fails when: there are more devices than the batch size keeps busy.
+    Source: this is what a training does without a controller.
+
+    >>> ConstantBatch(1024)(ControlInput(devices=3))
+    1024
+
+    Args:
+        batch_size: samples of each update, in [1, 2**53].
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is not in this range.
+    """
+
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch_size", check_int(self.batch_size, "batch_size", 1, MAX_INT))
+
+    def __call__(self, input: ControlInput, /) -> int:
+        """Return the batch size."""
+        return self.batch_size
