@@ -39,7 +39,7 @@ def cores(pairs: int) -> None:
     """Compare on this PyTorch/XLA core."""
     import torch_xla
 
-    backend = vbs.XlaBackend()
+    backend = vbs.backend.XlaBackend()
     where = f"XLA, {backend.world.size} core{'s' if backend.world.size > 1 else ''}"
     compare(SMALL, pairs, where, SIDES, [1, 4], barrier=backend.barrier, device=torch_xla.device())
 

@@ -65,7 +65,7 @@ def process(rank: int, world: int, address: str, folder: str, pairs: int) -> Non
 def core(folder: str, pairs: int) -> None:
     import torch_xla
 
-    backend = vbs.XlaBackend()
+    backend = vbs.backend.XlaBackend()
     compare(f"XLA, {backend.world.size} cores", pairs, folder, backend.barrier, torch_xla.device())
 
 

@@ -59,7 +59,7 @@ REF, UPDATES = 32, 4096  # reference batch size in samples, and T
 HELD_OUT = 10_000  # training samples that tuning evaluates on
 CHANCE = 0.12  # the most frequent class is 11.35 % of the test set of MNIST
 INNER: dict[str, Any] = {"SGD": functools.partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam}
-RULES = {  # names in vbs.RULES
+RULES = {  # names in vbs.rules.RULES
     "SGD": ["constant", "linear", "root", "linear-momentum", "legw", "adascale"],
     "Adam": ["constant", "root", "sqrt-sde", "adamscale"],
 }
@@ -139,7 +139,7 @@ def train(run: Run) -> Outcome:
     microbatch = max(REF, batch // 16) if run.rule in BY_PROGRESS else min(batch, 512)
     sampler = vbs.CustomSampler(size, batch, 1, 0, microbatch, run.seed, drop_last=True)
     inner = INNER[run.optimizer](model.parameters(), lr=run.lr)
-    rule = vbs.LEGWRule(warmup_updates=run.updates / 256) if run.rule == "legw" else run.rule
+    rule = vbs.rules.LEGWRule(warmup_updates=run.updates / 256) if run.rule == "legw" else run.rule
     try:
         optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=REF, rule=rule)
     except ValueError:

@@ -23,7 +23,7 @@ def by_hand(make: Make, batches: Batches, *, fused: bool = False) -> Callable[[]
     """Return a function that makes one update without the library; `fused`: the last microbatch and the update."""
     import torch_xla
 
-    backend = vbs.XlaBackend()
+    backend = vbs.backend.XlaBackend()
     model = make().to(batches[0][0].device)
     vbs.broadcast_parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
@@ -46,7 +46,7 @@ def cores(pairs: int) -> None:
     """Compare on this PyTorch/XLA core."""
     import torch_xla
 
-    backend = vbs.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
+    backend = vbs.backend.XlaBackend()  # on a CPU, its step marker waits for the computation of this core
     sides = {
         "linear rule / accumulation by hand": (linear, by_hand),
         "linear rule / accumulation by hand in one graph less": (linear, partial(by_hand, fused=True)),

@@ -1,4 +1,4 @@
-"""A Sphinx extension: the page of learning-rate rules, rendered from `vbs.RULES` and the docstrings of the rules."""
+"""A Sphinx extension: the page of learning-rate rules, from `vbs.rules.RULES` and the docstrings of the rules."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def description(rule: type[Any]) -> dict[str, str]:
 
 
 def rule_table() -> str:
-    """Return a table of all rules in Markdown, in the order of `vbs.RULES`."""
+    """Return a table of all rules in Markdown, in the order of `vbs.rules.RULES`."""
     rows = ["| rule | optimizer | scales | progress | use it for | source |", "|---|---|---|---|---|---|"]
     named = optimizers()
-    for name, rule in vbs.RULES.items():
+    for name, rule in vbs.rules.RULES.items():
         about = description(rule)
         optimizer = f"`{named[name]}`" if name in named else ""
         source = about.get("Source", "").split(", arXiv")[0]
@@ -41,7 +41,7 @@ def rule_table() -> str:
 def rule_sections() -> str:
     """Return a section about each rule in Markdown."""
     named, sections = optimizers(), []
-    for name, rule in vbs.RULES.items():
+    for name, rule in vbs.rules.RULES.items():
         text, about = inspect.getdoc(rule) or "", description(rule)
         paragraphs = text.split("\n\nScales:")[0].split("\n\n")
         entries = [f"- **{entry}**: {about[entry]}." for entry in ENTRIES if entry in about]

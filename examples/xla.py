@@ -26,7 +26,7 @@ def train(epochs: int) -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128)
 
-    backend = vbs.XlaBackend()
+    backend = vbs.backend.XlaBackend()
     for epoch in vbs.remaining_epochs(sampler, optimizer, until=epochs):
         for update in vbs.updates(loader, optimizer):
             for data, target in update:

@@ -36,14 +36,14 @@ def train_in_process(rank: int, port: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     names = names_of("class StoreBackend", "def train")
     store = dist.TCPStore("localhost", port, is_master=False)
-    weights = names["train"](names["StoreBackend"](store, vbs.World(rank, size)))
+    weights = names["train"](names["StoreBackend"](store, vbs.backend.World(rank, size)))
     torch.save(weights, folder / f"rank{rank}.pt")
 
 
 def test_the_backend_of_the_page_connects_processes(tmp_path: Path) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     spawn(train_in_process, (store.port, 2, tmp_path), nprocs=2)
-    alone = names_of("class StoreBackend", "def train")["train"](vbs.LocalBackend())
+    alone = names_of("class StoreBackend", "def train")["train"](vbs.backend.LocalBackend())
     assert alone.abs().sum() > 0
     for rank in range(2):
         assert torch.equal(torch.load(tmp_path / f"rank{rank}.pt"), alone)
@@ -71,7 +71,9 @@ def test_the_rule_for_the_package_describes_itself() -> None:
     (block,) = blocks(PAGE, "py")
     exec(block, names)
     assert set(description(names["CubeRootRule"])) == {"Scales", "Progress", "Use when", "Fails when"}
-    assert names["CubeRootRule"]()(vbs.RuleInput(8 * 64, 64)) == vbs.Scaling(lr=pytest.approx(2.0), progress=8.0)
+    assert names["CubeRootRule"]()(vbs.rules.RuleInput(8 * 64, 64)) == vbs.rules.Scaling(
+        lr=pytest.approx(2.0), progress=8.0
+    )
 
 
 def test_the_trace_from_a_program_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ class Evaluation:
     """An evaluation of the first `n` values on one rank."""
 
     def __init__(self, n: int, backend: Backend | None = None, minibatch_size: int = 4, **options: Any) -> None:
-        backend = backend or vbs.LocalBackend()
+        backend = backend or vbs.backend.LocalBackend()
         world = backend.world
         self.sampler = vbs.EvaluationSampler(n, world.size, world.rank, minibatch_size, **options)
         self.metrics = vbs.Accumulator(self.sampler, backend=backend)
@@ -212,7 +212,7 @@ def test_set_epoch_starts_again() -> None:
 
 def test_the_backend_is_that_of_the_process() -> None:
     sampler = vbs.EvaluationSampler(4, 1, 0)
-    assert vbs.Accumulator(sampler)._source.backend.world == vbs.World()
+    assert vbs.Accumulator(sampler)._source.backend.world == vbs.backend.World()
 
 
 def test_rejects_other_sources_and_backends() -> None:
@@ -223,9 +223,9 @@ def test_rejects_other_sources_and_backends() -> None:
         ):
             vbs.Accumulator(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^an evaluation needs a sampler .* for rank 1 of 2 and .* rank 0 of 1; omit"):
-        vbs.Accumulator(vbs.EvaluationSampler(4, 2, 1), backend=vbs.LocalBackend())
+        vbs.Accumulator(vbs.EvaluationSampler(4, 2, 1), backend=vbs.backend.LocalBackend())
     with pytest.raises(ValueError, match=r"^an Accumulator of a training uses .*, got backend=LocalBackend; omit it"):
-        vbs.Accumulator(run.optimizer, backend=vbs.LocalBackend())
+        vbs.Accumulator(run.optimizer, backend=vbs.backend.LocalBackend())
 
 
 def test_numbers_of_numpy_need_no_device() -> None:

@@ -173,7 +173,7 @@ import torch.distributed as dist
 rank = int(sys.argv[2])
 with vbs.Preemption():
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3)
-    run = training(sizes=[5, 2, 9], backend=vbs.DistributedBackend())
+    run = training(sizes=[5, 2, 9], backend=vbs.backend.DistributedBackend())
     try:
         with checkpoint(folder / "saved", run) as saves:
             while True:

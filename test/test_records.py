@@ -117,7 +117,7 @@ def test_the_page_of_rules_shows_what_the_records_say(modules: Any) -> None:
     records, _ = modules
     text = (DOCS / "rules.md").read_text()
     table = text.split("| rule | 1x | 4x | 16x | 64x |\n")[1].split("\n\n")[0].replace("*", "")
-    names = {rule.replace("-", ""): rule for rule in vbs.RULES}
+    names = {rule.replace("-", ""): rule for rule in vbs.rules.RULES}
     rows = {row.key(): row for row in records.newest(records.read()) if row.on.startswith("MNIST, ")}
     for line in table.splitlines()[1:]:
         (kind, rule), *cells = line.split("|")[1].strip().split(", "), *map(str.strip, line.split("|")[2:-1])

@@ -45,9 +45,9 @@ def test_finds_state_that_updates_read_and_state_dict_omits() -> None:
     def build(backend: Backend) -> Any:
         calls: list[int] = []
 
-        def rule(update: vbs.RuleInput) -> vbs.Scaling:
+        def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
             calls.append(update.batch_size)
-            return vbs.Scaling(lr=len(calls))
+            return vbs.rules.Scaling(lr=len(calls))
 
         return builder(vbs.CustomOptimizer, rule=rule)(backend)
 

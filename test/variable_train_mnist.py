@@ -85,7 +85,7 @@ def train(flags: argparse.Namespace) -> None:
 
     # 4. The loop. Unlike a plain PyTorch loop, it calls step() after every backward(), although only the last one of an
     # update changes the weights, and it does not call zero_grad().
-    backend = vbs.detect(model.parameters())  # how the ranks communicate
+    backend = vbs.backend.detect(model.parameters())  # how the ranks communicate
     loss_fn = nn.CrossEntropyLoss()
     began = time.monotonic()
     backend.print0(f"{world.size} x {device.type}, rule {flags.rule}, {flags.epochs} epochs of {flags.trace}")
@@ -119,18 +119,18 @@ def train(flags: argparse.Namespace) -> None:
         raise SystemExit(21)
 
 
-def device_and_world(flags: argparse.Namespace) -> tuple[torch.device, vbs.World]:
+def device_and_world(flags: argparse.Namespace) -> tuple[torch.device, vbs.backend.World]:
     """Return the device of this rank, and the rank with the number of ranks."""
     if flags.device == "xla":
         import torch_xla
 
-        return torch_xla.device(), vbs.XlaBackend().world
+        return torch_xla.device(), vbs.backend.XlaBackend().world
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if flags.device == "cuda" else torch.device("cpu")
     if "RANK" in os.environ:  # torchrun started this process
         dist.init_process_group("nccl" if flags.device == "cuda" else "gloo")
-        return device, vbs.World(dist.get_rank(), dist.get_world_size())
-    return device, vbs.World()
+        return device, vbs.backend.World(dist.get_rank(), dist.get_world_size())
+    return device, vbs.backend.World()
 
 
 def make_model(seed: int) -> nn.Module:
@@ -161,7 +161,7 @@ def make_optimizer(
     options = {"tracker": tracker, "log_steps": flags.log_steps}
     if flags.rule == "legw":  # a rule with an argument, so its name alone is not enough
         return vbs.LEGWRuleOptimizer(inner, sampler, flags.ref_batchsize, warmup_epochs=flags.warmup_epochs, **options)
-    rule = vbs.PowerRule(flags.exponent) if flags.rule == "power" else flags.rule
+    rule = vbs.rules.PowerRule(flags.exponent) if flags.rule == "power" else flags.rule
     return vbs.CustomOptimizer(inner, sampler, flags.ref_batchsize, rule=rule, **options)
 
 
@@ -202,7 +202,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device, metrics
 
 
 def report(
-    optimizer: vbs.CustomOptimizer, best: float, seconds: float, device: torch.device, backend: vbs.Backend
+    optimizer: vbs.CustomOptimizer, best: float, seconds: float, device: torch.device, backend: vbs.backend.Backend
 ) -> None:
     """Print the table at the end."""
     rows = {
@@ -228,7 +228,7 @@ def parse() -> argparse.Namespace:
         default=os.path.relpath(TRACES / "test_trace.csv"),
         help='CSV file, or a schedule such as "0:128 500:256"',
     )
-    add("--rule", choices=list(vbs.RULES), default="linear", help="how lr follows the batch size")
+    add("--rule", choices=list(vbs.rules.RULES), default="linear", help="how lr follows the batch size")
     add("--epochs", type=int, default=5)
     add("--lr", type=float, help="learning rate at ref-batchsize; by default 0.01, for Adam 0.001")
     add("--momentum", type=float, default=0.5)

@@ -127,8 +127,8 @@ class EvaluationSource:
             raise ValueError(
                 f"an evaluation needs a sampler that deals for this rank, but it deals for rank {sampler.world.rank} "
                 f"of {sampler.world.size} and the {type(backend).__name__} is rank {backend.world.rank} of "
-                f"{backend.world.size}; omit num_replicas and rank, or pass backend=vbs.LocalBackend() to evaluate the "
-                f"whole dataset on one rank"
+                f"{backend.world.size}; omit num_replicas and rank, or pass backend=vbs.backend.LocalBackend() to "
+                f"evaluate the whole dataset on one rank"
             )
         self.backend = backend
         self._agreement: Agreement | None = None

@@ -18,7 +18,7 @@ import variable_batch_size as vbs
 
 REF = 16  # the batch size at which LEARNING_RATE was tuned
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
-RULE = vbs.RULES["root"]()
+RULE = vbs.rules.RULES["root"]()
 Tree = Any
 
 
@@ -43,14 +43,14 @@ def update(params: Tree, velocity: Tree, gradient: Tree, learning_rate: Any) -> 
     return jax.tree.map(lambda p, v: p - learning_rate * v, params, velocity), velocity
 
 
-def check_rule(rule: vbs.Rule) -> None:
+def check_rule(rule: vbs.rules.Rule) -> None:
     """Raise ValueError if a rule scales anything besides the learning rate, because `update` does not."""
-    scaling = rule(vbs.RuleInput(2 * REF, REF))
+    scaling = rule(vbs.rules.RuleInput(2 * REF, REF))
     others = {field.name for field in fields(scaling)} - {"lr", "progress"}
     if left_out := sorted(name for name in others if getattr(scaling, name) != 1):
         raise ValueError(
             f"the rule must scale the learning rate only, but {rule} also has the factors {', '.join(left_out)}, which "
-            f"this loop leaves out; use vbs.RULES['linear'], for example, or apply them in update()"
+            f"this loop leaves out; use vbs.rules.RULES['linear'], for example, or apply them in update()"
         )
 
 
@@ -73,7 +73,7 @@ def train(x: Any, target: Any, sampler: vbs.CustomSampler, params: Tree, velocit
                 weight = step.microbatch(number, sampler.world).samples / step.batch_size
                 total = accumulate(total, params, x[rows], target[rows], weight)
             loss, gradient = total
-            scaling = RULE(vbs.RuleInput(step.batch_size, REF, updates=clock.step, samples=clock.samples))
+            scaling = RULE(vbs.rules.RuleInput(step.batch_size, REF, updates=clock.step, samples=clock.samples))
             params, velocity = update(params, velocity, gradient, LEARNING_RATE * scaling.lr)
             clock.advance(step.batch_size)  # commits the update: the next epoch, and sampler.state_dict(), follow it
             losses.append(float(loss))

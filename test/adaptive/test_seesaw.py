@@ -47,9 +47,15 @@ def test_seesaw_is_for_rules_that_take_the_root(wrap: Any) -> None:
         sampler = vbs.CustomSampler(100, vbs.AdaptiveTrace(controller, bounds=(8, 64)), 1, 0, 4)
         vbs.CustomOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]), sampler, 32, rule=rule)
 
-    for rule in (vbs.RootRule(), vbs.PowerRule(0.5), vbs.RootHalfLifeRule()):
+    for rule in (vbs.rules.RootRule(), vbs.rules.PowerRule(0.5), vbs.rules.RootHalfLifeRule()):
         training(rule)
-    for rule in (vbs.LinearRule(), vbs.PowerRule(0.6), vbs.ConstantRule(), vbs.AdaScaleRule(), vbs.AdamScaleRule()):
+    for rule in (
+        vbs.rules.LinearRule(),
+        vbs.rules.PowerRule(0.6),
+        vbs.rules.ConstantRule(),
+        vbs.rules.AdaScaleRule(),
+        vbs.rules.AdamScaleRule(),
+    ):
         with pytest.raises(
             ValueError, match=r"^Seesaw needs a rule that multiplies lr by the root of B / ref_batchsize"
         ):

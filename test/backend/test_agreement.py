@@ -21,13 +21,13 @@ from helpers.agreements import OfStore, agreements, in_threads, message_of
 from helpers.properties import examples
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
-from variable_batch_size.backend.process import has_ended, identity
+from variable_batch_size.backend.parting import has_ended, identity
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
 
 Result = TypeVar("Result")
 LONG = 3_000  # updates; no rank makes that many
-IDENTITY = "from variable_batch_size.backend.process import identity; print(identity(), flush=True)"
+IDENTITY = "from variable_batch_size.backend.parting import identity; print(identity(), flush=True)"
 texts = st.lists(st.text(st.characters(exclude_categories=()), max_size=30), min_size=1, max_size=4)
 
 

@@ -58,7 +58,7 @@ def test_updates_equal_those_of_one_big_batch(ranks: list[dict[str, Any]]) -> No
 def test_the_sampler_and_the_optimizer_detect_the_world(ranks: list[dict[str, Any]]) -> None:
     for i, rank in enumerate(ranks):
         world, weights = rank["detected_world"]
-        assert world == vbs.World(i, len(ranks))
+        assert world == vbs.backend.World(i, len(ranks))
         assert_equal(weights, ranks[0]["detected_world"][1], 0)
 
 
@@ -69,7 +69,7 @@ def test_ranks_communicate_on_a_device_of_the_process_group(
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert vbs.DistributedBackend().device.type == kind
+    assert vbs.backend.DistributedBackend().device.type == kind
 
 
 def test_an_evaluation_detects_the_world(ranks: list[dict[str, Any]]) -> None:
@@ -125,7 +125,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: list[dict[str, A
 def test_a_subgroup_trains_alone(ranks: list[dict[str, Any]]) -> None:
     for i, rank in enumerate(ranks[-2:]):
         world, weights = rank["subgroup"]
-        assert world == vbs.World(i, 2)
+        assert world == vbs.backend.World(i, 2)
         assert_equal(weights, twin(vbs.LinearRuleOptimizer, SIZES))
 
 

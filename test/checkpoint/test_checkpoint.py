@@ -299,7 +299,7 @@ def test_processes_save_and_restore(tmp_path: Path) -> None:
 import torch.distributed as dist
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-run = training(backend=vbs.DistributedBackend()).run(3)
+run = training(backend=vbs.backend.DistributedBackend()).run(3)
 torch.manual_seed(rank)
 with checkpoint(folder / "saved", run) as saves:
     saves.save()

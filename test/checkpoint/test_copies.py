@@ -32,7 +32,7 @@ TENSORS: dict[str, Tensor] = {
 
 
 def copies_of() -> Copies:
-    return Copies(vbs.LocalBackend())
+    return Copies(vbs.backend.LocalBackend())
 
 
 def dense(tensor: Tensor) -> Tensor:

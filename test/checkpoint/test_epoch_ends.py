@@ -80,9 +80,9 @@ def train(
 @given(stop=st.integers(1, 9), every=st.sampled_from([1, 1, 2, 3]), loop=st.sampled_from(["range", "while"]))
 def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind: Any, stop: int, every: int, loop: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        whole, lines = train(Path(folder, "a"), vbs.LocalBackend(), loop=loop, kind=kind)
-        _, before = train(Path(folder, "b"), vbs.LocalBackend(), stop=stop, every=every, loop=loop, kind=kind)
-        restored, after = train(Path(folder, "b"), vbs.LocalBackend(), every=every, loop=loop, kind=kind)
+        whole, lines = train(Path(folder, "a"), vbs.backend.LocalBackend(), loop=loop, kind=kind)
+        _, before = train(Path(folder, "b"), vbs.backend.LocalBackend(), stop=stop, every=every, loop=loop, kind=kind)
+        restored, after = train(Path(folder, "b"), vbs.backend.LocalBackend(), every=every, loop=loop, kind=kind)
     assert [line[0] for line in lines] == [0, 1, 2]
     found = {line[0]: line for line in before + after}
     assert [found[epoch] for epoch in range(3)] == lines
@@ -92,9 +92,9 @@ def test_a_restored_loop_ends_its_epochs_as_an_uninterrupted_one(kind: Any, stop
 
 @pytest.mark.parametrize("loading", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_it_does_so_with_workers(loading: dict[str, Any], tmp_path: Path) -> None:
-    whole, lines = train(tmp_path / "a", vbs.LocalBackend(), **loading)
-    _, before = train(tmp_path / "b", vbs.LocalBackend(), stop=3, **loading)
-    restored, after = train(tmp_path / "b", vbs.LocalBackend(), **loading)
+    whole, lines = train(tmp_path / "a", vbs.backend.LocalBackend(), **loading)
+    _, before = train(tmp_path / "b", vbs.backend.LocalBackend(), stop=3, **loading)
+    restored, after = train(tmp_path / "b", vbs.backend.LocalBackend(), **loading)
     assert before + after == lines
     assert_equal(restored.weights(), whole.weights(), 0)
 
@@ -108,16 +108,16 @@ def test_it_does_so_on_several_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loading", [{}, {"num_workers": 2}])
 def test_a_step_after_each_epoch_saves_its_end_as_done(loading: dict[str, Any], tmp_path: Path) -> None:
-    whole, lines = train(tmp_path / "a", vbs.LocalBackend(), once=True, **loading)
-    _, before = train(tmp_path / "b", vbs.LocalBackend(), stop=7, once=True, **loading)
-    restored, after = train(tmp_path / "b", vbs.LocalBackend(), once=True, **loading)
+    whole, lines = train(tmp_path / "a", vbs.backend.LocalBackend(), once=True, **loading)
+    _, before = train(tmp_path / "b", vbs.backend.LocalBackend(), stop=7, once=True, **loading)
+    restored, after = train(tmp_path / "b", vbs.backend.LocalBackend(), once=True, **loading)
     assert [line[0] for line in after] == [2]
     assert before + after == lines
     assert_equal(restored.weights(), whole.weights(), 0)
 
 
 def test_an_end_that_was_read_is_not_pending_in_later_saves(tmp_path: Path) -> None:
-    train(tmp_path, vbs.LocalBackend(), stop=3)
+    train(tmp_path, vbs.backend.LocalBackend(), stop=3)
     run = training(sizes=SIZES, dataset_size=SAMPLES, sampling={"on_end": "cycle"})
     scheduler, metrics = StepLR(run.optimizer, step_size=1, gamma=0.5), vbs.Accumulator(run.optimizer)
     with checkpoint(tmp_path, run, scheduler=scheduler, metrics=metrics) as saves:

@@ -35,7 +35,7 @@ import os, time
 import torch.distributed as dist
 rank = int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-run = training(backend=vbs.DistributedBackend())
+run = training(backend=vbs.backend.DistributedBackend())
 with checkpoint(folder / "saved", run, every=2) as saves:
     for _ in range(5):
         run.run(1)

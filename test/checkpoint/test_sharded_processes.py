@@ -32,7 +32,7 @@ from variable_batch_size.checkpoint import shards
 shards.SMALLEST = 1
 rank, size = map(int, sys.argv[2:4])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
-run = wide(vbs.DistributedBackend())
+run = wide(vbs.backend.DistributedBackend())
 saves = checkpoint(folder / "saved", run, every=1, keep=1)
 assert not saves.restore()
 run.run(1)

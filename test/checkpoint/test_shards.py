@@ -100,7 +100,7 @@ def test_what_the_ranks_write_together_is_the_state(
         for rank in data.draw(st.permutations(ranks)):
             assert not path.exists()
             own = {name: tensor for name, tensor in encoded.tensors.items() if writers.get(name, 0) == rank}
-            tensors = own if wait else Copies(vbs.LocalBackend()).take(own)
+            tensors = own if wait else Copies(vbs.backend.LocalBackend()).take(own)
             described = {name: format.described(tensor) for name, tensor in encoded.tensors.items()}
             Publisher(folder, 1, agreements[rank], "test").write(Save(1, path, ranks, tensors, {}, described, facts))
         loaded = vbs.read_checkpoint(path)["parts"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.splitting import split_sizes
+from variable_batch_size.data.fit import BatchFit
 
 # ------------------------------------------------------------------------------------------------- the best split
 
@@ -40,7 +41,11 @@ def test_fit_is_the_best_of_all_sizes(fixed_shape: bool, batches: range) -> None
                 tried = rounds, rows - batch, m, len(sizes)
                 best[world] = min(best.get(world, tried), tried)
                 rounds, _, size, count = best[world]
-                assert vbs.fit(batch, m, world, fixed_shape=fixed_shape) == (size, rounds, count), (batch, m, world)
+                assert vbs.fit_batch(batch, m, world, fixed_shape=fixed_shape) == (size, rounds, count), (
+                    batch,
+                    m,
+                    world,
+                )
 
 
 @examples(60)
@@ -54,7 +59,7 @@ def test_fit_is_the_best_of_all_sizes(fixed_shape: bool, batches: range) -> None
 def test_a_sampler_needs_as_many_rounds_as_fit_says(
     batch: int, largest: int, world: int, tail: int, fixed_shape: bool
 ) -> None:
-    size, rounds, microbatches = vbs.fit(batch, largest, world, fixed_shape=fixed_shape)
+    size, rounds, microbatches = vbs.fit_batch(batch, largest, world, fixed_shape=fixed_shape)
     assert size <= largest
     samplers = [
         vbs.CustomSampler(batch + tail, [batch, 1], world, rank, size, on_end="hold", fixed_shape=fixed_shape)
@@ -69,17 +74,21 @@ def test_a_sampler_needs_as_many_rounds_as_fit_says(
 
 
 def test_fit_of_a_large_batch_uses_the_same_split() -> None:
-    fit = vbs.fit(65536, 4096, 8, fixed_shape=True)
-    assert fit == vbs.Fit(minibatch_size=4096, rounds=2, microbatches=16)
-    size, rounds, count = vbs.fit(65521, 4000, 7, fixed_shape=True)
+    fit = vbs.fit_batch(65536, 4096, 8, fixed_shape=True)
+    assert fit == BatchFit(minibatch_size=4096, rounds=2, microbatches=16)
+    size, rounds, count = vbs.fit_batch(65521, 4000, 7, fixed_shape=True)
     assert (rounds, count) == (3, len(split_sizes(65521, size, True)))
-    assert vbs.fit(2**53, 1024, 8, fixed_shape=True).rounds == 2**40
+    assert vbs.fit_batch(2**53, 1024, 8, fixed_shape=True).rounds == 2**40
 
 
 def test_fit_spreads_a_small_batch_over_the_ranks() -> None:
-    assert vbs.fit(12, 32, 4, fixed_shape=True) == (3, 1, 4)
-    assert vbs.fit(7, 8, 4, fixed_shape=True) == (2, 1, 4)  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
-    assert vbs.fit(3, 8, 8, fixed_shape=True) == (1, 1, 3)
+    assert vbs.fit_batch(12, 32, 4, fixed_shape=True) == (3, 1, 4)
+    assert vbs.fit_batch(7, 8, 4, fixed_shape=True) == (
+        2,
+        1,
+        4,
+    )  # 2 + 2 + 2 + 1, not 7 on one rank and replays on three
+    assert vbs.fit_batch(3, 8, 8, fixed_shape=True) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", 2**53 + 1, None])
@@ -89,7 +98,7 @@ def test_fit_rejects_wrong_numbers(name: str, value: Any) -> None:
     with pytest.raises(
         ValueError if type(value) is int else TypeError, match=f"^{name} must be an integer >= 1.*, got .*; pass"
     ):
-        vbs.fit(**numbers)
+        vbs.fit_batch(**numbers)
 
 
 # ------------------------------------------------------------------------------------- the largest that memory holds

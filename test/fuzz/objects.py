@@ -40,11 +40,11 @@ class FailingRule:
     def needs_noise(self) -> bool:
         return bool(getattr(self.rule, "needs_noise", False))
 
-    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
+    def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
         if self.armed:
             self.armed = False
             raise PlantedError("rule")
-        scaling: vbs.Scaling = self.rule(update)
+        scaling: vbs.rules.Scaling = self.rule(update)
         return scaling
 
 
@@ -114,8 +114,8 @@ def create_rule(rule: RuleCase, faulty: bool) -> Any:
     """A rule or its name; a faulty one can be armed to raise."""
     if rule.by_name and not faulty:
         return rule.name
-    created: Any = vbs.RULES[rule.name](**({"warmup_updates": rule.warmup} if rule.name == "legw" else {}))
-    created = vbs.ConstantTimescale(created) if rule.timescale else created
+    created: Any = vbs.rules.RULES[rule.name](**({"warmup_updates": rule.warmup} if rule.name == "legw" else {}))
+    created = vbs.rules.ConstantTimescale(created) if rule.timescale else created
     return FailingRule(created) if faulty else created
 
 

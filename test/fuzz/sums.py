@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 import variable_batch_size as vbs
 from helpers.ddp_jobs import OPTIONS, WRAPPERS, results
 from helpers.models import Experts
-from helpers.reference import EQUATIONS, Array, SurgeOptimizer, Training, Update, filled, network, training
+from helpers.reference import EQUATIONS, Array, Training, Update, filled, network, training
 from helpers.sharded_jobs import NAMES, Layout
 
 RANKS = 4
@@ -123,13 +123,15 @@ def build(case: Case, by: str, ranks: int, meshes: Meshes) -> Training:
     if case.tied:
         model.common.weight = model.rare.weight
     group = meshes.groups[ranks - 1] if by in ("plain", "ddp") else None
-    found: dict[str, Any] = {"backend": vbs.LocalBackend() if by == "alone" else vbs.DistributedBackend(group)}
+    found: dict[str, Any] = {
+        "backend": vbs.backend.LocalBackend() if by == "alone" else vbs.backend.DistributedBackend(group)
+    }
     if by == "ddp":
         model = DistributedDataParallel(model, process_group=group, **case.wrapper)
     elif by == "fsdp":
         mesh = meshes.fsdp[ranks - 1]
         model = Layout(shards=ranks).shard(model, mesh, by_layer=len(case.sizes) % 2 > 0)
-        found["backend"] = vbs.DistributedBackend(mesh["shards"].get_group())
+        found["backend"] = vbs.backend.DistributedBackend(mesh["shards"].get_group())
     elif by in LAYOUTS:
         layout, mesh = LAYOUTS[by], meshes.others[by]
         model = layout.shard(model, mesh, by_layer=len(case.sizes) % 2 > 0)
@@ -175,7 +177,11 @@ def train(case: Case, run: Training, end: int) -> None:
 
 
 def needs_noise(case: Case) -> bool:
-    return "noise" in case.options or case.kind in (vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer, SurgeOptimizer)
+    return "noise" in case.options or case.kind in (
+        vbs.AdaScaleOptimizer,
+        vbs.AdamScaleOptimizer,
+        vbs.SurgeRuleOptimizer,
+    )
 
 
 def state_of(run: Training) -> Any:

@@ -123,7 +123,7 @@ def equation_of(case: Case, rule: RuleCase, batch_size: int, number: int) -> Rul
     if not rule.timescale:
         return plain
 
-    def timescaled(*noise: float) -> vbs.Scaling:
+    def timescaled(*noise: float) -> vbs.rules.Scaling:
         by = plain(*noise)
         return replace(by, weight_decay=batch_size / case.ref_batchsize / by.lr)
 

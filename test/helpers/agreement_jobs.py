@@ -88,7 +88,7 @@ def rank(number: int, folder: Path, size: int, how: str) -> None:
             model = DistributedDataParallel(network()) if wrapper else network()
             run = training(
                 vbs.ConstantOptimizer, [8], dataset_size=samples, hyperparameters={"lr": 1e-3, "weight_decay": 0.01},
-                model=model, backend=vbs.DistributedBackend(),
+                model=model, backend=vbs.backend.DistributedBackend(),
             )  # fmt: skip
             odd = number == size - 1
             if how == "before an epoch ends":

@@ -48,8 +48,8 @@ def wrapped(model: nn.Module | None = None, **options: Any) -> DistributedDataPa
     return DistributedDataParallel(model or network(), **options)
 
 
-def here() -> vbs.Backend:
-    return vbs.DistributedBackend() if dist.is_initialized() else vbs.LocalBackend()
+def here() -> vbs.backend.Backend:
+    return vbs.backend.DistributedBackend() if dist.is_initialized() else vbs.backend.LocalBackend()
 
 
 def either(model: nn.Module, ddp: bool, **options: Any) -> nn.Module:

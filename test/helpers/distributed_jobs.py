@@ -70,7 +70,7 @@ def exact_batches(folder: Path) -> list[Any]:
             reduction=case.reduction,
             dtype=case.dtype,
             sampling={"seed": case.seed, "fixed_shape": case.fixed_shape},
-            backend=vbs.DistributedBackend(),
+            backend=vbs.backend.DistributedBackend(),
         )
         .run(len(case.sizes))
         .weights()
@@ -122,7 +122,7 @@ def collectives(folder: Path) -> list[dict[torch.dtype, int]]:
     """Return the collectives of each update, without and with a GradScaler; the first one also compares the ranks."""
     counts = []
     for enabled in (False, True):
-        run = training(model=filled(Mixed(*DTYPES)), backend=vbs.DistributedBackend())
+        run = training(model=filled(Mixed(*DTYPES)), backend=vbs.backend.DistributedBackend())
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=enabled)
         with count_collectives() as calls:
             for indices in run.sampler:
@@ -137,13 +137,13 @@ def collectives(folder: Path) -> list[dict[torch.dtype, int]]:
 
 def half_precision(folder: Path) -> Any:
     return {
-        dtype: training(vbs.RootRuleOptimizer, dtype=dtype, backend=vbs.DistributedBackend()).run(7).weights()
+        dtype: training(vbs.RootRuleOptimizer, dtype=dtype, backend=vbs.backend.DistributedBackend()).run(7).weights()
         for dtype in DTYPES
     }
 
 
 def experts(folder: Path) -> Any:
-    run = training(model=filled(Experts()), backend=vbs.DistributedBackend(), find_unused_parameters=True)
+    run = training(model=filled(Experts()), backend=vbs.backend.DistributedBackend(), find_unused_parameters=True)
     return run.run(len(SIZES)).weights()
 
 
@@ -156,13 +156,13 @@ def broadcast(folder: Path) -> Any:
 def rule_with_an_address_in_its_repr(folder: Path) -> int:
     """Train with a lambda, whose address differs between processes."""
     heap = [object() for _ in range(1000 * dist.get_rank())]  # shifts the addresses of later objects
-    rule: Callable[[vbs.RuleInput], vbs.Scaling] = lambda update: vbs.Scaling(lr=0.5)  # noqa: E731
-    run = training(vbs.CustomOptimizer, rule=rule, backend=vbs.DistributedBackend()).run(2)
+    rule: Callable[[vbs.rules.RuleInput], vbs.rules.Scaling] = lambda update: vbs.rules.Scaling(lr=0.5)  # noqa: E731
+    run = training(vbs.CustomOptimizer, rule=rule, backend=vbs.backend.DistributedBackend()).run(2)
     return run.optimizer.updates + 0 * len(heap)
 
 
 def overflow_on_rank_1(folder: Path) -> Any:
-    run = training(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, backend=vbs.DistributedBackend())
+    run = training(vbs.RootRuleOptimizer, SIZES[:4], dataset_size=61, backend=vbs.backend.DistributedBackend())
     scaler = torch.amp.GradScaler("cpu")
     updates = 0
     for number, indices in enumerate(run.sampler):
@@ -179,15 +179,15 @@ def subgroup(folder: Path) -> Any:
     group = dist.new_group([size - 2, size - 1])
     if rank < size - 2:
         return None
-    backend = vbs.DistributedBackend(group)
+    backend = vbs.backend.DistributedBackend(group)
     return backend.world, training(backend=backend).run(len(SIZES)).weights()
 
 
 def stores(folder: Path) -> list[bytes]:
     """Return what the last rank has written: to the group's store, and to the default store of any backend."""
-    backend, values = vbs.DistributedBackend(), []
+    backend, values = vbs.backend.DistributedBackend(), []
     last = backend.world.rank == backend.world.size - 1
-    for store in (backend.store(), vbs.Backend.store(backend)):
+    for store in (backend.store(), vbs.backend.Backend.store(backend)):
         if last:
             store.set("key", "value of the last rank")
         values.append(store.get("key"))
@@ -198,7 +198,7 @@ def stores(folder: Path) -> list[bytes]:
 def resume_in_another_world(folder: Path) -> Any:
     """Train for 3 updates in the first world; resume in the second one."""
     path, world = folder / "checkpoint.pt", dist.get_world_size()
-    run = training(minibatch_size=4 if world == 3 else 6, backend=vbs.DistributedBackend())
+    run = training(minibatch_size=4 if world == 3 else 6, backend=vbs.backend.DistributedBackend())
     if world == WORLDS[0]:
         run.run(3)
         if dist.get_rank() == 0:
@@ -212,7 +212,7 @@ def resume_in_another_world(folder: Path) -> Any:
 
 def error_messages(folder: Path) -> dict[str, str]:
     """Return the error message of each mistake."""
-    rank, backend = dist.get_rank(), vbs.DistributedBackend()
+    rank, backend = dist.get_rank(), vbs.backend.DistributedBackend()
 
     def wrapped(*, ours: bool, **options: Any) -> None:
         """In every backward of a DistributedDataParallel that the optimizer does not know."""
@@ -265,7 +265,7 @@ def gains(folder: Path) -> tuple[list[list[float]], list[dict[torch.dtype, int]]
     """Return AdaScale's gains in float64 and float32, and the collectives of each update but the first."""
     found, messages = [], []
     for dtype in (torch.float64, torch.float32):
-        run = training(vbs.AdaScaleOptimizer, dtype=dtype, backend=vbs.DistributedBackend()).run(1)
+        run = training(vbs.AdaScaleOptimizer, dtype=dtype, backend=vbs.backend.DistributedBackend()).run(1)
         found.append([])
         for _ in SIZES[1:]:
             with count_collectives() as calls:

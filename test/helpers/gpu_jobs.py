@@ -20,7 +20,7 @@ TIMEOUT = timedelta(seconds=60)  # that a process waits for the others
 
 def weights(kind: type[vbs.CustomOptimizer], dtype: torch.dtype, norm: float | None, device: str) -> list[Any]:
     """Return the weights of a training of one of the cases in this world."""
-    backend = vbs.DistributedBackend() if dist.is_initialized() else vbs.LocalBackend()
+    backend = vbs.backend.DistributedBackend() if dist.is_initialized() else vbs.backend.LocalBackend()
     run = training(kind, SIZES, dtype=dtype, max_grad_norm=norm, device=device, backend=backend)
     return run.run(len(SIZES)).weights()
 

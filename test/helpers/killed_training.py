@@ -50,7 +50,7 @@ class Run:
     def start(
         self,
         minibatch_size: int,
-        backend: vbs.Backend | None = None,
+        backend: vbs.backend.Backend | None = None,
         device: torch.device | None = None,
         by: str = "plain",
     ) -> Training:
@@ -121,7 +121,7 @@ def journal_path(folder: Path, attempt: int, rank: int | str) -> Path:
 
 def train(folder: Path, run: Run, attempt: Attempt) -> None:
     """Train on one rank; it writes its state after the last update to `end<rank>.pt`."""
-    backend: vbs.Backend = vbs.XlaBackend() if attempt.cores else vbs.DistributedBackend()
+    backend: vbs.backend.Backend = vbs.backend.XlaBackend() if attempt.cores else vbs.backend.DistributedBackend()
     device = torch.device("xla" if attempt.cores else "cpu")
     journal = Journal(folder, attempt.number, backend.world.rank)
     resumed = run.start(attempt.minibatch_size, backend, device if attempt.cores else None, attempt.by)

@@ -60,7 +60,7 @@ class Update:
         return Update(k, u, epoch, gain, noise_scale / ref_batchsize, ref_batchsize)
 
 
-def rule_at(factors: Callable[[Update], vbs.Scaling], *at: float) -> Rule:
+def rule_at(factors: Callable[[Update], vbs.rules.Scaling], *at: float) -> Rule:
     """The factors of an update, whose batch size, number and so on are those of `Update.of`, for the noise measured."""
     return lambda gain, noise_scale: factors(Update.of(*at, gain=gain, noise_scale=noise_scale))
 
@@ -69,7 +69,7 @@ def rule_at(factors: Callable[[Update], vbs.Scaling], *at: float) -> Rule:
 class Equation:
     """The factors of an optimizer class, as its paper gives them, and the arguments to create it."""
 
-    factors: Callable[[Update], vbs.Scaling]
+    factors: Callable[[Update], vbs.rules.Scaling]
     inners: Sequence[type[torch.optim.Optimizer]] = (torch.optim.SGD, torch.optim.Adam)  # the first by default
     any_inner: bool = True  # whether it accepts any inner optimizer
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the constructor
@@ -78,22 +78,6 @@ class Equation:
 
 WARMUP = 5.5  # epochs
 EXPONENT = 0.3
-
-
-# Rules without an optimizer of their own in the package.
-class PowerOptimizer(vbs.CustomOptimizer):
-    rule_name = "power"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, rule=vbs.PowerRule(EXPONENT), **options)
-
-
-class RootHalfLifeOptimizer(NamedOptimizer):
-    rule_name = "root-half-life"
-
-
-class SurgeOptimizer(NamedOptimizer):
-    rule_name = "surge"
 
 
 def surge(at: Update) -> float:
@@ -106,49 +90,49 @@ def surge(at: Update) -> float:
     return f_of_k / f_of_1
 
 
-# The equations of the papers, written independently of the package. Every rule in `vbs.RULES` gets every test of
+# The equations of the papers, written independently of the package. Every rule in `vbs.rules.RULES` gets every test of
 # test_contract.py: one that is not listed here is compared with what its own class returns.
 EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
-    vbs.ConstantOptimizer: Equation(lambda at: vbs.Scaling()),
+    vbs.ConstantOptimizer: Equation(lambda at: vbs.rules.Scaling()),
     vbs.LinearRuleOptimizer: Equation(  # Goyal et al. 2017, section 2.1
-        lambda at: vbs.Scaling(lr=at.k, progress=at.k)
+        lambda at: vbs.rules.Scaling(lr=at.k, progress=at.k)
     ),
     vbs.RootRuleOptimizer: Equation(  # Krizhevsky 2014, section 5
-        lambda at: vbs.Scaling(lr=at.k**0.5, progress=at.k)
+        lambda at: vbs.rules.Scaling(lr=at.k**0.5, progress=at.k)
     ),
-    PowerOptimizer: Equation(lambda at: vbs.Scaling(lr=at.k**EXPONENT, progress=at.k)),
+    vbs.PowerRuleOptimizer: Equation(lambda at: vbs.rules.Scaling(lr=at.k**EXPONENT, progress=at.k)),
     vbs.LinearRuleMomentumOptimizer: Equation(  # Goyal et al. 2017, equation 9
-        lambda at: vbs.Scaling(gradient=at.k, weight_decay=at.k, progress=at.k),
+        lambda at: vbs.rules.Scaling(gradient=at.k, weight_decay=at.k, progress=at.k),
         inners=(torch.optim.SGD,),
         any_inner=False,
     ),
     vbs.SqrtSDERuleOptimizer: Equation(  # Malladi et al. 2022, section 5
-        lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, progress=at.k),
+        lambda at: vbs.rules.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, progress=at.k),
         inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
         any_inner=False,
     ),
-    RootHalfLifeOptimizer: Equation(  # Marek et al. 2025, equation 2
-        lambda at: vbs.Scaling(lr=at.k**0.5, beta2_power=at.k, progress=at.k),
+    vbs.RootHalfLifeRuleOptimizer: Equation(  # Marek et al. 2025, equation 2
+        lambda at: vbs.rules.Scaling(lr=at.k**0.5, beta2_power=at.k, progress=at.k),
         inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
         any_inner=False,
     ),
     vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: a batch k times as large warms up for k times the epochs
-        lambda at: vbs.Scaling(
+        lambda at: vbs.rules.Scaling(
             lr=at.k**0.5 * min(1, (at.u * at.k / at.epoch) / (at.k * WARMUP)),  # epochs so far / epochs of warm-up
             progress=at.k,
         ),
         options={"warmup_epochs": WARMUP},
     ),
     vbs.AdaScaleOptimizer: Equation(  # Johnson et al. 2020, section 3
-        lambda at: vbs.Scaling(lr=at.gain, progress=at.gain), inners=(torch.optim.SGD,), noise=True
+        lambda at: vbs.rules.Scaling(lr=at.gain, progress=at.gain), inners=(torch.optim.SGD,), noise=True
     ),
     vbs.AdamScaleOptimizer: Equation(  # Qiao et al. 2021, section 3.2
-        lambda at: vbs.Scaling(lr=at.gain**0.5, progress=at.gain),
+        lambda at: vbs.rules.Scaling(lr=at.gain**0.5, progress=at.gain),
         inners=(torch.optim.Adam, torch.optim.AdamW),
         noise=True,
     ),
-    SurgeOptimizer: Equation(  # Li et al. 2024, equation 13
-        lambda at: vbs.Scaling(lr=surge(at), progress=at.gain),
+    vbs.SurgeRuleOptimizer: Equation(  # Li et al. 2024, equation 13
+        lambda at: vbs.rules.Scaling(lr=surge(at), progress=at.gain),
         inners=(torch.optim.Adam, torch.optim.AdamW),
         noise=True,
     ),
@@ -157,11 +141,11 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
 
 def _own_equation(name: str) -> Equation:
     """The factors that the rule's own class returns."""
-    rule = vbs.RULES[name]()
+    rule = vbs.rules.RULES[name]()
 
-    def factors(at: Update) -> vbs.Scaling:
+    def factors(at: Update) -> vbs.rules.Scaling:
         update = round(at.k * at.ref), round(at.ref), round(at.u - 1)
-        return rule(vbs.RuleInput(*update, noise=vbs.Noise(at.noise * at.ref, 1.0, at.gain)))
+        return rule(vbs.rules.RuleInput(*update, noise=vbs.rules.Noise(at.noise * at.ref, 1.0, at.gain)))
 
     return Equation(factors, noise=bool(getattr(rule, "needs_noise", False)))
 
@@ -171,10 +155,10 @@ def _class_of(name: str) -> type[vbs.CustomOptimizer]:
     for kind in EQUATIONS:
         if kind.rule_name == name:  # type: ignore[attr-defined]
             return kind
-    return type(f"{vbs.RULES[name].__name__}Optimizer", (NamedOptimizer,), {"rule_name": name})
+    return type(f"{vbs.rules.RULES[name].__name__}Optimizer", (NamedOptimizer,), {"rule_name": name})
 
 
-OPTIMIZERS = {name: _class_of(name) for name in vbs.RULES}
+OPTIMIZERS = {name: _class_of(name) for name in vbs.rules.RULES}
 EQUATIONS |= {kind: _own_equation(name) for name, kind in OPTIMIZERS.items() if kind not in EQUATIONS}
 LINEAR = EQUATIONS[vbs.LinearRuleOptimizer]
 
@@ -291,7 +275,7 @@ def training(
     *,
     dataset_size: int = 50,
     minibatch_size: int = 4,
-    backend: vbs.Backend | None = None,
+    backend: vbs.backend.Backend | None = None,
     dtype: torch.dtype = torch.float64,
     model: nn.Module | None = None,
     inner: Callable[..., torch.optim.Optimizer] | None = None,
@@ -311,7 +295,7 @@ def training(
     inner = inner or usual
     hyperparameters = HYPERPARAMETERS.get(inner, HYPERPARAMETERS[usual]) if hyperparameters is None else hyperparameters
     group = options.get("process_group")
-    backend = backend or (vbs.LocalBackend() if group is None else vbs.DistributedBackend(group))
+    backend = backend or (vbs.backend.LocalBackend() if group is None else vbs.backend.DistributedBackend(group))
     model = model or network(dtype)
     model = model if device is None else model.to(device)
     dealt = {"fixed_shape": False} | ({} if isinstance(sizes, vbs.AdaptiveTrace) else {"on_end": "hold"})
@@ -341,11 +325,11 @@ def twin(
     seed: int = 0,
     max_grad_norm: float | None = None,
     skipped: Collection[int] = (),
-    factors: Callable[[Update], vbs.Scaling] | None = None,
+    factors: Callable[[Update], vbs.rules.Scaling] | None = None,
     inner: type[torch.optim.Optimizer] | None = None,
     minibatch_size: int = 4,
     fixed_shape: bool = False,
-    taken: list[vbs.Scaling] | None = None,
+    taken: list[vbs.rules.Scaling] | None = None,
     **hyperparameters: Any,
 ) -> list[Array]:
     """The weights that `training(kind, sizes, dataset_size)` must end with, after all steps except the `skipped` ones.
@@ -373,9 +357,9 @@ def twin(
 
 def factors_along(
     kind: type[vbs.CustomOptimizer], sizes: Sequence[int], *, dataset_size: int = 50
-) -> list[vbs.Scaling]:
+) -> list[vbs.rules.Scaling]:
     """The factors of each update of `training(kind, sizes, dataset_size)`."""
-    taken: list[vbs.Scaling] = []
+    taken: list[vbs.rules.Scaling] = []
     twin(kind, sizes, dataset_size=dataset_size, taken=taken)
     return taken
 

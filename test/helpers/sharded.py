@@ -46,7 +46,7 @@ def save_until_killed(folder: Path, rank: int, world_size: int) -> None:
     shards.SMALLEST = 1
     signal.alarm(300)  # a rank that waits for one that was killed does not outlive the test
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    run = wide(vbs.DistributedBackend())
+    run = wide(vbs.backend.DistributedBackend())
     log = (folder / f"updates{rank}").open("w", buffering=1)
     with checkpoint(folder / "saved", run, every=1) as saves, log:
         saves.restore()

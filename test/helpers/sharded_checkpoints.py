@@ -43,7 +43,7 @@ def build(setting: Setting, layout: Layout | None, number: int) -> tuple[Trainin
     if layout is None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         model = DistributedDataParallel(model) if ranks > 1 else model
-        own = vbs.DistributedBackend() if ranks > 1 else vbs.LocalBackend()
+        own = vbs.backend.DistributedBackend() if ranks > 1 else vbs.backend.LocalBackend()
         run = training(setting.kind, model=model, backend=own, **options, **setting.options)
     else:
         run = run_of(setting.kind, model=model, **options, **setting.options)

@@ -201,8 +201,10 @@ Log = list[tuple[int, int, int, list[int]]]  # (epoch, step, number of the micro
 class Run:
     """One rank of a training, on a dataset whose samples are their own indices."""
 
-    def __init__(self, case: Case, backend: vbs.Backend | None = None, minibatch_size: int | None = None) -> None:
-        self.case, self.backend = case, backend or vbs.LocalBackend()
+    def __init__(
+        self, case: Case, backend: vbs.backend.Backend | None = None, minibatch_size: int | None = None
+    ) -> None:
+        self.case, self.backend = case, backend or vbs.backend.LocalBackend()
         self.sampler = case.sampler(self.backend.world, minibatch_size)
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.optimizer = vbs.ConstantOptimizer(

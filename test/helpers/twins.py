@@ -19,7 +19,7 @@ import variable_batch_size as vbs
 
 Array = NDArray[np.float64]
 Gradients: TypeAlias = Mapping[Any, Array]  # name of the parameter -> gradient; those without one are missing
-Rule: TypeAlias = Callable[[float, float], vbs.Scaling]  # of AdaScale's gain and B_noise
+Rule: TypeAlias = Callable[[float, float], vbs.rules.Scaling]  # of AdaScale's gain and B_noise
 State: TypeAlias = dict[str, Any]  # of one parameter
 
 
@@ -120,7 +120,7 @@ class InnerTwin:
         self.equation, self.weights, self.groups = TWINS[kind], weights, groups
         self.states: dict[Any, State] = {name: {} for name in weights}
 
-    def step(self, gradients: Gradients, factors: Sequence[vbs.Scaling]) -> None:
+    def step(self, gradients: Gradients, factors: Sequence[vbs.rules.Scaling]) -> None:
         """Update the weights."""
         for (names, reference), by in zip(self.groups, factors, strict=True):
             now = scaled(reference, by)
@@ -130,7 +130,7 @@ class InnerTwin:
                     w[...] = self.equation(w, g, self.states[name], **now)
 
 
-def scaled(reference: Mapping[str, Any], by: vbs.Scaling) -> dict[str, Any]:
+def scaled(reference: Mapping[str, Any], by: vbs.rules.Scaling) -> dict[str, Any]:
     """The hyperparameters of an update."""
     values = dict(reference)
     values["lr"] *= by.lr
@@ -242,13 +242,13 @@ class PlainTraining:
     """
 
     weights: Mapping[Any, Array]
-    step: Callable[[Gradients, list[vbs.Scaling]], None]
+    step: Callable[[Gradients, list[vbs.rules.Scaling]], None]
     max_grad_norm: float | None = None
     noise: NoiseTwin | None = None
 
     def update(
         self, gradients: Gradients, microbatches: Sequence[tuple[int, Gradients]], rules: Sequence[Rule]
-    ) -> list[vbs.Scaling]:
+    ) -> list[vbs.rules.Scaling]:
         """Make one update; return the factors of each rule.
 
         Args:

@@ -20,7 +20,7 @@ def evaluate(folder: Path, minibatch_size: int, first: int, second: int) -> None
     import torch_xla
     import torch_xla.debug.metrics as met
 
-    backend, device = vbs.XlaBackend(), torch_xla.device()
+    backend, device = vbs.backend.XlaBackend(), torch_xla.device()
     found, counts = [], []
 
     def count() -> None:

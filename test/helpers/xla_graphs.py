@@ -59,7 +59,7 @@ class Update:
 def count(folder: Path, trainings: Sequence[Training]) -> None:
     """Run each training; rank 0 writes the list of its updates, for each of them, to `updates.pt`."""
     found = [_updates(training, 3 + number) for number, training in enumerate(trainings)]
-    if vbs.XlaBackend().world.rank == 0:
+    if vbs.backend.XlaBackend().world.rank == 0:
         torch.save(found, folder / "updates.pt")
 
 
@@ -67,7 +67,7 @@ def _updates(training: Training, width: int) -> list[Update]:
     """Run a training of a model with `width` hidden units, which no other training has: graphs are cached."""
     import torch_xla
 
-    device, backend = torch_xla.device(), vbs.XlaBackend()
+    device, backend = torch_xla.device(), vbs.backend.XlaBackend()
     generator = torch.Generator().manual_seed(width)
     x, target = (torch.randn(SAMPLES, n, generator=generator).to(training.dtype) for n in (3, 2))
     model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).to(training.dtype)
@@ -112,7 +112,7 @@ def _updates(training: Training, width: int) -> list[Update]:
     return found
 
 
-def _compiled(backend: vbs.XlaBackend) -> int:
+def _compiled(backend: vbs.backend.XlaBackend) -> int:
     """Return how many graphs have been compiled, read while no replica compiles."""
     backend.barrier()
     number = compiled_graphs()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from variable_batch_size.backend.xla import XlaBackend, compiled_graphs
-from variable_batch_size.optim.squared_norm import squared_norm
+from variable_batch_size.optim.tensors import squared_norm
 
 MICROBATCH = 32
 STOP = threading.Event()  # set by a handler in the main thread

@@ -32,7 +32,7 @@ class Job:
 
 def run_jobs(folder: Path, jobs: Sequence[tuple[str, Job]]) -> None:
     """Run jobs one after another, each in a folder of its name."""
-    backend = vbs.XlaBackend()
+    backend = vbs.backend.XlaBackend()
     for name, job in jobs:
         (folder / name).mkdir(exist_ok=True)
         backend.barrier()
@@ -58,7 +58,7 @@ class Replica:
         import torch_xla
 
         self.device = torch_xla.device()
-        self.backend = vbs.XlaBackend()
+        self.backend = vbs.backend.XlaBackend()
         world = self.backend.world
         self.model = network(case.dtype, case.width).to(self.device)
         trace: Any = vbs.BatchTrace.from_sizes(case.sizes, on_end="hold")
@@ -99,7 +99,7 @@ def train(folder: Path, cases: Sequence[Case]) -> None:
             if updates == len(case.sizes):
                 break
         weights.append(replica.weights())
-    torch.save(weights, folder / f"rank{vbs.XlaBackend().world.rank}.pt")
+    torch.save(weights, folder / f"rank{vbs.backend.XlaBackend().world.rank}.pt")
 
 
 def gains(folder: Path, case: Case, noise: str) -> None:
@@ -153,7 +153,7 @@ def unsupported_optimizers(folder: Path) -> None:
         except TypeError as error:
             messages.append(str(error))
     weight = torch.zeros(2).to(torch_xla.device()).requires_grad_()
-    rule = vbs.ConstantTimescale(vbs.AdaScaleRule())
+    rule = vbs.rules.ConstantTimescale(vbs.rules.AdaScaleRule())
     try:
         vbs.CustomOptimizer(torch.optim.AdamW([weight]), sampler, 2, rule=rule)
     except TypeError as error:
@@ -286,7 +286,7 @@ def train_rare(folder: Path, sizes: Sequence[int], options: dict[str, Any]) -> N
     """Train a model whose second layer has no gradient in some updates; rank r writes its weights, or the error."""
     import torch_xla
 
-    backend = vbs.XlaBackend()
+    backend = vbs.backend.XlaBackend()
     model = filled(Rare()).to(torch_xla.device())
     sampler = vbs.CustomSampler(SAMPLES, list(sizes), minibatch_size=4, on_end="hold")
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -103,7 +103,7 @@ def by_hand(
         value.backward()
         return value.item(), {i: p.grad.numpy() for i, p in parameters.items() if p.grad is not None}
 
-    def step(gradients: Gradients, factors: Sequence[vbs.Scaling]) -> None:
+    def step(gradients: Gradients, factors: Sequence[vbs.rules.Scaling]) -> None:
         for i, gradient in gradients.items():
             parameters[i].grad.copy_(torch.from_numpy(gradient))  # type: ignore[union-attr]
         reference = [group["lr"] for group in inner.param_groups]

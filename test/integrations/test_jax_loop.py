@@ -82,14 +82,20 @@ def test_data_may_be_arrays_of_jax() -> None:
 def test_a_rule_that_scales_more_than_the_learning_rate_is_refused(rule: str, factors: str) -> None:
     train = runpy.run_path(EXAMPLE)["train"]
     x, target, params, velocity = begin()
-    train.__globals__["RULE"] = vbs.RULES[rule]()
+    train.__globals__["RULE"] = vbs.rules.RULES[rule]()
     with pytest.raises(ValueError, match=rf"must scale the learning rate only, but .* the factors {factors}, which"):
         train(x, target, sampler(), params, velocity, UPDATES)
 
 
 def test_rules_that_scale_the_learning_rate_alone_are_accepted() -> None:
     check = runpy.run_path(EXAMPLE)["check_rule"]
-    for rule in vbs.ConstantRule(), vbs.LinearRule(), vbs.RootRule(), vbs.PowerRule(0.7), vbs.LEGWRule(10):
+    for rule in (
+        vbs.rules.ConstantRule(),
+        vbs.rules.LinearRule(),
+        vbs.rules.RootRule(),
+        vbs.rules.PowerRule(0.7),
+        vbs.rules.LEGWRule(10),
+    ):
         check(rule)
 
 

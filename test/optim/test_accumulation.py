@@ -136,7 +136,7 @@ def test_trains_complex_parameters() -> None:
         run = training(model=Phase(), backend=backend).run(3)
         return next(iter(run.model.parameters())).detach()
 
-    alone = train(vbs.LocalBackend())
+    alone = train(vbs.backend.LocalBackend())
     for found in run_ranks(train, 3):
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
 
@@ -178,7 +178,7 @@ def test_with_a_static_graph_gradients_are_replaced_before_anything_is_computed(
     accumulation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What backward leaves may be a view of its transpose: if anything held it, both would be results of the graph."""
-    monkeypatch.setattr(vbs.LocalBackend, "static_graph", True)
+    monkeypatch.setattr(vbs.backend.LocalBackend, "static_graph", True)
     run = training(vbs.LinearRuleOptimizer, [20], accumulation=accumulation, minibatch_size=8)
     left: list[weakref.ref[Tensor]] = []
     held: list[bool] = []
@@ -187,7 +187,7 @@ def test_with_a_static_graph_gradients_are_replaced_before_anything_is_computed(
         held.extend(gradient() is not None for gradient in left)
         left.clear()
 
-    monkeypatch.setattr(vbs.LocalBackend, "mark_step", mark_step)
+    monkeypatch.setattr(vbs.backend.LocalBackend, "mark_step", mark_step)
     for indices in run.sampler:
         run.loss(indices).backward()
         left[:] = [weakref.ref(p.grad) for p in run.model.parameters() if p.grad is not None]

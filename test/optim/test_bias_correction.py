@@ -21,7 +21,6 @@ from helpers.reference import (
     ADAM,
     HYPERPARAMETERS,
     SIZES,
-    RootHalfLifeOptimizer,
     Training,
     Update,
     assert_equal,
@@ -43,8 +42,8 @@ class BetasRule:
 
     begin: int = 0
 
-    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
-        return vbs.Scaling(one_minus_beta=update.ratio if update.updates >= self.begin else 1)
+    def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+        return vbs.rules.Scaling(one_minus_beta=update.ratio if update.updates >= self.begin else 1)
 
 
 def terms(run: Training) -> Any:
@@ -55,7 +54,7 @@ def terms(run: Training) -> Any:
 # ------------------------------------------------------------------------------------------------- against the paper
 
 
-@pytest.mark.parametrize("kind", [KIND, RootHalfLifeOptimizer])
+@pytest.mark.parametrize("kind", [KIND, vbs.RootHalfLifeRuleOptimizer])
 @examples(40)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=2, max_size=12),
@@ -89,7 +88,9 @@ def test_batches_of_one_size_train_as_torchs_own_optimizer_with_a_power_of_beta2
 ) -> None:
     k, sizes = size / 64, 5 * [size]
     hyperparameters = HYPERPARAMETERS[inner] | {"foreach": foreach}
-    run = training(RootHalfLifeOptimizer, sizes, dataset_size=5 * size, inner=inner, hyperparameters=hyperparameters)
+    run = training(
+        vbs.RootHalfLifeRuleOptimizer, sizes, dataset_size=5 * size, inner=inner, hyperparameters=hyperparameters
+    )
     plain = training(vbs.ConstantOptimizer, sizes, dataset_size=5 * size)
     own = {name: hyperparameters[name] for name in ("betas", "alpha") if name in hyperparameters}
     scaled = {"betas": (0.85, 0.95**k)} if "betas" in own else {"alpha": 0.9**k}
@@ -103,7 +104,7 @@ def test_batches_of_one_size_train_as_torchs_own_optimizer_with_a_power_of_beta2
 
 
 def test_the_terms_are_the_products_of_the_betas_that_were_used() -> None:
-    run = training(RootHalfLifeOptimizer, dataset_size=sum(SIZES)).run(len(SIZES))
+    run = training(vbs.RootHalfLifeRuleOptimizer, dataset_size=sum(SIZES)).run(len(SIZES))
     products = 0.85 ** len(SIZES), 0.95 ** (sum(SIZES) / 64)  # of beta2^k: beta2 to the power of the samples over ref
     assert terms(run) == [[len(SIZES), *(pytest.approx(1 - product, rel=1e-13) for product in products)]]
 
@@ -117,8 +118,8 @@ def test_a_beta_of_zero_forgets_the_earlier_updates() -> None:
 
 @pytest.mark.parametrize("begin", [0, 3])
 def test_the_correction_begins_at_the_first_update_that_scales_the_betas(begin: int) -> None:
-    def factors(at: Update) -> vbs.Scaling:
-        return vbs.Scaling(one_minus_beta=at.k if at.u > begin else 1)
+    def factors(at: Update) -> vbs.rules.Scaling:
+        return vbs.rules.Scaling(one_minus_beta=at.k if at.u > begin else 1)
 
     run = training(vbs.CustomOptimizer, rule=BetasRule(begin), ref_batchsize=64, inner=Adam).run(begin)
     assert terms(run) is None
@@ -144,10 +145,10 @@ def test_the_terms_are_exact_for_betas_close_to_one(factors: list[float], beta: 
     weight = torch.ones(1, requires_grad=True)
     weight.grad = torch.ones(1)
     adam = Adam([weight], betas=(0.9, beta))
-    scaling = HyperparameterScaling(adam, vbs.LocalBackend())
+    scaling = HyperparameterScaling(adam, vbs.backend.LocalBackend())
     products = [Fraction(1), Fraction(1)]
     for factor in factors:
-        with scaling.applied([vbs.Scaling(one_minus_beta=factor)]):
+        with scaling.applied([vbs.rules.Scaling(one_minus_beta=factor)]):
             products = [p * Fraction(1 - factor * (1 - b)) for p, b in zip(products, (0.9, beta), strict=True)]
     (found,) = scaling.state_dict()["bias_correction"]
     assert found[0] == len(factors)
@@ -179,14 +180,14 @@ def test_a_failed_update_does_not_count() -> None:
     assert terms(run) == before
 
 
-@pytest.mark.parametrize("rule", [vbs.RootRule(), vbs.ConstantTimescale(vbs.RootRule())], ids=str)
-def test_without_a_factor_on_betas_adam_is_that_of_torch(rule: vbs.Rule) -> None:
+@pytest.mark.parametrize("rule", [vbs.rules.RootRule(), vbs.rules.ConstantTimescale(vbs.rules.RootRule())], ids=str)
+def test_without_a_factor_on_betas_adam_is_that_of_torch(rule: vbs.rules.Rule) -> None:
     run = training(vbs.CustomOptimizer, rule=rule, ref_batchsize=64, inner=AdamW).run(len(SIZES))
     other = training(vbs.ConstantOptimizer, inner=AdamW)
     inner = AdamW(other.model.parameters(), **ADAM)
     lr, decay = ADAM["lr"], ADAM["weight_decay"]
     for step, batch in enumerate(batches(SIZES, 50)):
-        scaling = rule(vbs.RuleInput(len(batch), 64, step))
+        scaling = rule(vbs.rules.RuleInput(len(batch), 64, step))
         other.loss(batch.tolist()).backward()
         inner.param_groups[0].update(lr=lr * scaling.lr, weight_decay=decay * scaling.weight_decay)
         inner.step()

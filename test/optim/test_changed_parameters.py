@@ -125,7 +125,7 @@ def test_lists_that_are_changed_between_steps_are_adopted(
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_lists_that_are_changed_within_a_step_are_refused(kind: str) -> None:
-    problem = Problem([12], vbs.LocalBackend())
+    problem = Problem([12], vbs.backend.LocalBackend())
     problem.change("append a group", 0)
     batches = iter(problem.sampler)
     problem.loss(next(batches)).backward()

@@ -18,7 +18,6 @@ from helpers.reference import (
     HYPERPARAMETERS,
     OPTIMIZERS,
     SIZES,
-    RootHalfLifeOptimizer,
     Training,
     assert_equal,
     training,
@@ -27,7 +26,7 @@ from helpers.reference import (
 SETTLED = 3  # updates after which nothing compiles
 every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
 # Rules that change the weight decay, betas or eps.
-CHANGE_OTHERS = {vbs.LinearRuleMomentumOptimizer, vbs.SqrtSDERuleOptimizer, RootHalfLifeOptimizer}
+CHANGE_OTHERS = {vbs.LinearRuleMomentumOptimizer, vbs.SqrtSDERuleOptimizer, vbs.RootHalfLifeRuleOptimizer}
 ADAMS = {torch.optim.Adam, torch.optim.AdamW}
 
 

@@ -86,15 +86,15 @@ def test_of_long_values_an_error_shows_where_they_differ() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_a_checksum_depends_on_every_number_but_not_on_the_layout(dtype: torch.dtype) -> None:
     matrices = [torch.arange(6.0).view(2, 3).to(dtype), torch.ones(2, 3, dtype=dtype)]
-    expected = checksum(matrices, vbs.LocalBackend())
-    assert checksum([matrix.T.contiguous().T for matrix in matrices], vbs.LocalBackend()) == expected
+    expected = checksum(matrices, vbs.backend.LocalBackend())
+    assert checksum([matrix.T.contiguous().T for matrix in matrices], vbs.backend.LocalBackend()) == expected
     for matrix in matrices:
         for number in matrix.view(-1):
             before = number.clone()
             number += 0.0625
-            assert checksum(matrices, vbs.LocalBackend()) != expected
+            assert checksum(matrices, vbs.backend.LocalBackend()) != expected
             number.copy_(before)
-    assert checksum(matrices, vbs.LocalBackend()) == expected
+    assert checksum(matrices, vbs.backend.LocalBackend()) == expected
 
 
 # ---------------------------------------------------------------------------------------------- at the first update
@@ -106,15 +106,15 @@ class Halve:
 
     factor: float
 
-    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
-        return vbs.Scaling(lr=self.factor)
+    def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+        return vbs.rules.Scaling(lr=self.factor)
 
 
 class WithoutRepr:
     """A rule whose repr is that of `object`, with a memory address."""
 
-    def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
-        return vbs.Scaling()
+    def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+        return vbs.rules.Scaling()
 
 
 def first_update(backend: Backend, options_of: Callable[[int], dict[str, Any]], epoch: int = 0) -> str:
@@ -168,7 +168,7 @@ def test_the_first_update_raises_if_the_epochs_differ() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [lambda: WithoutRepr(), lambda: lambda update: vbs.Scaling(), lambda: vbs.LinearRule().__call__],
+    [lambda: WithoutRepr(), lambda: lambda update: vbs.rules.Scaling(), lambda: vbs.rules.LinearRule().__call__],
     ids=["object", "lambda", "method"],
 )
 def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(rule: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every optimizer of the package guarantees: one suite over all rules in `vbs.RULES`."""
+"""What every optimizer of the package guarantees: one suite over all rules in `vbs.rules.RULES`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_rule_is_chosen_by_its_name() -> None:
     by_name = training(vbs.CustomOptimizer, rule="linear").run(len(SIZES))
     assert_equal(by_name.weights(), twin(vbs.LinearRuleOptimizer, SIZES), tolerance=1e-12)
     groups = training(vbs.CustomOptimizer, rule=("root",)).optimizer
-    assert groups.rules == (vbs.RootRule(),)
+    assert groups.rules == (vbs.rules.RootRule(),)
     with pytest.raises(ValueError, match=r"^rule must be one of constant, linear, .*, got 'lineal'; pass one of these"):
         training(vbs.CustomOptimizer, rule="lineal")
     with pytest.raises(ValueError, match=r"LEGWRule takes some; pass rule=vbs\.LEGWRule\(\.\.\.\)"):

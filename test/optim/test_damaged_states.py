@@ -150,7 +150,7 @@ def test_other_microbatches_under_measured_noise_are_told() -> None:
 
 
 def test_tables_can_be_copied_and_pickled() -> None:
-    assert copy.deepcopy(vbs.RULES) == pickle.loads(pickle.dumps(vbs.RULES)) == vbs.RULES
+    assert copy.deepcopy(vbs.rules.RULES) == pickle.loads(pickle.dumps(vbs.rules.RULES)) == vbs.rules.RULES
 
 
 def test_a_dataset_is_given_by_its_size_or_itself() -> None:

@@ -32,7 +32,7 @@ def ending(**end: Any) -> Case:
 def test_an_ordinary_loop_ends_with_the_training(case: Case, size: int, ahead: int) -> None:
     """On every rank, after exactly the updates and samples; the epochs that follow are empty."""
 
-    def train(backend: vbs.Backend) -> tuple[Run, bool, int]:
+    def train(backend: vbs.backend.Backend) -> tuple[Run, bool, int]:
         run = Run(case, backend)
         for epoch in range(case.epochs):
             assert run.optimizer.done == (epoch > 0 and case.ended_after(epoch - 1))

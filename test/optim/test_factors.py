@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import ADAM, SGD, SIZES, assert_equal, training
-from variable_batch_size.optim.factors import scalings_of_groups
+from variable_batch_size.optim.rule_check import scalings_of_groups
 
 KINDS: dict[str, Callable[[float], Any]] = {
     "tensor": torch.tensor,
@@ -46,8 +46,8 @@ def test_a_factor_of_any_type_has_the_effect_of_a_float(
     kind: str, factors: dict[str, float], options: dict[str, Any]
 ) -> None:
     def train(convert: Callable[[float], Any]) -> Any:
-        def rule(update: vbs.RuleInput) -> vbs.Scaling:
-            return vbs.Scaling(**{name: convert(value) for name, value in factors.items()})
+        def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+            return vbs.rules.Scaling(**{name: convert(value) for name, value in factors.items()})
 
         make = {"inner": torch.optim.Adam, "hyperparameters": ADAM}
         return training(vbs.CustomOptimizer, rule=rule, ref_batchsize=8, **make, **options).run(len(SIZES))
@@ -61,27 +61,27 @@ def test_a_factor_of_any_type_has_the_effect_of_a_float(
     assert all(type(value) is not torch.Tensor for value in optimizer.state_dict()["vbs"].values())
 
 
-@pytest.mark.parametrize("bad", [1.5, None, {"lr": 1.0}, vbs.Scaling])
+@pytest.mark.parametrize("bad", [1.5, None, {"lr": 1.0}, vbs.rules.Scaling])
 def test_refuses_anything_but_a_scaling(bad: Any) -> None:
     run = training(vbs.CustomOptimizer, rule=lambda update: bad, ref_batchsize=8)
     with pytest.raises(
-        TypeError, match=r"^a rule must return a vbs.Scaling, but .* did not, got .*; return Scaling\(lr="
+        TypeError, match=r"^a rule must return a vbs.rules.Scaling, but .* did not, got .*; return Scaling\(lr="
     ):
         run.run(1)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(vbs.Scaling)])
+@pytest.mark.parametrize("name", [field.name for field in fields(vbs.rules.Scaling)])
 @pytest.mark.parametrize("bad", ["1", None, True, torch.ones(2), 1j])
 def test_refuses_factors_that_are_no_numbers(name: str, bad: Any) -> None:
-    run = training(vbs.CustomOptimizer, rule=lambda update: vbs.Scaling(**{name: bad}), ref_batchsize=8)
+    run = training(vbs.CustomOptimizer, rule=lambda update: vbs.rules.Scaling(**{name: bad}), ref_batchsize=8)
     with pytest.raises(TypeError, match=rf"^every factor of a rule must be a number, but .* returned {name}, got"):
         run.run(1)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(vbs.Scaling)])
+@pytest.mark.parametrize("name", [field.name for field in fields(vbs.rules.Scaling)])
 @pytest.mark.parametrize("bad", [np.float32("nan"), torch.tensor(torch.inf), float("-inf"), np.float64("inf")])
 def test_refuses_factors_that_are_not_finite(name: str, bad: Any) -> None:
-    run = training(vbs.CustomOptimizer, rule=lambda update: vbs.Scaling(**{name: bad}), ref_batchsize=8)
+    run = training(vbs.CustomOptimizer, rule=lambda update: vbs.rules.Scaling(**{name: bad}), ref_batchsize=8)
     with pytest.raises(
         ValueError, match=rf"^every factor of a rule must be finite, got {name}=-?(nan|inf) from .*; ret"
     ):
@@ -90,12 +90,12 @@ def test_refuses_factors_that_are_not_finite(name: str, bad: Any) -> None:
 
 def test_on_a_device_only_some_factors_may_be_tensors() -> None:
     """The device of the parameters is the CPU here, but the host must not read from it."""
-    device, update = torch.device("cpu"), vbs.RuleInput(8, 8)
-    (scaling,) = scalings_of_groups([lambda update: vbs.Scaling(lr=torch.tensor([2.0]))], update, device)
+    device, update = torch.device("cpu"), vbs.rules.RuleInput(8, 8)
+    (scaling,) = scalings_of_groups([lambda update: vbs.rules.Scaling(lr=torch.tensor([2.0]))], update, device)
     assert isinstance(scaling.lr, torch.Tensor)
     assert scaling.lr.shape == ()
     with pytest.raises(TypeError, match=r"on cpu the factor eps must be a number that does not depend on the noise"):
-        scalings_of_groups([lambda update: vbs.Scaling(eps=torch.tensor(2.0))], update, device)  # type: ignore[arg-type]
+        scalings_of_groups([lambda update: vbs.rules.Scaling(eps=torch.tensor(2.0))], update, device)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- the inner optimizer itself
@@ -151,8 +151,8 @@ def test_a_group_that_is_added_to_the_inner_optimizer_is_adopted() -> None:
 
 @pytest.mark.parametrize("name", ["gain", "sigma2", "noise_scale"])
 def test_a_rule_that_reads_the_noise_and_does_not_ask_for_it_is_told_how(name: str) -> None:
-    def rule(update: vbs.RuleInput) -> vbs.Scaling:
-        return vbs.Scaling(lr=min(1.0, getattr(update.noise, name)))
+    def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+        return vbs.rules.Scaling(lr=min(1.0, getattr(update.noise, name)))
 
     message = rf"must have needs_noise = True in its class, but .*rule.* reads noise\.{name} and has not; add it, or"
     with pytest.raises(AttributeError, match=message):
@@ -162,7 +162,7 @@ def test_a_rule_that_reads_the_noise_and_does_not_ask_for_it_is_told_how(name: s
 
 @pytest.mark.parametrize("error", [AttributeError("mine"), AttributeError("mine", name="gain", obj=3)])
 def test_other_errors_of_a_rule_are_left_alone(error: AttributeError) -> None:
-    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+    def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
         raise error
 
     with pytest.raises(AttributeError) as found:

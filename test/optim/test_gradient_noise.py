@@ -24,19 +24,19 @@ from variable_batch_size.optim.noise_estimate import (
     estimate_from_groups,
     estimate_from_pair,
 )
-from variable_batch_size.optim.squared_norm import squared_norm
+from variable_batch_size.optim.tensors import squared_norm
 
 Groups = Sequence[tuple[int, Array]]  # samples and mean gradient of each microbatch
 
 
-def measure(ranks: Sequence[GradientNoise], groups: Groups, ref: int) -> vbs.Noise | None:
+def measure(ranks: Sequence[GradientNoise], groups: Groups, ref: int) -> vbs.rules.Noise | None:
     """Measure one update, with the groups dealt to the ranks in round robin; None if the host finds it non-finite."""
     batch_size = sum(n for n, _ in groups)
     for number, (n, gradient) in enumerate(groups):
         ranks[number % len(ranks)].add([torch.from_numpy(gradient)], n)
     reduced = [torch.from_numpy(sum(n / batch_size * gradient for n, gradient in groups))]
     squares = torch.stack([rank.local_squares(reduced) for rank in ranks]).sum(dim=0)  # (1,)
-    found: list[vbs.Noise | None] = []
+    found: list[vbs.rules.Noise | None] = []
     for rank in ranks:
         statistics = rank.statistics(squares, reduced)
         if statistics.finite is not False:
@@ -213,11 +213,11 @@ def test_measures_the_noise_scale_while_the_batch_size_varies(seed: int) -> None
 
 
 def test_the_noise_scale_is_a_number_of_samples() -> None:
-    assert vbs.Noise(6.0, 2.0).noise_scale == 3
-    assert vbs.Noise(6.0, -2.0).noise_scale == math.inf
-    assert math.isnan(vbs.Noise(math.nan, math.nan).noise_scale)
-    assert vbs.Noise(torch.tensor(6.0), torch.tensor(2.0)).noise_scale == 3
-    assert vbs.Noise(torch.tensor(6.0), torch.tensor(-2.0)).noise_scale == math.inf
+    assert vbs.rules.Noise(6.0, 2.0).noise_scale == 3
+    assert vbs.rules.Noise(6.0, -2.0).noise_scale == math.inf
+    assert math.isnan(vbs.rules.Noise(math.nan, math.nan).noise_scale)
+    assert vbs.rules.Noise(torch.tensor(6.0), torch.tensor(2.0)).noise_scale == 3
+    assert vbs.rules.Noise(torch.tensor(6.0), torch.tensor(-2.0)).noise_scale == math.inf
 
 
 @given(

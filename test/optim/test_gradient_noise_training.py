@@ -131,12 +131,12 @@ def test_an_update_of_one_microbatch_uses_the_averages() -> None:
     assert known.updates == 1
     same = run.run(1).optimizer.noise()
     assert (same.sigma2, same.mu2, same.updates) == (known.sigma2, known.mu2, 1)
-    assert same.gain == vbs.adascale_gain(known.sigma2, max(known.mu2, 0), batch_size=2, ref_batchsize=64)
+    assert same.gain == vbs.rules.adascale_gain(known.sigma2, max(known.mu2, 0), batch_size=2, ref_batchsize=64)
     assert run.run(1).optimizer.noise().updates == 2
 
 
 def test_differenced_estimates_updates_of_one_microbatch() -> None:
-    def train(backend: Backend) -> tuple[list[Array], vbs.Noise]:
+    def train(backend: Backend) -> tuple[list[Array], vbs.rules.Noise]:
         run = training(vbs.AdaScaleOptimizer, [4] * 12, dataset_size=50, backend=backend, noise="differenced")
         return run.run(12).weights(), run.optimizer.noise()
 
@@ -229,9 +229,9 @@ def test_a_buffer_of_half_precision_gradients_does_not_overflow() -> None:
 
 
 def test_rejects_a_factor_that_is_not_finite() -> None:
-    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+    def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
         assert update.noise is not None
-        return vbs.Scaling(lr=1 / (1 + update.noise.noise_scale))
+        return vbs.rules.Scaling(lr=1 / (1 + update.noise.noise_scale))
 
     run = training(vbs.CustomOptimizer, [4, 4], rule=rule, noise="microbatches", ref_batchsize=8)
     with pytest.raises(ValueError, match=r"every factor of a rule must be finite, got lr=nan from .*; return 1"):

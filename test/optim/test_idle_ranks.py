@@ -84,7 +84,7 @@ def test_the_gain_does_not_depend_on_the_number_of_ranks() -> None:
     def train(backend: Backend) -> Training:
         return training(vbs.AdaScaleOptimizer, sizes, backend=backend, minibatch_size=4).run(4)
 
-    alone = train(vbs.LocalBackend())
+    alone = train(vbs.backend.LocalBackend())
     for rank in run_ranks(train, 5):
         assert astuple(rank.optimizer.noise()) == pytest.approx(astuple(alone.optimizer.noise()), rel=1e-9)
         assert_equal(rank.weights(), twin(vbs.AdaScaleOptimizer, sizes, minibatch_size=4))
@@ -112,7 +112,7 @@ def test_batch_normalization_never_sees_one_sample_of_several(layer: Callable[[i
             3
         )
 
-    expected = train(vbs.LocalBackend()).weights()
+    expected = train(vbs.backend.LocalBackend()).weights()
     for rank in run_ranks(train, 3):
         assert_equal(rank.weights(), expected, 1e-9)
 
@@ -173,7 +173,7 @@ def test_one_optimizer_that_measures_decides_for_all_of_a_sampler(measures_first
             assert other.step() == updated
         return [run.weights(), [parameter.detach().numpy() for parameter in model.parameters()]], rows
 
-    alone, _ = train(vbs.LocalBackend())
+    alone, _ = train(vbs.backend.LocalBackend())
     for weights, rows in run_ranks(train, 4):
         assert rows[:3] == [6, 7, 3]  # 12 = 6 + 6 and two replays, not 3 on each rank
         for found, expected in zip(weights, alone, strict=True):

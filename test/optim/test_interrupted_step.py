@@ -111,7 +111,7 @@ def test_nothing_goes_on_and_the_ways_out_lead_on(
     assert (run.optimizer.updates, run.optimizer.samples) == before
     assert run.optimizer.inside_step
     if where == "the rule":
-        run.optimizer._updater.rules = (vbs.LinearRule(),)
+        run.optimizer._updater.rules = (vbs.rules.LinearRule(),)
     if late or by_state:
         if late:
             with pytest.raises(RuntimeError, match=AFTER):

@@ -21,7 +21,7 @@ UPDATES = 3
 LINES = 10**9  # more than any step has
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clipped": {"max_grad_norm": 0.5, "rule": vbs.RootRule()},
+    "clipped": {"max_grad_norm": 0.5, "rule": vbs.rules.RootRule()},
     "noise": {"noise": "microbatches"},
     "differenced": {"noise": "differenced"},
     "buffered": {"accumulation": "buffered"},

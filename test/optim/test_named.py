@@ -77,10 +77,10 @@ def test_the_smallest_beta_of_all_groups_is_checked() -> None:
 @given(epochs=st.floats(0, 9), dataset_size=st.integers(50, 400))
 def test_legw_warms_up_for_as_many_updates_as_at_the_reference(epochs: float, dataset_size: int) -> None:
     run = training(vbs.LEGWRuleOptimizer, SIZES, dataset_size=dataset_size, warmup_epochs=epochs).run(len(SIZES))
-    assert run.optimizer.rules[0] == vbs.LEGWRule(epochs * dataset_size / REF)
+    assert run.optimizer.rules[0] == vbs.rules.LEGWRule(epochs * dataset_size / REF)
     rates = []
     for step, size in enumerate(SIZES):
-        scaling = run.optimizer.rules[0](vbs.RuleInput(size, REF, step))
+        scaling = run.optimizer.rules[0](vbs.rules.RuleInput(size, REF, step))
         rates.append(scaling.lr / (size / REF) ** 0.5)
     assert rates == pytest.approx([min(1, (u + 1) / max(epochs * dataset_size / REF, 1e-9)) for u in range(len(SIZES))])
 
@@ -103,13 +103,13 @@ def test_legw_rejects_a_wrong_warm_up(value: Any) -> None:
     with pytest.raises(error, match=f"^warmup_epochs {text}"):
         training(vbs.LEGWRuleOptimizer, warmup_epochs=value)
     with pytest.raises(error, match=f"^warmup_updates {text}"):
-        vbs.LEGWRule(value)
+        vbs.rules.LEGWRule(value)
 
 
 def test_legw_accepts_numpy_numbers() -> None:
     for value in (np.float32(2.5), np.float64(2.5)):
-        assert repr(vbs.LEGWRule(value)) == "LEGWRule(warmup_updates=2.5)"
-    assert vbs.LEGWRule(np.int64(2)) == vbs.LEGWRule(2.0)
+        assert repr(vbs.rules.LEGWRule(value)) == "LEGWRule(warmup_updates=2.5)"
+    assert vbs.rules.LEGWRule(np.int64(2)) == vbs.rules.LEGWRule(2.0)
 
 
 def test_legw_checks_its_reference_and_sampler() -> None:
@@ -133,7 +133,7 @@ class Still(torch.nn.Module):
         return x[:, :2] + 0 * self.weight
 
 
-def decays(rule: vbs.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[float]:
+def decays(rule: vbs.rules.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[float]:
     """1 - w_new / w_old of each update, with lr 0.02 and lambda 0.1: a factor times 0.002."""
     hyperparameters = {"lr": 0.02, "weight_decay": 0.1}
     options: dict[str, Any] = {"rule": rule, "ref_batchsize": REF, "hyperparameters": hyperparameters}
@@ -146,21 +146,27 @@ def decays(rule: vbs.Rule, inner: Any, sizes: tuple[int, ...] = SIZES) -> list[f
     return found
 
 
-SCALED = [vbs.LinearRule(), vbs.RootRule(), vbs.SqrtSDERule(), vbs.LEGWRule(4), vbs.ConstantRule()]
-SCALED += [vbs.PowerRule(0.25), vbs.RootHalfLifeRule(), vbs.SurgeRule(noise_scale=40)]
+SCALED = [
+    vbs.rules.LinearRule(),
+    vbs.rules.RootRule(),
+    vbs.rules.SqrtSDERule(),
+    vbs.rules.LEGWRule(4),
+    vbs.rules.ConstantRule(),
+]
+SCALED += [vbs.rules.PowerRule(0.25), vbs.rules.RootHalfLifeRule(), vbs.rules.SurgeRule(noise_scale=40)]
 
 
 @pytest.mark.parametrize(("rule", "inner"), [(rule, torch.optim.AdamW) for rule in SCALED] + [(SCALED[1], SGD)])
 def test_weight_decay_is_kept_by_default_and_its_timescale_by_constant_timescale(rule: Any, inner: Any) -> None:
-    factors = [rule(vbs.RuleInput(size, REF, step)).lr for step, size in enumerate(SIZES)]
+    factors = [rule(vbs.rules.RuleInput(size, REF, step)).lr for step, size in enumerate(SIZES)]
     assert decays(rule, inner) == pytest.approx([0.002 * factor for factor in factors])
-    assert decays(vbs.ConstantTimescale(rule), inner) == pytest.approx([0.002 * size / REF for size in SIZES])
+    assert decays(vbs.rules.ConstantTimescale(rule), inner) == pytest.approx([0.002 * size / REF for size in SIZES])
 
 
 def test_the_decay_of_a_large_batch_equals_that_of_many_small_ones() -> None:
     (small, *_), (large,) = (
-        decays(vbs.ConstantRule(), torch.optim.AdamW, 4 * (REF,)),
-        decays(vbs.ConstantTimescale(vbs.RootRule()), torch.optim.AdamW, (4 * REF,)),
+        decays(vbs.rules.ConstantRule(), torch.optim.AdamW, 4 * (REF,)),
+        decays(vbs.rules.ConstantTimescale(vbs.rules.RootRule()), torch.optim.AdamW, (4 * REF,)),
     )
     assert large == pytest.approx(4 * small)
 
@@ -168,13 +174,13 @@ def test_the_decay_of_a_large_batch_equals_that_of_many_small_ones() -> None:
 @pytest.mark.parametrize("inner", [Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
 def test_bias_correction_works_with_constant_timescale(inner: Any) -> None:
     sizes = (20, 300, 7, 128)
-    rule = vbs.ConstantTimescale(vbs.SqrtSDERule())
+    rule = vbs.rules.ConstantTimescale(vbs.rules.SqrtSDERule())
     run = training(vbs.CustomOptimizer, sizes, dataset_size=300, rule=rule, ref_batchsize=REF, inner=inner)
     expected = twin(
         vbs.SqrtSDERuleOptimizer,
         sizes,
         dataset_size=300,
-        factors=lambda at: vbs.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, weight_decay=at.k**0.5),
+        factors=lambda at: vbs.rules.Scaling(lr=at.k**0.5, one_minus_beta=at.k, eps=at.k**-0.5, weight_decay=at.k**0.5),
         inner=inner,
     )
     assert_equal(run.run(len(sizes)).weights(), expected)
@@ -185,7 +191,7 @@ def test_a_check_sees_only_the_groups_of_its_rule() -> None:
     inner = Adam([{"params": [first]}, {"params": rest, "betas": (0.5, 0.6)}])
     sampler = vbs.CustomSampler(1000, 256, 1, 0)
     optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=("sqrt-sde", "constant"))
-    assert optimizer.rules == (vbs.SqrtSDERule(), vbs.ConstantRule())
+    assert optimizer.rules == (vbs.rules.SqrtSDERule(), vbs.rules.ConstantRule())
     with pytest.raises(ValueError, match=r"takes 0\.5 of betas to"):
         vbs.CustomOptimizer(inner, sampler, REF, rule=("constant", "sqrt-sde"))
 
@@ -209,6 +215,6 @@ def test_a_rule_that_scales_betas_rejects_optimizers_without_a_second_moment(rul
 
 def test_a_rule_passed_as_an_object_is_used_as_it_is() -> None:
     options: dict[str, Any] = {"inner": NAdam, "hyperparameters": {"lr": 0.02}}
-    run = training(vbs.CustomOptimizer, sizes=(32, 16), rule=vbs.SqrtSDERule(), **options)
+    run = training(vbs.CustomOptimizer, sizes=(32, 16), rule=vbs.rules.SqrtSDERule(), **options)
     assert run.run(2).optimizer.updates == 2
     assert training(vbs.CustomOptimizer, rule=None, max_grad_norm=float("inf")).run(1).optimizer.lr_factor() == 1

@@ -102,7 +102,7 @@ def test_a_checkpoint_and_broadcast_parameters_see_the_model(tmp_path: Path) -> 
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         return model, sampler, vbs.ConstantOptimizer(inner, sampler, backend=backend)
 
-    model, _, optimizer = objects(vbs.LocalBackend())
+    model, _, optimizer = objects(vbs.backend.LocalBackend())
     with pytest.warns(UserWarning, match="Batch normalization gets microbatches of 1 distinct sample, "):
         vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer).close()
 

@@ -183,7 +183,7 @@ def test_gradients_with_create_graph_accumulate() -> None:
         ({"log_steps": 2.5}, TypeError, r"log_steps must be an integer >= 1, got 2\.5 .*; pass"),
         ({"tracker": "runs"}, TypeError, r"tracker must be a vbs\.Tracker, got 'runs'; pass one"),
         ({"backend": "gloo"}, TypeError, r"backend must be a vbs\.Backend, got 'gloo'; pass one"),
-        ({"rule": vbs.RootRule}, TypeError, r"rule must be a name, or a callable .*, got <class"),
+        ({"rule": vbs.rules.RootRule}, TypeError, r"rule must be a name, or a callable .*, got <class"),
         ({"rule": "lineal"}, ValueError, r"rule must be one of constant, linear, .*, got 'lineal'; pass one"),
         ({"sampler": [[0, 1]]}, TypeError, r"sampler must be the vbs\.CustomSampler .* got list; create one"),
         ({"sampler": vbs.CustomSampler(50, 20, 3, 2)}, ValueError, "deals for rank 2 of 3 .* is rank 0 of 1; pass"),
@@ -196,7 +196,7 @@ def test_a_wrong_argument_raises_with_a_remedy(options: dict[str, Any], error: t
         "inner": torch.optim.SGD(network().parameters()),
         "sampler": vbs.CustomSampler(50, 20, 1, 0),
         "ref_batchsize": 64,
-        "rule": vbs.LinearRule(),
+        "rule": vbs.rules.LinearRule(),
     }
     with pytest.raises(error, match=text):
         vbs.CustomOptimizer(**(right | options))

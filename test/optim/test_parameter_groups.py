@@ -33,10 +33,10 @@ from helpers.twins import InnerTwin, PlainTraining
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 
-RULES: dict[vbs.Rule, type[vbs.CustomOptimizer]] = {
-    vbs.LinearRule(): vbs.LinearRuleOptimizer,
-    vbs.RootRule(): vbs.RootRuleOptimizer,
-    vbs.LinearMomentumRule(): vbs.LinearRuleMomentumOptimizer,
+RULES: dict[vbs.rules.Rule, type[vbs.CustomOptimizer]] = {
+    vbs.rules.LinearRule(): vbs.LinearRuleOptimizer,
+    vbs.rules.RootRule(): vbs.RootRuleOptimizer,
+    vbs.rules.LinearMomentumRule(): vbs.LinearRuleMomentumOptimizer,
 }
 
 
@@ -47,7 +47,7 @@ def layers(parameters: Iterable[Tensor], **hyperparameters: Any) -> Optimizer:
 
 
 def by_layer(
-    rules: Sequence[vbs.Rule], sizes: Sequence[int], dataset_size: int, max_grad_norm: float | None
+    rules: Sequence[vbs.rules.Rule], sizes: Sequence[int], dataset_size: int, max_grad_norm: float | None
 ) -> list[Array]:
     """SGD with rules[0] for the two weights of the first layer and rules[1] for the second, one big batch an update."""
     run = training(vbs.ConstantOptimizer, sizes, dataset_size=dataset_size)
@@ -69,7 +69,7 @@ def by_layer(
     max_grad_norm=st.sampled_from([None, 0.5, 1e6]),
 )
 def test_each_group_follows_its_rule(
-    rules: tuple[vbs.Rule, vbs.Rule], sizes: list[int], world: int, max_grad_norm: float | None
+    rules: tuple[vbs.rules.Rule, vbs.rules.Rule], sizes: list[int], world: int, max_grad_norm: float | None
 ) -> None:
     def train(backend: Backend) -> Training:
         options: dict[str, Any] = {"rule": rules, "ref_batchsize": REF, "max_grad_norm": max_grad_norm}
@@ -86,28 +86,28 @@ def make(*rules: Any, **options: Any) -> Training:
 
 
 def test_lr_factor_learning_rate_and_progress_are_those_of_the_first_group() -> None:
-    run = make(vbs.RootRule(), vbs.LinearRule(), ref_batchsize=REF).run(1)
+    run = make(vbs.rules.RootRule(), vbs.rules.LinearRule(), ref_batchsize=REF).run(1)
     k = SIZES[0] / REF
     assert run.optimizer.lr_factor() == pytest.approx(k**0.5)
     assert run.optimizer.current_lr() == pytest.approx(SGD["lr"] * k**0.5)
-    mixed = make(vbs.ConstantRule(), vbs.LinearRule(), ref_batchsize=REF).run(3)
+    mixed = make(vbs.rules.ConstantRule(), vbs.rules.LinearRule(), ref_batchsize=REF).run(3)
     assert mixed.optimizer.progress == 3
 
 
 def test_rules_holds_one_rule_for_each_group() -> None:
-    rule = vbs.RootRule()
+    rule = vbs.rules.RootRule()
     (only,) = training(vbs.CustomOptimizer, rule=rule, ref_batchsize=REF).optimizer.rules
     assert only is rule
     both = training(vbs.CustomOptimizer, inner=layers, rule=rule, ref_batchsize=REF).optimizer.rules
     assert [one is rule for one in both] == [True, True]
-    rules = [vbs.LinearRule(), vbs.RootRule()]
+    rules = [vbs.rules.LinearRule(), vbs.rules.RootRule()]
     optimizer = training(vbs.CustomOptimizer, inner=layers, rule=rules, ref_batchsize=REF).optimizer
     rules.reverse()
-    assert optimizer.rules == (vbs.LinearRule(), vbs.RootRule())
+    assert optimizer.rules == (vbs.rules.LinearRule(), vbs.rules.RootRule())
 
 
 def test_constant_rules_need_no_reference() -> None:
-    run = make(vbs.ConstantRule(), vbs.ConstantRule(), ref_batchsize=None).run(3)
+    run = make(vbs.rules.ConstantRule(), vbs.rules.ConstantRule(), ref_batchsize=None).run(3)
     assert run.optimizer.ref_batchsize is None
     assert_equal(run.weights(), twin(vbs.ConstantOptimizer, SIZES[:3], dataset_size=sum(SIZES)))
 
@@ -115,18 +115,22 @@ def test_constant_rules_need_no_reference() -> None:
 @pytest.mark.parametrize(
     ("rules", "error", "text"),
     [
-        ([vbs.ConstantRule(), vbs.RootRule()], ValueError, r"^RootRule\(\) needs ref_batchsize"),
+        ([vbs.rules.ConstantRule(), vbs.rules.RootRule()], ValueError, r"^RootRule\(\) needs ref_batchsize"),
         (
-            [vbs.ConstantRule()],
+            [vbs.rules.ConstantRule()],
             ValueError,
             "^a sequence of rules must hold one for each .* group, got 1 for 2; pass as",
         ),
         ([], ValueError, "got 0 for 2; pass as many, or one rule for all"),
-        (3 * [vbs.ConstantRule()], ValueError, "got 3 for 2; pass"),
-        ([vbs.ConstantRule(), vbs.RootRule], TypeError, r"^rule must be a name, or a callable .*, got <class"),
-        ([None, vbs.ConstantRule()], TypeError, r"^rule must be a name, or a callable .*, got None .*; pass"),
+        (3 * [vbs.rules.ConstantRule()], ValueError, "got 3 for 2; pass"),
         (
-            [vbs.ConstantRule(), [vbs.ConstantRule()]],
+            [vbs.rules.ConstantRule(), vbs.rules.RootRule],
+            TypeError,
+            r"^rule must be a name, or a callable .*, got <class",
+        ),
+        ([None, vbs.rules.ConstantRule()], TypeError, r"^rule must be a name, or a callable .*, got None .*; pass"),
+        (
+            [vbs.rules.ConstantRule(), [vbs.rules.ConstantRule()]],
             TypeError,
             r"^rule must be a name, or a callable .*, got \[ConstantRule",
         ),
@@ -139,7 +143,7 @@ def test_rejects_rules_that_do_not_match_the_groups(rules: Any, error: type[Exce
 
 
 def test_rejects_a_new_group_if_every_group_has_its_own_rule() -> None:
-    run = make(vbs.LinearRule(), vbs.RootRule(), ref_batchsize=REF).run(1)
+    run = make(vbs.rules.LinearRule(), vbs.rules.RootRule(), ref_batchsize=REF).run(1)
     group = {"params": [torch.zeros(1, requires_grad=True)]}
     with pytest.raises(ValueError, match=r"got 2 for 3; .* add it to the inner optimizer and wrap it again"):
         run.optimizer.add_param_group(group)
@@ -148,7 +152,7 @@ def test_rejects_a_new_group_if_every_group_has_its_own_rule() -> None:
 
 def test_rejects_ranks_with_different_rules() -> None:
     def train(backend: Backend) -> None:
-        rules = [vbs.LinearRule(), vbs.RootRule()]
+        rules = [vbs.rules.LinearRule(), vbs.rules.RootRule()]
         options: dict[str, Any] = {"rule": rules if backend.world.rank else rules[::-1], "ref_batchsize": REF}
         training(vbs.CustomOptimizer, inner=layers, backend=backend, **options).run(1)
 
@@ -161,7 +165,7 @@ def test_an_update_takes_one_collective() -> None:
         run = training(
             vbs.CustomOptimizer,
             inner=layers,
-            rule=(vbs.LinearMomentumRule(), vbs.RootRule()),
+            rule=(vbs.rules.LinearMomentumRule(), vbs.rules.RootRule()),
             ref_batchsize=REF,
             backend=backend,
         ).run(1)
@@ -173,7 +177,7 @@ def test_an_update_takes_one_collective() -> None:
 
 
 def test_a_sequence_of_one_rule_equals_that_rule() -> None:
-    run = training(vbs.CustomOptimizer, rule=[vbs.LinearMomentumRule()], ref_batchsize=REF).run(len(SIZES))
+    run = training(vbs.CustomOptimizer, rule=[vbs.rules.LinearMomentumRule()], ref_batchsize=REF).run(len(SIZES))
     assert_equal(run.weights(), twin(vbs.LinearRuleMomentumOptimizer, SIZES))
 
 
@@ -194,7 +198,7 @@ def test_a_group_is_added_after_a_backward_that_is_dropped() -> None:
                 run.optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.03})
         return run.weights()
 
-    expected = train(vbs.LocalBackend(), False)
+    expected = train(vbs.backend.LocalBackend(), False)
     for found in run_ranks(lambda backend: [train(backend, dropped) for dropped in (False, True)], 2):
         for weights in found:
             assert_equal(weights, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from variable_batch_size.optim.progress import Progress
+from variable_batch_size.optim.update import Progress
 
 
 @pytest.mark.parametrize("begin", [0.0, 3.75, 2.0**23 + 0.5])

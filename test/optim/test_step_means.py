@@ -44,7 +44,7 @@ class Counting(LocalBackend):
 def test_a_mean_is_over_the_samples_of_the_step(
     sizes: list[int], world: int, minibatch_size: int, fixed_shape: bool, kind: Any
 ) -> None:
-    def train(backend: vbs.Backend) -> list[tuple[float, float, list[int]]]:
+    def train(backend: vbs.backend.Backend) -> list[tuple[float, float, list[int]]]:
         run = training(
             kind, sizes, backend=backend, minibatch_size=minibatch_size, sampling={"fixed_shape": fixed_shape}
         )
@@ -166,7 +166,7 @@ def test_a_value_for_some_microbatches_of_a_step_only_raises() -> None:
 
 
 def test_one_rank_that_does_not_log_raises_on_all() -> None:
-    def train(backend: vbs.Backend) -> str:
+    def train(backend: vbs.backend.Backend) -> str:
         run = training(sizes=[8], backend=backend)
         run.loss(next(iter(run.sampler))).backward()
         if backend.world.rank == 0:
@@ -183,7 +183,7 @@ def test_one_rank_that_does_not_log_raises_on_all() -> None:
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_one_rank_that_stops_logging_raises_on_all(counted: bool) -> None:
-    def train(backend: vbs.Backend) -> str:
+    def train(backend: vbs.backend.Backend) -> str:
         kind, reduction = vbs.ConstantOptimizer, "sum" if counted else "mean"
         run = training(kind, sizes=[8], backend=backend, reduction=reduction)
         try:

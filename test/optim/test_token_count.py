@@ -83,7 +83,7 @@ def test_an_update_is_that_of_the_mean_over_all_tokens(
 ) -> None:
     """Also if a microbatch, a rank or a whole step has no token; such a step changes nothing."""
 
-    def train(backend: vbs.Backend) -> tuple[list[bool], list[Any], dict[str, Tensor]]:
+    def train(backend: vbs.backend.Backend) -> tuple[list[bool], list[Any], dict[str, Tensor]]:
         options: dict[str, Any] = {"accumulation": accumulation, "max_grad_norm": max_grad_norm}
         begun = texts(
             lengths,
@@ -219,7 +219,7 @@ def test_a_count_in_the_place_of_the_closure_raises() -> None:
 
 
 def test_ranks_that_do_not_agree_on_counts_raise() -> None:
-    def train(backend: vbs.Backend) -> str:
+    def train(backend: vbs.backend.Backend) -> str:
         begun = texts([1] * DATASET, [1], backend=backend)
         try:
             attempt(begun, **({"count": 1} if backend.world.rank else {}))

@@ -57,7 +57,7 @@ readers = st.sampled_from([one_ahead, in_groups])
 def test_a_loop_over_updates_trains_like_one_over_microbatches(
     case: Case, size: int, loader_ahead: int, reader: Reader, framework_ahead: int, once: bool
 ) -> None:
-    def train(backend: vbs.Backend) -> Run:
+    def train(backend: vbs.backend.Backend) -> Run:
         run = Run(case, backend)
         loader = Reading(run, loader_ahead)
         of_all = vbs.updates(loader, run.optimizer, framework_ahead)
@@ -133,7 +133,7 @@ def test_the_loop_may_leave_in_the_middle_of_an_update() -> None:
 def test_two_optimizers_take_turns_at_each_update(case: Case, size: int) -> None:
     """As in a GAN whose generator meets the updated discriminator: each update of both uses the same samples."""
 
-    def train(backend: vbs.Backend) -> tuple[list[list[int]], list[list[int]]]:
+    def train(backend: vbs.backend.Backend) -> tuple[list[list[int]], list[list[int]]]:
         sampler = case.sampler(backend.world)
         weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
         optimizers = [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.reference import EQUATIONS, SurgeOptimizer, assert_equal, batches, data, filled, training, twin
+from helpers.reference import EQUATIONS, assert_equal, batches, data, filled, training, twin
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -68,7 +68,7 @@ JOBS = {
     "progress 1": watched(vbs.AdaScaleOptimizer, 1, 1, True),
     "progress 3": watched(vbs.AdaScaleOptimizer, 1, 3, True),
     "progress of AdamScale 2": watched(vbs.AdamScaleOptimizer, 1, 2, True),
-    "progress of Surge 2": watched(SurgeOptimizer, 1, 2, True),
+    "progress of Surge 2": watched(vbs.SurgeRuleOptimizer, 1, 2, True),
     **{f"controller {cores}": watched(vbs.AdaScaleOptimizer, 4, cores, True, every=EVERY) for cores in (1, 2)},
     **{
         f"gains {cores}": Job(cores, gains, (Case(vbs.AdaScaleOptimizer, FEW, 4), noise))

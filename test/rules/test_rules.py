@@ -16,14 +16,14 @@ from helpers.properties import examples
 from helpers.reference import EQUATIONS, EXPONENT, OPTIMIZERS, SIZES, WARMUP, Update, assert_equal, training, twin
 
 ARGUMENTS = {"legw": (WARMUP * 3,), "power": (EXPONENT,)}  # in a dataset of three reference batches
-RULES = {rule(*ARGUMENTS.get(name, ())): name for name, rule in vbs.RULES.items()}
-NO_NOISE = vbs.Noise(sigma2=0.0, mu2=1.0)
+RULES = {rule(*ARGUMENTS.get(name, ())): name for name, rule in vbs.rules.RULES.items()}
+NO_NOISE = vbs.rules.Noise(sigma2=0.0, mu2=1.0)
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 
 
 def test_the_index_has_every_rule_of_the_table() -> None:
     public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Rule")}
-    assert public - {vbs.Rule} == set(vbs.RULES.values())
+    assert public - {vbs.rules.Rule} == set(vbs.rules.RULES.values())
 
 
 @every_rule
@@ -35,25 +35,25 @@ def test_the_index_has_every_rule_of_the_table() -> None:
     noise_scale=st.one_of(st.just(0.0), st.floats(1e-6, 1e12)),
 )
 def test_a_rule_equals_its_equation(
-    rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int, noise_scale: float
+    rule: vbs.rules.Rule, batch_size: int, ref_batchsize: int, updates: int, noise_scale: float
 ) -> None:
-    gain = vbs.adascale_gain(noise_scale, 1.0, batch_size, ref_batchsize)
+    gain = vbs.rules.adascale_gain(noise_scale, 1.0, batch_size, ref_batchsize)
     update = Update.of(batch_size, updates + 1, 3 * ref_batchsize, ref_batchsize, gain, noise_scale)
     expected = EQUATIONS[OPTIMIZERS[RULES[rule]]].factors(update)
-    found = rule(vbs.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.Noise(noise_scale, 1.0, gain)))
+    found = rule(vbs.rules.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.rules.Noise(noise_scale, 1.0, gain)))
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(expected), rel=1e-15, abs=0)
 
 
 @every_rule
 @given(size=st.integers(1, 2**53), updates=st.integers(17, 10**6), samples=st.integers(0, 10**12))
 @examples(20)
-def test_every_factor_is_one_at_the_reference(rule: vbs.Rule, size: int, updates: int, samples: int) -> None:
-    assert rule(vbs.RuleInput(size, size, updates, samples, NO_NOISE)) == vbs.Scaling()
+def test_every_factor_is_one_at_the_reference(rule: vbs.rules.Rule, size: int, updates: int, samples: int) -> None:
+    assert rule(vbs.rules.RuleInput(size, size, updates, samples, NO_NOISE)) == vbs.rules.Scaling()
 
 
 @every_rule
-def test_the_progress_is_what_its_docstring_says(rule: vbs.Rule) -> None:
-    update = vbs.RuleInput(96, 32, noise=vbs.Noise(1.0, 1.0, 1.5))
+def test_the_progress_is_what_its_docstring_says(rule: vbs.rules.Rule) -> None:
+    update = vbs.rules.RuleInput(96, 32, noise=vbs.rules.Noise(1.0, 1.0, 1.5))
     known = {"1, whatever the batch size": 1.0, "k": 3.0, "the gain": 1.5}
     assert rule(update).progress == known[description(type(rule))["Progress"]]
 
@@ -63,20 +63,20 @@ def test_the_progress_is_what_its_docstring_says(rule: vbs.Rule) -> None:
     sigma2=st.floats(1e-6, 1e6), mu2=st.floats(0, 1e6), size=st.integers(1, 2**30), ref_batchsize=st.integers(1, 2**30)
 )
 def test_adascale_gain_lies_between_one_and_k(sigma2: float, mu2: float, size: int, ref_batchsize: int) -> None:
-    gain, k = vbs.adascale_gain(sigma2, mu2, size, ref_batchsize), size / ref_batchsize
+    gain, k = vbs.rules.adascale_gain(sigma2, mu2, size, ref_batchsize), size / ref_batchsize
     assert min(1, k) * (1 - 1e-15) <= gain <= max(1, k) * (1 + 1e-15)
-    assert vbs.adascale_gain(sigma2, mu2, size, size) == 1
-    assert vbs.adascale_gain(sigma2, 0.0, size, ref_batchsize) == pytest.approx(k)
+    assert vbs.rules.adascale_gain(sigma2, mu2, size, size) == 1
+    assert vbs.rules.adascale_gain(sigma2, 0.0, size, ref_batchsize) == pytest.approx(k)
 
 
-@pytest.mark.parametrize("rule", [vbs.AdaScaleRule(), vbs.AdamScaleRule(), vbs.SurgeRule()], ids=repr)
-def test_a_rule_that_needs_noise_raises_without_it(rule: vbs.Rule) -> None:
+@pytest.mark.parametrize("rule", [vbs.rules.AdaScaleRule(), vbs.rules.AdamScaleRule(), vbs.rules.SurgeRule()], ids=repr)
+def test_a_rule_that_needs_noise_raises_without_it(rule: vbs.rules.Rule) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(repr(rule))} needs the gradient noise, but the input has none"):
-        rule(vbs.RuleInput(8, 4))
+        rule(vbs.rules.RuleInput(8, 4))
 
 
 @every_rule
-def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
+def test_a_rule_is_a_value(rule: vbs.rules.Rule) -> None:
     same = eval(repr(rule), {name: getattr(vbs, name) for name in vbs.__all__})
     assert same is not rule
     assert (same, hash(same), type(same)) == (rule, hash(rule), type(rule))
@@ -88,10 +88,10 @@ def test_a_rule_is_a_value(rule: vbs.Rule) -> None:
 @examples(20)
 @given(batch_size=st.integers(1, 2**40), ref_batchsize=st.integers(1, 2**40), updates=st.integers(0, 30))
 def test_constant_timescale_changes_only_the_weight_decay(
-    rule: vbs.Rule, batch_size: int, ref_batchsize: int, updates: int
+    rule: vbs.rules.Rule, batch_size: int, ref_batchsize: int, updates: int
 ) -> None:
-    update = vbs.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.Noise(1.0, 1.0, 1.25))
-    scaling, found = rule(update), vbs.ConstantTimescale(rule)(update)
+    update = vbs.rules.RuleInput(batch_size, ref_batchsize, updates, noise=vbs.rules.Noise(1.0, 1.0, 1.25))
+    scaling, found = rule(update), vbs.rules.ConstantTimescale(rule)(update)
     assert found == dataclasses.replace(scaling, weight_decay=found.weight_decay)
     assert batch_size / (found.lr * found.weight_decay) == pytest.approx(ref_batchsize)
 
@@ -101,25 +101,25 @@ def test_constant_timescale_changes_only_the_weight_decay(
 def test_constant_timescale_scales_lr_times_weight_decay_by_k(
     batch_size: int, ref_batchsize: int, exponent: float
 ) -> None:
-    update = vbs.RuleInput(batch_size, ref_batchsize)
-    assert vbs.ConstantTimescale(vbs.ConstantRule())(update) == vbs.Scaling(weight_decay=update.ratio)
-    found = vbs.ConstantTimescale(vbs.PowerRule(exponent))(update)
+    update = vbs.rules.RuleInput(batch_size, ref_batchsize)
+    assert vbs.rules.ConstantTimescale(vbs.rules.ConstantRule())(update) == vbs.rules.Scaling(weight_decay=update.ratio)
+    found = vbs.rules.ConstantTimescale(vbs.rules.PowerRule(exponent))(update)
     assert found.lr * found.weight_decay == pytest.approx(update.ratio)
     assert found.weight_decay == pytest.approx(update.ratio ** (1 - exponent))
 
 
 def test_constant_timescale_needs_a_rule_and_a_reference() -> None:
-    rule = vbs.ConstantTimescale(vbs.ConstantRule())
+    rule = vbs.rules.ConstantTimescale(vbs.rules.ConstantRule())
     assert repr(rule) == "ConstantTimescale(rule=ConstantRule())"
     assert (rule, hash(rule)) == (
-        vbs.ConstantTimescale(vbs.ConstantRule()),
-        hash(vbs.ConstantTimescale(vbs.ConstantRule())),
+        vbs.rules.ConstantTimescale(vbs.rules.ConstantRule()),
+        hash(vbs.rules.ConstantTimescale(vbs.rules.ConstantRule())),
     )
     with pytest.raises(ValueError, match=r"^ConstantTimescale\(rule=ConstantRule\(\)\) needs ref_batchsize"):
         training(vbs.CustomOptimizer, rule=rule, ref_batchsize=None)
-    for wrong in (vbs.RootRule, "root", None):
+    for wrong in (vbs.rules.RootRule, "root", None):
         with pytest.raises(TypeError, match=r"^rule must be a name, or a callable object such as LinearRule\(\)"):
-            vbs.ConstantTimescale(wrong)  # type: ignore[arg-type]
+            vbs.rules.ConstantTimescale(wrong)  # type: ignore[arg-type]
 
 
 def test_a_custom_rule_takes_five_lines() -> None:
@@ -127,20 +127,20 @@ def test_a_custom_rule_takes_five_lines() -> None:
     class OwnRule:
         exponent: float
 
-        def __call__(self, update: vbs.RuleInput) -> vbs.Scaling:
-            return vbs.Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
+        def __call__(self, update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
+            return vbs.rules.Scaling(lr=update.ratio**self.exponent, progress=update.ratio)
 
     run = training(vbs.CustomOptimizer, rule=OwnRule(0.5)).run(len(SIZES))
     assert_equal(run.weights(), twin(vbs.RootRuleOptimizer, SIZES))
 
 
 def test_a_rule_gets_the_true_batch_size_and_the_position() -> None:
-    seen: list[vbs.RuleInput] = []
+    seen: list[vbs.rules.RuleInput] = []
 
-    def rule(update: vbs.RuleInput) -> vbs.Scaling:
+    def rule(update: vbs.rules.RuleInput) -> vbs.rules.Scaling:
         seen.append(update)
-        return vbs.Scaling()
+        return vbs.rules.Scaling()
 
     training(vbs.CustomOptimizer, (20, 7), dataset_size=50, rule=rule).run(9)
     sizes = [20, 7, 7, 7, 7, 2, 7, 7, 7]
-    assert seen == [vbs.RuleInput(size, 64, step, sum(sizes[:step]), None) for step, size in enumerate(sizes)]
+    assert seen == [vbs.rules.RuleInput(size, 64, step, sum(sizes[:step]), None) for step, size in enumerate(sizes)]

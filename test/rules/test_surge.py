@@ -22,25 +22,27 @@ def best_lr(batch_size: int, noise_scale: float) -> float:
     return 2 / ((noise_scale / batch_size) ** 0.5 + (batch_size / noise_scale) ** 0.5)
 
 
-def tensors(noise: vbs.Noise) -> vbs.Noise:
-    return vbs.Noise(*(torch.tensor(float(number), dtype=torch.float64) for number in astuple(noise)))
+def tensors(noise: vbs.rules.Noise) -> vbs.rules.Noise:
+    return vbs.rules.Noise(*(torch.tensor(float(number), dtype=torch.float64) for number in astuple(noise)))
 
 
 @examples(200)
 @given(batch_size=sizes, ref_batchsize=sizes, noise_scale=st.floats(1e-3, 1e12))
 def test_a_given_noise_scale_is_that_of_the_equation(batch_size: int, ref_batchsize: int, noise_scale: float) -> None:
-    rule, update = vbs.SurgeRule(noise_scale), vbs.RuleInput(batch_size, ref_batchsize)
+    rule, update = vbs.rules.SurgeRule(noise_scale), vbs.rules.RuleInput(batch_size, ref_batchsize)
     assert rule(update).lr == pytest.approx(best_lr(batch_size, noise_scale) / best_lr(ref_batchsize, noise_scale))
     assert not rule.needs_noise
-    measured = vbs.RuleInput(batch_size, ref_batchsize, noise=vbs.Noise(noise_scale, 1.0, rule(update).progress, 1))
-    assert vbs.SurgeRule()(measured) == rule(update)
+    measured = vbs.rules.RuleInput(
+        batch_size, ref_batchsize, noise=vbs.rules.Noise(noise_scale, 1.0, rule(update).progress, 1)
+    )
+    assert vbs.rules.SurgeRule()(measured) == rule(update)
 
 
 @examples(50)
 @given(noise_scale=st.integers(1, 10**6), ref_batchsize=st.integers(1, 10**6), other=st.integers(1, 10**7))
 def test_the_factor_is_largest_at_the_noise_scale(noise_scale: int, ref_batchsize: int, other: int) -> None:
-    rule = vbs.SurgeRule(noise_scale)
-    peak, beside = (rule(vbs.RuleInput(size, ref_batchsize)).lr for size in (noise_scale, other))
+    rule = vbs.rules.SurgeRule(noise_scale)
+    peak, beside = (rule(vbs.rules.RuleInput(size, ref_batchsize)).lr for size in (noise_scale, other))
     assert peak >= beside * (1 - 1e-12)
 
 
@@ -55,19 +57,19 @@ def test_the_factor_is_finite_and_the_same_as_a_tensor(
 ) -> None:
     k, (sigma2, mu2) = batch_size / ref_batchsize, parts
     known = not math.isnan(sigma2)
-    gain = vbs.adascale_gain(sigma2, max(mu2, 0.0), batch_size, ref_batchsize) if known else min(1.0, k)
-    noise = vbs.Noise(sigma2, mu2, gain, int(known))
-    found = vbs.SurgeRule()(vbs.RuleInput(batch_size, ref_batchsize, noise=noise))
+    gain = vbs.rules.adascale_gain(sigma2, max(mu2, 0.0), batch_size, ref_batchsize) if known else min(1.0, k)
+    noise = vbs.rules.Noise(sigma2, mu2, gain, int(known))
+    found = vbs.rules.SurgeRule()(vbs.rules.RuleInput(batch_size, ref_batchsize, noise=noise))
     expected = {(0.0, 1.0): k**-0.5, (1.0, 0.0): k**0.5, (1.0, -0.5): k**0.5, (3.0, 0.01): found.lr}
     assert found.lr == pytest.approx(expected[parts] if known else min(1, k) ** 0.5)
-    on_device = vbs.SurgeRule()(vbs.RuleInput(batch_size, ref_batchsize, noise=tensors(noise)))
+    on_device = vbs.rules.SurgeRule()(vbs.rules.RuleInput(batch_size, ref_batchsize, noise=tensors(noise)))
     assert isinstance(on_device.lr, torch.Tensor)
     assert on_device.lr.shape == ()
     assert (on_device.lr.item(), on_device.progress.item()) == pytest.approx((found.lr, found.progress), rel=1e-15)
 
 
 def test_a_given_noise_scale_measures_nothing() -> None:
-    measured, given_one = (training(vbs.CustomOptimizer, rule=rule) for rule in ("surge", vbs.SurgeRule(100.0)))
+    measured, given_one = (training(vbs.CustomOptimizer, rule=rule) for rule in ("surge", vbs.rules.SurgeRule(100.0)))
     assert measured.run(2).optimizer.noise().updates == 2
     with pytest.raises(RuntimeError, match="noise"):
         given_one.run(2).optimizer.noise()
@@ -76,4 +78,4 @@ def test_a_given_noise_scale_measures_nothing() -> None:
 @pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (math.nan, ValueError), ("auto", TypeError)])
 def test_rejects_a_noise_scale_that_is_no_number_of_samples(wrong: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^noise_scale must be a finite number >= 0, got .*; pass the batch size at which"):
-        vbs.SurgeRule(wrong)  # type: ignore[arg-type]
+        vbs.rules.SurgeRule(wrong)  # type: ignore[arg-type]

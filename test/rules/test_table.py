@@ -42,10 +42,10 @@ import torch
 import variable_batch_size as vbs
 from helpers.reference import OPTIMIZERS, SIZES, assert_equal, training, twin
 from rule_pages import rule_table
-assert vbs.CubeRootRule is vbs.RULES["cube-root"] and "CubeRootRule" in vbs.__all__
+assert vbs.rules.CubeRootRule is vbs.rules.RULES["cube-root"] and "CubeRootRule" in vbs.__all__
 kind = OPTIMIZERS["cube-root"]  # which the contract suite goes through
 assert_equal(training(kind, SIZES).run(len(SIZES)).weights(), twin(kind, SIZES))
-assert training(vbs.CustomOptimizer, rule="cube-root").optimizer.rules == (vbs.CubeRootRule(),)
+assert training(vbs.CustomOptimizer, rule="cube-root").optimizer.rules == (vbs.rules.CubeRootRule(),)
 assert "this test runs" in rule_table()
 print(vbs.__file__)
 """
@@ -79,12 +79,12 @@ def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
 
 
 def test_every_rule_describes_itself() -> None:
-    for rule in vbs.RULES.values():
+    for rule in vbs.rules.RULES.values():
         assert set(description(rule)) >= {"Scales", "Progress", "Use when", "Fails when"}, rule.__name__
 
 
 def test_the_page_of_rules_describes_each_rule() -> None:
-    for name, rule in vbs.RULES.items():
+    for name, rule in vbs.rules.RULES.items():
         about = description(rule)
         assert f"| `{name}` |" in rule_table()
         assert f"## `{name}`" in rule_sections()

@@ -1,4 +1,8 @@
-"""Controllers choose the batch size of the next updates; a throughput model predicts their time. No torch."""
+"""Controllers choose the batch size of the next updates; a throughput model predicts their time. No torch.
+
+`adaptive_trace.py` says when one is asked, `decisions.py` what follows, in a simulation and in a training, and
+`decided_trace.py` what a training keeps of it. A string can name those in `table.py`.
+"""
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import ControlInput, Controller

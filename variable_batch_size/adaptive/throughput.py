@@ -1,4 +1,4 @@
-"""How long an update takes on a number of devices."""
+"""How long an update takes on a number of devices: a model, and its fit to measurements."""
 
 from __future__ import annotations
 

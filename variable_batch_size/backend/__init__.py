@@ -1,4 +1,8 @@
-"""How ranks communicate: one process, `torch.distributed`, or PyTorch/XLA. No other package calls their collectives."""
+"""How ranks communicate where torch does not do it for us: one process, `torch.distributed`, or PyTorch/XLA.
+
+`base.py` is the interface, `detection.py` chooses one. What hosts agree on without a collective is in `agreement.py`.
+No other folder calls a collective.
+"""
 
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.base import Backend

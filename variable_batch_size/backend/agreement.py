@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.course import Course, Groups, difference
-from variable_batch_size.backend.parting import LEFT, leaves
-from variable_batch_size.backend.process import has_ended, identity
+from variable_batch_size.backend.parting import LEFT, has_ended, identity, leaves
 
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer

@@ -1,13 +1,9 @@
-"""Who computes what: the split of each batch into microbatches, and the sampler that deals them to the ranks."""
+"""Who computes what: the steps of each epoch, and the sampler that deals their microbatches to the ranks.
 
-from typing import TYPE_CHECKING
+`plan.py`, `deal.py` and `clock.py` are pure. `feed.py` is what a sampler shares with its optimizers, `planning.py` how
+a plan grows with a controller, and `iteration.py` what a loader reads.
+"""
 
-from variable_batch_size._lazy import lazy_index
+import lazy_loader
 
-if TYPE_CHECKING:
-    from variable_batch_size.data.evaluation_sampler import EvaluationSampler as EvaluationSampler
-    from variable_batch_size.data.plan import Plan as Plan
-    from variable_batch_size.data.sampler import CustomSampler as CustomSampler
-    from variable_batch_size.microbatching import Microbatch as Microbatch
-else:
-    __getattr__, __dir__, __all__ = lazy_index(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -23,7 +23,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "_ALLOC
 
 
 @final
-class Fit(NamedTuple):
+class BatchFit(NamedTuple):
     """How a global batch is computed.
 
     Attributes:
@@ -37,7 +37,9 @@ class Fit(NamedTuple):
     microbatches: int
 
 
-def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fixed_shape: bool | None = None) -> Fit:
+def fit_batch(
+    global_batch_size: int, max_minibatch_size: int, world_size: int, *, fixed_shape: bool | None = None
+) -> BatchFit:
     """Return the microbatch size, up to what memory holds, with which a step of this batch takes the fewest rounds.
 
     Ties are broken by the fewest rows computed beyond the batch, including the replays of ranks without a share, so
@@ -58,10 +60,10 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fix
         TypeError: if an argument is not an integer.
         ValueError: if an argument is not in [1, 2**53].
 
-    >>> fit(200, max_minibatch_size=48, world_size=3, fixed_shape=True)
-    Fit(minibatch_size=40, rounds=2, microbatches=5)
-    >>> fit(200, max_minibatch_size=48, world_size=3, fixed_shape=False)
-    Fit(minibatch_size=34, rounds=2, microbatches=6)
+    >>> fit_batch(200, max_minibatch_size=48, world_size=3, fixed_shape=True)
+    BatchFit(minibatch_size=40, rounds=2, microbatches=5)
+    >>> fit_batch(200, max_minibatch_size=48, world_size=3, fixed_shape=False)
+    BatchFit(minibatch_size=34, rounds=2, microbatches=6)
     """
     batch = check_int(global_batch_size, "global_batch_size", 1, MAX_INT)
     largest = check_int(max_minibatch_size, "max_minibatch_size", 1, MAX_INT)
@@ -75,7 +77,7 @@ def fit(global_batch_size: int, max_minibatch_size: int, world_size: int, *, fix
     rows = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), in float64, which does not overflow
     size = int(sizes[rows.argmin() if fixed else 0])  # the smallest one of several
     least = int(rounds[size - 1])
-    return Fit(size, least, int(counts[size - 1]) if fixed else min(batch, world * least))
+    return BatchFit(size, least, int(counts[size - 1]) if fixed else min(batch, world * least))
 
 
 def find_minibatch_size(
@@ -224,8 +226,8 @@ class Elastic(NamedTuple):
 def elastic(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = None) -> Elastic:
     """Return in how many steps, and with which batch size of a GPU, a global batch is computed on the present GPUs.
 
-    The fewest steps that memory allows, and then the smallest batch size, as `fit` finds them without a fixed shape:
-    `CustomSampler(..., minibatch_size=batch_size)` computes exactly this batch, also if it is not a multiple of
+    The fewest steps that memory allows, and then the smallest batch size, as `fit_batch` finds them without a fixed
+    shape: `CustomSampler(..., minibatch_size=batch_size)` computes exactly this batch, also if it is not a multiple of
     steps x batch_size x gpus.
 
     Source: the arguments and results are those of Run:AI's elasticity module for PyTorch.
@@ -246,5 +248,5 @@ def elastic(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = 
     world = current_world()
     if gpus is None:
         gpus = world.size if world.size > 1 else max(1, torch.accelerator.device_count())
-    found = fit(global_batch_size, max_gpu_batch_size, gpus, fixed_shape=False)
+    found = fit_batch(global_batch_size, max_gpu_batch_size, gpus, fixed_shape=False)
     return Elastic(found.rounds, found.minibatch_size, global_batch_size, gpus, world.rank == 0)

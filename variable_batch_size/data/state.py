@@ -1,4 +1,4 @@
-"""What a saved position holds, and the version that it is of."""
+"""What a saved position holds, the version that it is of, and the past of the trace that must be the same."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.task import Task, dataset_of
-from variable_batch_size.optim.epochs import remaining_epochs
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import remaining_epochs
 
 
 class Parts(NamedTuple):

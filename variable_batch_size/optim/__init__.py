@@ -1,35 +1,10 @@
-"""From the gradients of microbatches to an update: accumulation, reduction, gradient noise, scaling, the inner step."""
+"""From the gradients of microbatches to an update: `CustomOptimizer` and what it does.
 
-from variable_batch_size.optim.consistency import broadcast_parameters
-from variable_batch_size.optim.epochs import remaining_epochs
-from variable_batch_size.optim.lr_scheduler import ProgressScheduler
-from variable_batch_size.optim.named import (
-    AdamScaleOptimizer,
-    AdaScaleOptimizer,
-    ConstantOptimizer,
-    LEGWRuleOptimizer,
-    LinearRuleMomentumOptimizer,
-    LinearRuleOptimizer,
-    RootRuleOptimizer,
-    SqrtSDERuleOptimizer,
-)
-from variable_batch_size.optim.normalization import check_model
-from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import updates
-
-__all__ = [
-    "AdaScaleOptimizer",
-    "AdamScaleOptimizer",
-    "ConstantOptimizer",
-    "CustomOptimizer",
-    "LEGWRuleOptimizer",
-    "LinearRuleMomentumOptimizer",
-    "LinearRuleOptimizer",
-    "ProgressScheduler",
-    "RootRuleOptimizer",
-    "SqrtSDERuleOptimizer",
-    "broadcast_parameters",
-    "check_model",
-    "remaining_epochs",
-    "updates",
-]
+The face: `optimizer.py`, `observed.py`, `wrapper.py`, `named.py`; the loops: `updates.py`, and `loop.py`, which says
+why a loop was refused.
+From backward to the sum: `step_gradient.py`, `accumulation.py`, `participation.py`, and who sums: `sync.py`, `ddp_*`,
+`sharded_*`; `syncs.py` chooses.
+From the sum to the step: `update.py`, `gradient_noise.py` (equations: `noise_estimate.py`), `rule_check.py`,
+`scaling.py`. Beside it: `controller.py`, `lr_scheduler.py`, `means.py`, `report.py`, and checks: `consistency.py`,
+`backward_check.py`, `normalization.py`.
+"""

@@ -17,17 +17,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.dtensors import are_parts, local, summed
-
-
-def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of 0-D factors and sums for these tensors: float64 if any has 64-bit numbers, else float32."""
-    return torch.float64 if any(torch.finfo(tensor.dtype).bits == 64 for tensor in tensors) else torch.float32
-
-
-def is_narrow(tensor: Tensor) -> bool:
-    """Return whether numbers have fewer than 32 bits: their sums overflow (float16) or lose digits (bfloat16)."""
-    return tensor.dtype.itemsize < 4
+from variable_batch_size.optim.tensors import are_parts, is_narrow, local, scalar_dtype, summed
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:

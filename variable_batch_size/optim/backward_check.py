@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from variable_batch_size.optim.dtensors import are_parts, local
+from variable_batch_size.optim.tensors import are_parts, local
 
 WATCHED = 3  # updates of a run in which hooks count, of those with one microbatch and of those with several
 

@@ -19,10 +19,10 @@ from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Agreement, Backend, detect
 from variable_batch_size.backend.course import differing
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.dtensors import check_whole, local, shard_of
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.normalization import check_seen, remember
 from variable_batch_size.optim.participation import FIRST_UPDATE
+from variable_batch_size.optim.tensors import check_whole, local, shard_of
 from variable_batch_size.optim.update import Updater
 
 _NUMBERS = frozenset({bool, int, float})
@@ -43,7 +43,7 @@ def broadcast_parameters(model: torch.nn.Module, backend: Backend | None = None)
 
     Args:
         model: module with the same parameters and buffers, up to their values, on every rank.
-        backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
+        backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.backend.detect`.
 
     Raises:
         TypeError: if the model is sharded.

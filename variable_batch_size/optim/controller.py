@@ -20,9 +20,9 @@ from variable_batch_size.adaptive.decisions import Decision, is_due
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.backend import Agreement, Backend
 from variable_batch_size.data.deal import Step
+from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.tracker import Tracker
 
 _REPEATED = 3  # questions without a new estimate of the noise, after which the user is warned

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.accumulation import scalar_dtype
-from variable_batch_size.optim.dtensors import local
 from variable_batch_size.optim.noise_estimate import Estimate, Number, estimate_from_pair, select
-from variable_batch_size.optim.squared_norm import squared_norm
+from variable_batch_size.optim.tensors import local, scalar_dtype, squared_norm
 
 Gradient = Sequence[Tensor | None]  # of each parameter; None counts as 0
 

@@ -1,4 +1,4 @@
-"""`CustomOptimizer` with a rule of the table, `vbs.RULES`, filled in: one short class for each."""
+"""`CustomOptimizer` with a rule of the table, `vbs.rules.RULES`, filled in: one short class for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from variable_batch_size._validation import check_number
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.options import Options
-from variable_batch_size.rules import LEGWRule
+from variable_batch_size.rules import LEGWRule, PowerRule
 from variable_batch_size.rules.base import check_reference
 
 
@@ -19,7 +19,7 @@ class NamedOptimizer(CustomOptimizer):
     """A `CustomOptimizer` whose class chooses the rule; abstract. Arguments: see `CustomOptimizer`.
 
     Attributes:
-        rule_name: the rule's name in `vbs.RULES`.
+        rule_name: the rule's name in `vbs.rules.RULES`.
     """
 
     rule_name: ClassVar[str]
@@ -56,6 +56,36 @@ class RootRuleOptimizer(NamedOptimizer):
 
 
 @final
+class PowerRuleOptimizer(CustomOptimizer):
+    """lr * (B / ref_batchsize)^exponent. Arguments: see `CustomOptimizer`.
+
+    Args:
+        inner: see `CustomOptimizer`, as for all arguments that are not named here.
+        sampler: feeds the loop.
+        ref_batchsize: batch size, in samples, at which the learning rate was tuned.
+        exponent: a number >= 0, see `rules.PowerRule`.
+        **options: those of `CustomOptimizer`.
+
+    Raises:
+        TypeError: if the exponent is not a number.
+        ValueError: if it is negative or not finite.
+    """
+
+    rule_name: ClassVar[str] = "power"
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        sampler: CustomSampler,
+        ref_batchsize: int,
+        *,
+        exponent: float,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(inner, sampler, ref_batchsize, rule=PowerRule(exponent), **options)
+
+
+@final
 class LinearRuleMomentumOptimizer(NamedOptimizer):
     """u = m u + (B / ref_batchsize) (G + decay w), w -= lr u, for SGD. Arguments: see `CustomOptimizer`.
 
@@ -82,6 +112,19 @@ class SqrtSDERuleOptimizer(NamedOptimizer):
     """
 
     rule_name = "sqrt-sde"
+
+
+@final
+class RootHalfLifeRuleOptimizer(NamedOptimizer):
+    """lr * sqrt(k), beta2^k with k = B / ref_batchsize, for Adam, AdamW and RMSprop. Arguments: see `CustomOptimizer`.
+
+    Marek et al. 2025, arXiv 2507.07101, equation 2; see `rules.RootHalfLifeRule`.
+
+    Raises:
+        TypeError: if the inner optimizer is not Adam, AdamW or RMSprop.
+    """
+
+    rule_name = "root-half-life"
 
 
 @final
@@ -157,3 +200,14 @@ class AdamScaleOptimizer(NamedOptimizer):
     """
 
     rule_name = "adamscale"
+
+
+@final
+class SurgeRuleOptimizer(NamedOptimizer):
+    """lr * gain / sqrt(B / ref_batchsize), with AdaScale's gain (Li et al. 2024, arXiv 2405.14578, equation 13).
+
+    For Adam and similar optimizers; the factor falls where B exceeds the noise scale, see `rules.SurgeRule`. Arguments:
+    see `CustomOptimizer`.
+    """
+
+    rule_name = "surge"

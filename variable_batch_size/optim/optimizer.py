@@ -22,6 +22,7 @@ from variable_batch_size.data.reading import Reading
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
+from variable_batch_size.optim.callers import uncompiled
 from variable_batch_size.optim.controller import ControllerRunner
 from variable_batch_size.optim.loop import Loop, Phase
 from variable_batch_size.optim.normalization import cut_for
@@ -31,11 +32,9 @@ from variable_batch_size.optim.replay import Replays, call_before_forward
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, chosen
 from variable_batch_size.optim.scaling import LearningRateCheck
-from variable_batch_size.optim.state import check_state
 from variable_batch_size.optim.syncs import backend_for, sync_for, unwrapped
-from variable_batch_size.optim.uncompiled import uncompiled
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, parameters_of, run_closure
+from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, check_state, parameters_of, run_closure
 from variable_batch_size.rules import Rule
 from variable_batch_size.tracker import Tracker
 
@@ -56,7 +55,7 @@ class CustomOptimizer(ObservedOptimizer):
             "constant".
         model: the model, as the loop calls it: needed for a `DistributedDataParallel` and for modules that
             `fully_shard` has sharded, which then sum the gradients in `backward()`, and for batch normalization.
-        rule: a rule, or its name in `vbs.RULES`; or a sequence of these, one for each parameter group.
+        rule: a rule, or its name in `vbs.rules.RULES`; or a sequence of these, one for each parameter group.
         noise: how to measure the gradient noise: "microbatches" compares the microbatches of each update;
             "differenced" also compares consecutive updates if one has a single microbatch, for one more copy of the
             gradients. Default: "microbatches" if a rule or a controller needs the noise, otherwise it is not measured.
@@ -74,7 +73,7 @@ class CustomOptimizer(ObservedOptimizer):
         sharded_accumulation: whether FSDP2 scatters each microbatch's sum; otherwise ranks keep whole gradients.
         process_group: the ranks that share a batch, if not all of the job do; the others agree with them on everything
             else. Pass its size and rank to the sampler, too.
-        backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.detect`.
+        backend: how ranks communicate. Default: what fits the device of the parameters, see `vbs.backend.detect`.
 
     Raises:
         TypeError: if an argument has the wrong type, or the rule cannot be used with the inner optimizer.

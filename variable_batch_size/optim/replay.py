@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.uncompiled import uncompiled
+from variable_batch_size.optim.callers import uncompiled
 
 
 class _Buffer(NamedTuple):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.optim.bias_correction import BiasCorrection, Group
-from variable_batch_size.optim.dtensors import local
+from variable_batch_size.optim.tensors import local
 from variable_batch_size.rules import Scaling
 
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from variable_batch_size.optim.dtensors import groups_of_parts
-from variable_batch_size.optim.squared_norm import squared_norm
-from variable_batch_size.optim.uncompiled import uncompiled
+from variable_batch_size.optim.callers import uncompiled
+from variable_batch_size.optim.tensors import groups_of_parts, squared_norm
 
 
 @final

@@ -9,20 +9,22 @@ scatters the sum of each microbatch, which takes the least memory; replicas sum 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
 
 from variable_batch_size.backend import Agreement, Backend, DistributedBackend
-from variable_batch_size.optim.accumulation import Aside, is_narrow
-from variable_batch_size.optim.sharded_forward import SameForwards
+from variable_batch_size.optim.accumulation import Aside
+from variable_batch_size.optim.callers import uncompiled
 from variable_batch_size.optim.sharded_squares import Squares
-from variable_batch_size.optim.sync import Sync
-from variable_batch_size.optim.watch import Watch
+from variable_batch_size.optim.sync import Sync, Watch
+from variable_batch_size.optim.tensors import is_narrow
 
 
 @final
@@ -258,3 +260,42 @@ def _reset(module: FSDPModule, groups: Sequence[Any]) -> None:
     state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
     state._comm_ctx.post_forward_order.clear()
     context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+
+
+_PATIENCE = 120.0  # seconds to wait for a rank that does not call the same part; it may compile an earlier one
+
+
+@final
+class SameForwards:
+    """Compares the ranks at the first forward of each part of a model, whose parameters FSDP2 gathers from all of them.
+
+    Ranks that differ would wait for one another in torch, or mistake the parameters of one part for those of another.
+
+    Args:
+        parts: by name.
+        agreement: of all ranks.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, Any]], agreement: Agreement) -> None:
+        self._agreement = agreement
+        for name, part in parts:
+            hook = _BeforeForward(WeakMethod(self._compare), name or "the root")
+            hook.handle = part.register_forward_pre_hook(hook, prepend=True)  # before that of FSDP2
+            finalize(self, hook.handle.remove).atexit = False
+
+    def _compare(self, name: str) -> None:
+        self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE, within=True)
+
+
+@final
+class _BeforeForward:
+    handle: Any
+
+    def __init__(self, method: WeakMethod[Any], name: str) -> None:
+        self._method, self._name = method, name
+
+    @uncompiled
+    def __call__(self, module: Module, args: Any) -> None:
+        if torch.is_grad_enabled() and (call := self._method()) is not None:
+            self.handle.remove()
+            call(self._name)

@@ -18,17 +18,15 @@ from variable_batch_size.optim.accumulation import (
     InPlaceAccumulation,
     check_dense,
     gradients_of,
-    is_narrow,
     multiply,
 )
 from variable_batch_size.optim.backward_check import BackwardCheck
-from variable_batch_size.optim.dtensors import local
 from variable_batch_size.optim.gradient_noise import GradientNoise
+from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.participation import AloneParticipation, Participation, participation
-from variable_batch_size.optim.step_means import StepMeans
 from variable_batch_size.optim.sync import Sync
-from variable_batch_size.optim.token_count import TokenCount
+from variable_batch_size.optim.tensors import is_narrow, local
 
 
 @final

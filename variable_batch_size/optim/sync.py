@@ -1,10 +1,14 @@
-"""How the gradients of a step are summed over the ranks: by the backend, or by what wraps the model."""
+"""Who sums the gradients of a step over the ranks: the backend (`PlainSync`), or what wraps the model (`syncs.py`)."""
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
+from weakref import finalize, ref
 
 from torch import OutOfMemoryError, Tensor
 from torch.nn import Module
@@ -144,3 +148,37 @@ class PlainSync(Sync):
     def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Sum the shares, and what travels with them, by one collective for each dtype."""
         self._all_reduce([*gradients, *others])
+
+
+_SECONDS_TO_LOOK = 1.0
+
+
+@final
+class Watch:
+    """A thread that looks every second for a rank that does not come, while the host waits where no Python runs."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self._waits = backend, threading.Event()
+        self._thread: threading.Thread | None = None
+        finalize(self, self._waits.set).atexit = False
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._waits.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_look, args=(ref(self), self._waits), daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._waits.clear()
+
+
+def _look(watch: ref[Watch], waits: threading.Event) -> None:
+    while waits.wait():
+        time.sleep(_SECONDS_TO_LOOK)
+        if (alive := watch()) is None:
+            return
+        with suppress(RuntimeError):  # the sentence is in the store: the others end by it, and then this rank
+            alive.backend.while_waiting(waits.is_set)
+        del alive

@@ -27,21 +27,50 @@ from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.deal import Step
 from variable_batch_size.optim.accumulation import gradients_of, multiply
-from variable_batch_size.optim.dtensors import local
-from variable_batch_size.optim.factors import scalings_of_groups
-from variable_batch_size.optim.gradient_noise import GradientNoise
-from variable_batch_size.optim.noise_support import UnmeasuredWarning, create_gradient_noise
+from variable_batch_size.optim.callers import stacklevel_of_user
+from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
-from variable_batch_size.optim.progress import Progress
-from variable_batch_size.optim.rule_check import Chosen
+from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
-from variable_batch_size.optim.squared_norm import squared_norm
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sync import Sync
-from variable_batch_size.optim.user_line import stacklevel_of_user
+from variable_batch_size.optim.tensors import local, squared_norm
 from variable_batch_size.optim.wrapper import parameters_of, stepping
 from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
 from variable_batch_size.rules.selection import rules_for_groups
+
+
+@final
+class Progress:
+    """A sum of floats on the host, or of 0-D tensors on a device without a host sync.
+
+    On a device the sum is stored as an integer part and a fractional part, so that float32 loses no digits in a long
+    training.
+
+    Args:
+        value: initial value, in updates at the reference.
+    """
+
+    def __init__(self, value: float = 0.0) -> None:
+        self._value: float | Tensor = value  # on a device (2,): the integer part, and the fraction in [0, 1)
+
+    def add(self, progress: Any) -> None:
+        """Add the progress of one update, a float or a 0-D tensor, in updates at the reference."""
+        if not isinstance(progress, Tensor):
+            self._value += progress
+            return
+        integer, fraction = self._value if isinstance(self._value, Tensor) else divmod(self._value, 1.0)
+        fraction = fraction + progress
+        self._value = torch.stack([integer + fraction.floor(), fraction - fraction.floor()])
+
+    def later(self) -> Callable[[], float]:
+        """Return a function that returns the present sum; calling it later avoids a wait for the device."""
+        value = self._value
+        return lambda: value if isinstance(value, float) else sum(value.cpu().tolist())
+
+    def __float__(self) -> float:
+        return self.later()()
+
 
 _SKIPPED = "Skipped an update: non-finite gradient; check the loss if this persists"
 

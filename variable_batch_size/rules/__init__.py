@@ -1,6 +1,6 @@
 """Learning-rate rules: pure functions from the batch size and the gradient noise to factors. No torch.
 
-One rule a file; `table.py` names them all.
+One rule a file; `table.py` names them all, and `base.py` has what they get and return.
 """
 
 from typing import TYPE_CHECKING

@@ -175,7 +175,7 @@ def check_rule(rule: object) -> None:
     """Raise TypeError unless `rule` is a callable object, such as an instance of a rule's class."""
     if isinstance(rule, type) or not callable(rule):
         requirement = "rule must be a name, or a callable object such as LinearRule()"
-        raise type_error(requirement, rule, "pass vbs.LinearRule() or a name in vbs.RULES")
+        raise type_error(requirement, rule, "pass vbs.rules.LinearRule() or a name in vbs.rules.RULES")
 
 
 def check_second_moment(rule: Rule, context: RuleContext) -> None:

@@ -22,8 +22,8 @@ from variable_batch_size.integrations.from_loader import sampler_for
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings, check_bare
 from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.consistency import broadcast_parameters
-from variable_batch_size.optim.user_line import stacklevel_of_user
 from variable_batch_size.rules import Rule
 
 require_version("accelerate", "1.10", "accelerate")

@@ -1,6 +1,6 @@
-"""Which line of the user's code an update was made by: warnings are attributed to it.
+"""The caller of an update: the line that a warning is attributed to, and what `torch.compile` leaves alone.
 
-How many frames lie between it and the warning varies: a scheduler of torch, a `GradScaler`, decorators and
+How many frames lie between that line and a warning varies: a scheduler of torch, a `GradScaler`, decorators and
 `torch.compile` add their own. (`skip_file_prefixes` of `warnings.warn` needs Python 3.12.)
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,3 +23,12 @@ def stacklevel_of_user() -> int:
     while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return level
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """Return a function that runs outside of the graphs of its callers; what it calls may be compiled by itself."""
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled

@@ -1,0 +1,5 @@
+from .capacity_trace import CapacityTrace as CapacityTrace
+from .public import PUBLIC as PUBLIC
+from .public import fetch as fetch
+from .reading import read as read
+from .synthesis import synthetic as synthetic

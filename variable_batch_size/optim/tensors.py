@@ -1,0 +1,142 @@
+"""Squared norms, and tensors of which each rank holds a part (DTensors): sums over all from what this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate
+
+from variable_batch_size.backend import xla
+
+
+@torch.no_grad()
+def scalar_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of 0-D factors and sums for these tensors: float64 if any has 64-bit numbers, else float32."""
+    return torch.float64 if any(torch.finfo(tensor.dtype).bits == 64 for tensor in tensors) else torch.float32
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Return whether numbers have fewer than 32 bits: their sums overflow (float16) or lose digits (bfloat16)."""
+    return tensor.dtype.itemsize < 4
+
+
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the part of each tensor that this rank has, in the same memory; of an ordinary tensor itself."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def are_parts(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+def summed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a tensor whose parts on several ranks are not still to be added, placed as another one.
+
+    Args:
+        tensor: any tensor. The gradient of a parameter that several ranks have may still be the sum of theirs.
+        like: its parameter. Default: what must be added is replicated.
+    """
+    if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    own = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=like.placements if isinstance(like, DTensor) else own)
+
+
+def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[ProcessGroup]]]:
+    """Return the parts that this rank has, with the groups of ranks that have the others of the same tensors.
+
+    A tensor that is the same on several ranks is counted once by a sum over these groups.
+    """
+    found: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
+    for tensor in tensors:
+        whole, groups = summed(tensor), list[ProcessGroup]()
+        key: tuple[object, ...] = ()
+        if isinstance(whole, DTensor):
+            mesh = whole.device_mesh
+            split = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
+            key, groups = (mesh, *split), [mesh.get_group(dim) for dim in split]
+        found.setdefault(key, ([], groups))[0].extend(local([whole]))
+    return [*found.values()]
+
+
+def shard_of(tensor: DTensor) -> list[int]:
+    """Return which part of a tensor this rank has: its coordinates in the dimensions of the mesh that split it."""
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    pairs = zip(coordinate, tensor.placements, strict=True)
+    return [index for index, placement in pairs if not placement.is_replicate()]
+
+
+def check_whole(tensors: Sequence[Tensor], what: str, remedy: str) -> None:
+    """Raise TypeError if a tensor is sharded.
+
+    Args:
+        tensors: the tensors.
+        what: what needs whole ones, in words.
+        remedy: what to do.
+    """
+    if are_parts(tensors):
+        raise TypeError(f"{what} needs whole tensors, but the model is sharded (its parameters are DTensors); {remedy}")
+
+
+_LARGE, _ROW = 1 << 14, 1 << 10  # elements; a float32 sum of many more than a row loses digits on the CPU
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return sum |t|^2 over the tensors, 0-D on the first tensor's device: float64 on the CPU, else `scalar_dtype`.
+
+    On the CPU, large tensors are summed by rows, and the sums of the rows in float64: `torch.linalg.vector_norm` of 4
+    million float32 numbers is 1e-4 too small there. On XLA:CPU they are multiplied by ones.
+
+    Ranks that hold parts of the same tensors have to call it together.
+    """
+    if are_parts(tensors):
+        return torch.stack([_over_ranks(parts, groups) for parts, groups in groups_of_parts(tensors)]).sum()
+    device = tensors[0].device
+    if xla.is_cpu(device):
+        return torch.stack([_by_product(tensor) for tensor in tensors]).to(scalar_dtype(tensors)).sum()
+    on_cpu = device.type == "cpu"
+    small = [tensor for tensor in tensors if not (on_cpu and tensor.numel() > _LARGE)]
+    norms = []  # () each, or (rows,) of a large tensor
+    for tensor in tensors if on_cpu else ():
+        if tensor.numel() > _LARGE:
+            flat = tensor.reshape(-1)
+            end = flat.numel() // _ROW * _ROW
+            rows = flat[:end].view(-1, _ROW)  # (rows, _ROW)
+            norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=_at_least_float32(tensor)))
+            small.append(flat[end:])
+    for dtype in dict.fromkeys(map(_at_least_float32, small)):  # a dict keeps the same order in every process
+        norms += torch._foreach_norm([tensor for tensor in small if _at_least_float32(tensor) == dtype], 2, dtype)
+    sum_dtype = torch.float64 if on_cpu else scalar_dtype(tensors)
+    norms = [norm.to(device, sum_dtype) for norm in norms]
+    joined = torch.cat([norm.view(-1) for norm in norms]) if on_cpu else torch.stack(norms)  # (norms,)
+    return joined.square().sum()
+
+
+def _over_ranks(parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    square = squared_norm(parts)
+    for group in groups:
+        dist.all_reduce(square, group=group)
+    return square
+
+
+def _by_product(tensor: Tensor) -> Tensor:
+    """Return sum |t|^2, 0-D. XLA:CPU sums a matrix product three times as fast, which does not write the squares.
+
+    A TPU would round the squares to bfloat16.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    squares = tensor.to(_at_least_float32(tensor) or tensor.dtype).square()
+    if tensor.numel() <= _LARGE or tensor.numel() % _ROW:
+        return squares.sum()
+    return (squares.view(-1, _ROW) @ squares.new_ones(_ROW, 1)).sum()
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which to compute a norm; None is that of the tensor."""
+    return torch.float32 if is_narrow(tensor) else None
