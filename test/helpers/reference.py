@@ -100,7 +100,9 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
     vbs.RootRuleOptimizer: Equation(  # Krizhevsky 2014, section 5
         lambda at: vbs.rules.Scaling(lr=at.k**0.5, progress=at.k)
     ),
-    vbs.PowerRuleOptimizer: Equation(lambda at: vbs.rules.Scaling(lr=at.k**EXPONENT, progress=at.k)),
+    vbs.PowerRuleOptimizer: Equation(
+        lambda at: vbs.rules.Scaling(lr=at.k**EXPONENT, progress=at.k), options={"exponent": EXPONENT}
+    ),
     vbs.LinearRuleMomentumOptimizer: Equation(  # Goyal et al. 2017, equation 9
         lambda at: vbs.rules.Scaling(gradient=at.k, weight_decay=at.k, progress=at.k),
         inners=(torch.optim.SGD,),

@@ -22,7 +22,7 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).
 
 
 def test_the_index_has_every_rule_of_the_table() -> None:
-    public = {getattr(vbs, name) for name in vbs.__all__ if name.endswith("Rule")}
+    public = {getattr(vbs.rules, name) for name in vbs.rules.__all__ if name.endswith("Rule")}
     assert public - {vbs.rules.Rule} == set(vbs.rules.RULES.values())
 
 
@@ -77,7 +77,7 @@ def test_a_rule_that_needs_noise_raises_without_it(rule: vbs.rules.Rule) -> None
 
 @every_rule
 def test_a_rule_is_a_value(rule: vbs.rules.Rule) -> None:
-    same = eval(repr(rule), {name: getattr(vbs, name) for name in vbs.__all__})
+    same = eval(repr(rule), {name: getattr(vbs.rules, name) for name in vbs.rules.__all__})
     assert same is not rule
     assert (same, hash(same), type(same)) == (rule, hash(rule), type(rule))
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
