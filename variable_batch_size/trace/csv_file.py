@@ -1,4 +1,4 @@
-"""The CSV form of a trace: a fast reader for valid files, an exact reader that locates errors, and the writer."""
+"""The CSV form of a trace: whole columns of a valid file at once, row by row to locate an error; and the writer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_
 from variable_batch_size.trace.schedule import EXAMPLE
 
 SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
-_SMALL_FILE = 1 << 18  # bytes; up to this size the exact reader takes less time than the import of pandas
 _INTEGER = re.compile(r"[+-]?[0-9]{1,25}")
 
 
@@ -40,14 +39,13 @@ def read_csv(path: str, renumber: bool) -> IntArray:
     size_column = _column(header, SIZE_COLUMNS, where)
     if renumber:
         step_column = None
-    if len(data) > _SMALL_FILE:
-        fast = _read_fast(data, step_column, size_column, len(header))
-        if fast is not None:
-            return fast
-    sizes = _read_exactly(lines, header, step_column, size_column, path)
-    if not sizes:
+    rows = list(lines)
+    sizes = _read_columns(rows, step_column, size_column, len(header))
+    if sizes is None:
+        sizes = np.array(_read_rows(rows, header, step_column, size_column, path))  # (steps,)
+    if not len(sizes):
         raise value_error(f"trace {path} must have at least one step", f"only the header ({where})", "add rows")
-    return np.array(sizes)  # (steps,)
+    return sizes
 
 
 def write_csv(path: Path, sizes: IntArray) -> None:
@@ -57,11 +55,9 @@ def write_csv(path: Path, sizes: IntArray) -> None:
         path: the file; an existing one is replaced.
         sizes: batch sizes (samples), int64 of shape (steps,).
     """
-    import pandas as pd  # imported late, because it takes longer than the import of this package
-
     with written(path) as file:
-        table = pd.DataFrame({"step": np.arange(len(sizes)), SIZE_COLUMNS[0]: sizes})
-        table.to_csv(file, index=False, lineterminator="\n")
+        file.write(f"step,{SIZE_COLUMNS[0]}\n")
+        file.writelines(f"{step},{size}\n" for step, size in enumerate(sizes.tolist()))
 
 
 def _read_bytes(path: str) -> bytes:
@@ -111,8 +107,27 @@ def _shown(header: list[str]) -> str:
     return f"{','.join(header)!r:.60}" if header else "an empty file"
 
 
-def _read_exactly(
-    lines: Iterator[tuple[int, list[str]]], header: list[str], step_column: int | None, size_column: int, path: str
+def _read_columns(
+    rows: list[tuple[int, list[str]]], step_column: int | None, size_column: int, cells: int
+) -> IntArray | None:
+    """Return the batch sizes of a valid file; None if a row has to be looked at."""
+    if not rows or any(len(row) != cells for _, row in rows):
+        return None
+    column = [row[size_column] for _, row in rows]
+    digits = "".join(column)
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    if step_column is not None and [row[step_column] for _, row in rows] != [*map(str, range(len(rows)))]:
+        return None
+    try:
+        sizes = np.array([*map(int, column)], np.int64)  # (steps,)
+    except (OverflowError, ValueError):  # an empty cell
+        return None
+    return sizes if ((sizes >= 1) & (sizes <= MAX_INT)).all() else None
+
+
+def _read_rows(
+    lines: Iterable[tuple[int, list[str]]], header: list[str], step_column: int | None, size_column: int, path: str
 ) -> list[int]:
     """Return the batch sizes of the rows that follow the header; warn if the steps are numbered from 0 again."""
     sizes: list[int] = []
@@ -167,28 +182,3 @@ def _checked_size(cell: str, column: str) -> int:
 def _parsed(cell: str) -> int | str:
     """Return the integer in a cell, or the cell itself if it holds anything else."""
     return int(cell) if _INTEGER.fullmatch(cell) else cell
-
-
-def _read_fast(data: bytes, step_column: int | None, size_column: int, cells: int) -> IntArray | None:
-    """Return the batch sizes of a valid file without quotes; None if the exact reader is needed."""
-    import pandas as pd  # imported late, because it takes longer than the import of this package
-
-    if b'"' in data or b"\0" in data or data.count(b"\r") != data.count(b"\r\n"):
-        return None
-    text = np.frombuffer(data + b"\n", np.uint8)  # (bytes,)
-    commas = np.flatnonzero(text == ord(","))  # (commas,)
-    ends = np.flatnonzero(text == ord("\n"))  # (lines,)
-    commas_in_line = np.diff(np.searchsorted(commas, ends), prepend=0)  # (lines,)
-    if (commas_in_line != cells - 1).any():  # pandas silently drops extra cells and fills missing ones
-        return None
-    columns = [size_column] if step_column is None else [step_column, size_column]
-    try:  # without dtype=, which would accept 128.0 and 1e3 as integers
-        table = pd.read_csv(io.BytesIO(data), header=None, skiprows=1, usecols=columns, low_memory=False)
-    except (ValueError, OverflowError):
-        return None
-    if any(dtype != np.int64 for dtype in table.dtypes):
-        return None
-    sizes: IntArray = table[size_column].to_numpy()  # (steps,)
-    if step_column is not None and not np.array_equal(table[step_column].to_numpy(), np.arange(len(sizes))):
-        return None
-    return sizes if ((sizes >= 1) & (sizes <= MAX_INT)).all() else None
