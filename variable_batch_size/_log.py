@@ -1,4 +1,4 @@
-"""What the library tells an operator: by Python's `logging`, the logger `variable_batch_size`.
+"""Messages for an operator: by Python's `logging`, the logger `variable_batch_size`.
 
 Without any configuration the lines are seen: if neither this logger nor the root logger has a handler, they go to
 standard error with time, rank and update.
@@ -14,7 +14,7 @@ from typing import final
 LOGGER = logging.getLogger("variable_batch_size")
 
 
-def tell(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
+def log(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
     """Log a message with the attributes `rank` and `update`, where they are known.
 
     Args:

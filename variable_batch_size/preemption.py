@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, final
 
-from variable_batch_size._log import tell
+from variable_batch_size._log import log
 
 EXIT_CODE = 128 + signal.SIGTERM  # 143
 
@@ -49,7 +49,7 @@ class Preemption:
     def __init__(self, signals: Sequence[signal.Signals] = _SIGNALS) -> None:
         self.signals = tuple(map(signal.Signals, signals))
         self._first: tuple[signal.Signals, float] | None = None  # first signal, and time.monotonic() at its arrival
-        self._announced = False  # whether a line on standard error tells of it
+        self._announced = False  # whether it was logged
         self._forward: Callable[[signal.Signals], None] | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._previous_wakeup_fd = -1
@@ -147,7 +147,7 @@ class Preemption:
         _, first_time = self._record(signum)
         if not self._announced:  # here and not in `_record`: the main thread may wait in a collective
             self._announced = True
-            tell(f"{signum.name}: Checkpoint.step() saves after this update, and exits.")
+            log(f"{signum.name}: Checkpoint.step() saves after this update, and exits.")
         if self._forward is not None:
             self._forward(signum)
         if time.monotonic() - first_time >= _DUPLICATE_SECONDS:

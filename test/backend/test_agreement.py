@@ -164,8 +164,8 @@ def test_little_is_left_in_the_store() -> None:
         for number in range(300):
             agreement.gather("test", "message")
             if rank == 0:
-                agreement.tell("decision", number, "8")
-            assert agreement.told("decision", number) == "8"
+                agreement.publish("decision", number, "8")
+            assert agreement.wait_for("decision", number) == "8"
             agreement.report(f"save {number}", "done", range(size))
             if number % 10 == rank:
                 agreement.wish("stop")
@@ -181,7 +181,7 @@ def test_a_world_of_one_needs_no_store() -> None:
     assert agreement.run_on_all("test", lambda: "result") == ["result"]
     assert [agreement.any_rank("test", condition) for condition in (False, True)] == [False, True]
     assert agreement.report("save", "done", [0]) == ["done"]
-    agreement.tell("decision", 1, "8")
+    agreement.publish("decision", 1, "8")
     for _ in range(2):
         agreement.after_update(1, 0, ())
         assert not agreement.take("stop")
@@ -259,12 +259,12 @@ def test_a_call_of_all_ranks_compares_where_they_are(values: list[int], which: s
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=70))
 def test_ranks_learn_what_rank_0_tells_whenever_they_ask(told: list[str]) -> None:
     teller, other = agreements(2 * [dist.HashStore()])
-    assert other.heard("decision", 0) is None
+    assert other.poll("decision", 0) is None
     for number, text in enumerate(told):
-        teller.tell("decision", number, text)
+        teller.publish("decision", number, text)
     recent = range(max(0, len(told) - 64), len(told))
-    assert [other.told("decision", number) for number in recent] == [told[number] for number in recent]
-    assert other.heard("decision", recent[-1]) == told[-1]
+    assert [other.wait_for("decision", number) for number in recent] == [told[number] for number in recent]
+    assert other.poll("decision", recent[-1]) == told[-1]
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])

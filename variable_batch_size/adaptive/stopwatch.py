@@ -11,7 +11,7 @@ from typing import Any, final
 from variable_batch_size.adaptive.throughput import Throughput
 
 _KEPT = 31  # seconds of a kind of update: their median leaves out evaluations and saves between two updates
-_LEAST = 3  # seconds of a kind that counts: one could be that of a save, or of a device that begins something new
+_LEAST = 3  # updates of a kind: a single one may include a save or a compilation
 _KINDS = 64  # of updates: those that were made last
 
 
@@ -19,8 +19,8 @@ _KINDS = 64  # of updates: those that were made last
 class UpdateStopwatch:
     """Measures the seconds from the end of an update to that of the next one, by devices, rows and rounds.
 
-    On a device that executes later than the host asks, the host waits for it in the mean, so that the median is that
-    of the device. The first update of a run is left out, because it begins with what a process does once.
+    Host and device agree on average, so that the median is that of the device. The first update of a run is dropped:
+    it includes one-time setup.
 
     Args:
         clock: returns seconds, which never fall.
@@ -32,7 +32,7 @@ class UpdateStopwatch:
         self._last: float | None = None
 
     def after_update(self, devices: int, rows: int, rounds: int) -> None:
-        """Note an update that has ended now.
+        """Record the duration of the update that just ended.
 
         Args:
             devices: number of devices.
@@ -52,8 +52,8 @@ class UpdateStopwatch:
     def throughput(self) -> Throughput | None:
         """Return the model that is closest to the medians; None if no model fits, or updates of two kinds are missing.
 
-        A kind counts with its third update. Two kinds differ in rows or rounds: from updates that only the number of
-        devices distinguishes, nothing can be told of other batch sizes.
+        A kind counts with its third update. Two kinds differ in rows or rounds: updates that differ only in the
+        number of devices say nothing about other batch sizes.
         """
         counted = {kind: seconds for kind, seconds in self._seconds.items() if len(seconds) >= _LEAST}
         medians = [(*kind, statistics.median(seconds)) for kind, seconds in counted.items()]

@@ -157,7 +157,7 @@ class Throughput:
     def fit(cls, measured: npt.ArrayLike) -> Throughput:
         """Return the model that is closest to measured updates, by the squares of the relative errors of their seconds.
 
-        What the measurements cannot tell apart has the simplest value. Updates on one number of devices give a model
+        What the measurements do not distinguish has the simplest value. Updates on one number of devices give a model
         for this number only: without overlap, and with communication only if the rounds differ, and if it is above 1.
         `net_device` is 0 without two numbers of devices above 1, and `accum_base` is 0 if all microbatches have equally
         many rows.

@@ -129,7 +129,7 @@ class Smoothed(ControllerWrapper):
 @final
 @dataclass(frozen=True, slots=True)
 class After:
-    """Controller that asks `first` until so many samples have been used, and `then` from there on.
+    """Controller that asks `first` until this number of samples is used, and `then` from there on.
 
     A batch trace is read at the number of updates so far, so it is followed as closely as the controller is asked.
 

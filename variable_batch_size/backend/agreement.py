@@ -2,7 +2,7 @@
 
 What hosts know goes through an `Agreement`: wishes to stop or save, decisions, the position, hyperparameters that are
 Python numbers, the state of files. What devices know rides in the message of the gradients instead. A collective could
-not tell which rank waits in another one; here a rank that waits names those that have not come.
+not tell which rank waits in another one; here a rank that waits names those that are missing.
 
 `gather` is for calls that every rank makes, such as `Checkpoint.save()`. Between such calls no rank waits for another:
 `after_update` lets all ranks meet after the same update, although they can be any number of updates apart, because
@@ -174,27 +174,27 @@ class Agreement:
         """Return whether the condition is true on any rank."""
         return "1" in self.gather(what, str(int(condition)))
 
-    # What one rank tells the others, which no rank waits for before it needs it. ----------------------------------
+    # What one rank publishes, and no other rank waits for before it needs it. --------------------------------------
 
-    def tell(self, name: str, number: int, text: str) -> None:
-        """Tell all ranks a text, on one of them; those of earlier numbers are deleted some time later."""
+    def publish(self, name: str, number: int, text: str) -> None:
+        """Publish a text to all ranks, on one of them; those of earlier numbers are deleted later."""
         if self.world.size > 1:
             self._store.set(f"{name}/{number}", text)
             self._store.delete_key(f"{name}/{number - _KEPT}")
 
-    def told(self, name: str, number: int) -> str:
-        """Return what rank 0 tells, and wait for it.
+    def wait_for(self, name: str, number: int) -> str:
+        """Wait for the text that rank 0 publishes, and return it.
 
         Raises:
-            RuntimeError: if rank 0 has ended or does not tell it.
+            RuntimeError: if rank 0 has ended or does not publish it.
         """
         key, what = f"{name}/{number}", f"{name} {number}"
         with _store_needed(what):
             self._wait(what, {0: key})
             return self._store.get(key).decode()
 
-    def heard(self, name: str, number: int) -> str | None:
-        """Return what a rank has told, without a wait; None if it has not."""
+    def poll(self, name: str, number: int) -> str | None:
+        """Return the text that a rank has published, without a wait; None if it has not."""
         key = f"{name}/{number}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 

@@ -79,7 +79,7 @@ def _leave_all() -> None:
 
 
 def identity() -> str:
-    """Return what tells this process from all others: machine, process id and start; "" on other systems."""
+    """Return what identifies this process: machine, process id and start; "" on other systems."""
     try:
         return f"{_machine()} {os.getpid()} {_state_and_start(os.getpid())[1]}"
     except OSError:

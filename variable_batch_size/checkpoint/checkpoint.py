@@ -16,7 +16,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from variable_batch_size._log import tell
+from variable_batch_size._log import log
 from variable_batch_size._validation import check_int, check_interval
 from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.best import Criterion
@@ -286,7 +286,7 @@ class Checkpoint:
             if damaged or required:
                 raise RuntimeError(notices.unreadable(self._folder.path, damaged, best) if damaged else absent)
             if self._agreement.world.rank == 0:
-                tell(absent, rank=0, update=self._optimizer.updates)
+                log(absent, rank=0, update=self._optimizer.updates)
             return False
         if damaged and self._agreement.world.rank == 0:
             warnings.warn(notices.damaged(self._folder.path, damaged, stored.path), RuntimeWarning, stacklevel=2)
@@ -355,7 +355,7 @@ class Checkpoint:
         earliest = max(notices, key=lambda notice: float(notice.partition(" ")[0] or 0))  # the longest time ago
 
         def report() -> str:
-            tell(f"Checkpoint {path.name} saved {earliest}; exiting with {EXIT_CODE}.", rank=0, update=updates)
+            log(f"Checkpoint {path.name} saved {earliest}; exiting with {EXIT_CODE}.", rank=0, update=updates)
             return ""
 
         self._agreement.run_on_rank_0(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from variable_batch_size._log import tell
+from variable_batch_size._log import log
 from variable_batch_size.backend import Agreement
 from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.best import Criterion
@@ -163,7 +163,7 @@ class Publisher:
                 self._folder.abandon(save.path)
         finally:
             if len(save.ranks) > 1:
-                self._agreement.tell(f"{self._name}/outcome", save.number, outcome)
+                self._agreement.publish(f"{self._name}/outcome", save.number, outcome)
         if outcome == "published":
             self._folder.prune(self._keep)
 
@@ -173,7 +173,7 @@ class Publisher:
         The files have about the same size: a rank that takes more than about twice as long has probably ended.
         """
         deadline = 2 * time.monotonic() - began + _PATIENCE_SECONDS
-        while (outcome := self._agreement.heard(f"{self._name}/outcome", save.number)) is None:
+        while (outcome := self._agreement.poll(f"{self._name}/outcome", save.number)) is None:
             if time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_SECONDS)
@@ -280,7 +280,7 @@ class Writer:
         newer = [newer.name for newer in self._folder.newer_than(path)] if best else []
         worlds = stored.world, optimizer.agreement.world.size
         position = updates, optimizer.epoch, optimizer.samples
-        tell(notices.restored(path, worlds, sizes, position, lost, newer), rank=0, update=updates)
+        log(notices.restored(path, worlds, sizes, position, lost, newer), rank=0, update=updates)
 
     def say_what_to_resume_from(self, updates: int) -> None:
         """Say after an exception which checkpoint to resume from, once and if there were updates."""
@@ -293,7 +293,7 @@ class Writer:
         if updates != self._first_update and lost >= 0:  # else the folder is that of another training
             path = best or (newest.path if newest else None)
             message = notices.interrupted(self._folder.path, path, lost, best is not None)
-            tell(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
+            log(message, level=logging.WARNING if lost else logging.INFO, rank=0, update=updates)
         self._first_update = updates
 
     def _discard_newer(self) -> None:

@@ -44,7 +44,7 @@ class _State(NamedTuple):
 class Clock:
     """A position in the training, which only a commit moves on and only `load_state_dict` moves back.
 
-    There are two kinds: the sampler's clock tells where its next iteration begins, and each optimizer's clock counts
+    There are two kinds: the sampler's clock says where its next iteration begins, and each optimizer's clock counts
     its own committed updates. They are separate because several optimizers may share a sampler, as the two of a GAN do:
     one of them commits a step before the other. A commit of any of them advances the sampler's clock.
     """
@@ -144,7 +144,7 @@ class Clock:
         return Skipped(0, 0)
 
     def advance(self, samples: int) -> None:
-        """Commit the next update, of so many samples."""
+        """Commit the next update, which has this number of samples."""
         now, step = self._state, self.step + 1
         ahead, total = (now.epoch, step), now.samples + samples
         self._state = _State(now.plan, *ahead, total, ahead, just_loaded=False, commits=now.commits + 1)

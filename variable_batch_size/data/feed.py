@@ -135,7 +135,7 @@ class Feed:
 
         Args:
             spread: whether steps may be split further, so that no rank is idle.
-            compiles_shapes: whether the device of its parameters does, so that shapes are fixed unless told otherwise.
+            compiles_shapes: whether the device of its parameters does, so that shapes are fixed by default.
             equal_rounds: whether it needs them, see `CustomSampler`.
             padded: whether it needs them by replays.
 

@@ -82,7 +82,7 @@ class PlanState:
         return clock
 
     def fix_shape(self, devices: int) -> None:
-        """Cut all steps into microbatches of one shape, on so many devices, before any is read."""
+        """Cut all steps into microbatches of one shape, before any is read."""
         self.plan = replace(self.plan, fixed_shape=True)
         if self._decided is not None:
             rows = self.plan.minibatch_size
@@ -154,7 +154,7 @@ class PlanState:
             begun = _warn_if_long(begun)
 
     def resumed(self, state: dict[str, Any], devices: int) -> Resumed:
-        """Return a clock at a saved position, with the plan that leads on from there on so many devices.
+        """Return a clock at a saved position, with the plan from there on, for this number of devices.
 
         Raises:
             ValueError: if there is no such position.

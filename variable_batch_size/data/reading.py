@@ -4,7 +4,7 @@ A sampler sees when microbatches are read, and an optimizer when they reach `ste
 `vbs.updates` stands behind the loader and says what the loop has got. Without it there is one check: a loader that
 reads in the thread of the loop is ahead by a constant number of reads, 1 for a DataLoader without workers and
 num_workers * prefetch_factor + 1 with some. If that lead grows, the loop has skipped microbatches; if it shrinks before
-the end, `step()` was called too often. The first call of `step()` tells the constant, so that a microbatch that is
+the end, `step()` was called too often. The first call of `step()` measures the constant, so that a microbatch that is
 skipped before it is noticed only when the loop has ended. A loader that reads in a thread of its own has no constant.
 """
 
@@ -100,9 +100,8 @@ class ReadAhead:
     def incomplete(self) -> bool:
         """Whether the loop, if it has ended, got a microbatch that did not reach `step()`, and all after it.
 
-        How many a loop got from a loader that reads in a thread is not known: all, if they were read. A loader that
-        prefetches does not tell a loop that leaves with the last one in hand from one that skips it: it counts as the
-        latter.
+        If a loader reads in a thread, all that was read counts as received. With a loader that prefetches, a loop that
+        leaves with the last one in hand counts as one that skips it.
         """
         if not self.exhausted or self.handed is not None or 0 < self.stepped == self.yielded:
             return False

@@ -139,7 +139,7 @@ class CustomSampler(Sampler[list[int]]):
         )
         if on_end == "stop" and plan.trace.steps is None and epochs is None and not plan.ends:
             remedy = "pass epochs=, max_updates= or max_samples="
-            raise value_error('on_end="stop" needs a trace with a last step', "one that goes on for ever", remedy)
+            raise value_error('on_end="stop" needs a trace with a last step', "one without", remedy)
         seed = check_int(seed, "seed", 0, 2**64 - 1, "take it modulo 2**64")
         order(samples, seed, 0, shuffle=shuffle)  # raises if there is none
         epochs = None if epochs is None else check_int(epochs, "epochs")
@@ -248,7 +248,7 @@ class CustomSampler(Sampler[list[int]]):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Move to a saved position, unless an optimizer's clock already defines the position.
 
-        The past of the trace must be that of the saved run; its future may change, which a UserWarning tells.
+        The past of the trace must be that of the saved run; its future may change, with a UserWarning.
 
         Raises:
             ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is

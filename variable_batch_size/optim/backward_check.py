@@ -5,8 +5,8 @@ were cleared or replaced within a step. `optimizer.backward()` compares before a
 something else is seen: `clip_grad_norm_`, `zero_grad(set_to_none=False)`, another backward. In a loop that calls
 `loss.backward()`, hooks count the accumulations of autograd in the first updates of a run, where a wrong loop is wrong
 from the start: a gradient whose version is not that of the last `step()` plus one for each of them was changed by the
-loop. Changes of `.grad.data` have no version and cannot be seen. Nor have those of sharded gradients by foreach
-functions, as in `clip_grad_norm_`: these are told by their norms, in the first updates, because a device must be read.
+loop. Changes of `.grad.data` have no version and cannot be seen. Changes of sharded gradients by foreach functions, as
+in `clip_grad_norm_`, are noticed by their norms, in the first updates only, because a device must be read.
 """
 
 from __future__ import annotations

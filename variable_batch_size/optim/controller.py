@@ -137,13 +137,13 @@ class ControllerRunner:
             answer = json.dumps(decision.to_plain())
         except Exception as error:  # which every rank raises
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        agreement.tell("decision", self._asked.number, answer)
+        agreement.publish("decision", self._asked.number, answer)
         self._asked = self._asked._replace(answer=answer)
 
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
         """Return what is decided with rank 0's answer to the oldest question."""
         asked = self._asked
-        answer = json.loads(agreement.told("decision", asked.number) if asked.answer is None else asked.answer)
+        answer = json.loads(agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer)
         if isinstance(answer, dict):
             controller = without_addresses(str(decided.adaptive.controller))
             raise RuntimeError(

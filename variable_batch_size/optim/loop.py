@@ -2,7 +2,7 @@
 
 Errors of a user's loop are raised here (`Loop.receive`), when the sampler is read again
 (`CustomSampler.check_readable`), and when gradients are not those of a `backward()` (`optim/backward_check.py`).
-`data/read_ahead.py` tells skipped microbatches from prefetched ones in a plain loop; `vbs.updates` knows them.
+`data/reading.py` distinguishes skipped microbatches from prefetched ones in a plain loop; `vbs.updates` knows them.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Loop:
         if skipped.updates and self.clock.position != before:
             warnings.warn(
                 f"set_epoch({epoch}) skips {skipped.updates} updates and {skipped.samples} samples, which are not "
-                f"trained on; call it with optimizer.epoch to go on",
+                f"trained on; call it with optimizer.epoch to continue",
                 UserWarning,
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""What an optimizer tells of its training: how far it is, by which rules, and what was measured."""
+"""The properties of an optimizer: how far its training is, its rules, and what was measured."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class CustomOptimizer(ObservedOptimizer):
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
 
         An incomplete step is discarded. After an epoch that was trained to its end, `sampler.set_epoch` is enough. A
-        UserWarning tells how many updates are skipped.
+        UserWarning says how many updates are skipped.
 
         Raises:
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
@@ -323,7 +323,7 @@ class CustomOptimizer(ObservedOptimizer):
             state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
             strict: whether to raise if the state was saved with another kind of inner optimizer, dataset size, seed or
                 past of the trace. That the future of the trace is another one, or the rule, or the size of the
-                microbatches whose noise is measured, is told by a UserWarning.
+                microbatches whose noise is measured, gives a UserWarning.
 
         Raises:
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.

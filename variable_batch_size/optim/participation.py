@@ -2,7 +2,7 @@
 
 In a world of one, a parameter takes part in each update in which it has a gradient, as in plain torch. In a larger
 world the ranks must sum the same gradients: either they agree on the parameters at their first update, and a flag in
-each message tells all of them if one has others; or all parameters are summed, and counts in each message tell which of
+each message says whether one has others; or all parameters are summed, and counts in each message say which of
 them no rank has used.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from variable_batch_size.backend import Agreement, Backend
 
 FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
-READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value of so many updates ago
+READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value that is as many updates old
 
 _REMEDY = (
     "pass find_unused_parameters=True to the optimizer (with a trainer, in optimizer_options), which then sums all "

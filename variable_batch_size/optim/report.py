@@ -32,7 +32,7 @@ class _Moment(NamedTuple):
 
 @final
 class Reporter:
-    """Logs a row of scalars after every so many updates or samples, and moves the progress bar after each update.
+    """Logs a row of scalars after each interval of updates or samples, and moves the progress bar after each update.
 
     Numbers on a device are read by a function that the tracker calls some updates later.
 

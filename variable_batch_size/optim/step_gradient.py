@@ -243,7 +243,7 @@ class StepGradient:
         """Drop the gradients that have come since the last microbatch, as `zero_grad()` does.
 
         Raises:
-            RuntimeError: if they cannot be told from the microbatches of the step, which are in `.grad`, too.
+            RuntimeError: if they cannot be separated from the microbatches of the step, which are in `.grad`, too.
         """
         if not (inside_step and self.accumulation.keeps_grad):
             self.sync.drop()

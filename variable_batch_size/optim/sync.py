@@ -23,7 +23,7 @@ RESTART = "so that the ranks may have made different updates; restart all ranks 
 class Sync(ABC):
     """Sums the gradients of a step over the ranks.
 
-    It is told before a microbatch whether that is the last one of this rank in the step, and asked for the sums after
+    It learns before a microbatch whether that is the last one of this rank in the step, and asked for the sums after
     it.
 
     Attributes:

@@ -135,7 +135,7 @@ class Updater:
         )
 
     def rules_for(self, number: int) -> tuple[Rule, ...]:
-        """Return the rules of so many parameter groups; raise ValueError if each group has one of its own."""
+        """Return the rules of this number of parameter groups; raise ValueError if each group has one of its own."""
         return rules_for_groups(self.rules if self.rule_per_group else self.rules[0], number)
 
     def use_groups(self, rules: tuple[Rule, ...], *, keep: bool = False) -> None:

@@ -184,7 +184,7 @@ def remaining_epochs(
 
     Args:
         sampler: the sampler.
-        optimizer: its optimizer; or all of its optimizers, of which the first one tells how far the training is.
+        optimizer: its optimizer; or all of its optimizers, whose first one says how far the training is.
         until: the end of the training, in the unit of `by`; or a `ProgressScheduler` with a `total`, which ends it when
             `scheduler.done` is True. Default: where the sampler ends it.
         by: "epochs", "progress" (updates at `ref_batchsize`), "samples" or "updates", as the optimizer counts them.

@@ -131,7 +131,7 @@ class OptimizerWrapper(Optimizer):
             self._change_groups("add_param_group()", len(self.param_groups) + 1, add)
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        """Let `change` replace the parameter groups by so many.
+        """Let `change` replace the parameter groups by this number of them.
 
         Args:
             caller: what asks for it, in an error.
