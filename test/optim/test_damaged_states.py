@@ -165,7 +165,5 @@ def test_a_dataset_is_given_by_its_size_or_itself() -> None:
 
 
 def test_a_schedule_that_never_ends_does_not_stop() -> None:
-    with pytest.raises(
-        ValueError, match=r'on_end="stop" needs a trace with a last step, got one without'
-    ):
+    with pytest.raises(ValueError, match=r'on_end="stop" needs a trace with a last step, got one without'):
         vbs.CustomSampler(64, "0:8 4:16", 1, 0, on_end="stop")

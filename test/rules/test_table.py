@@ -42,7 +42,7 @@ import torch
 import variable_batch_size as vbs
 from helpers.reference import OPTIMIZERS, SIZES, assert_equal, training, twin
 from rule_pages import rule_table
-assert vbs.rules.CubeRootRule is vbs.rules.RULES["cube-root"] and "CubeRootRule" in vbs.__all__
+assert vbs.rules.CubeRootRule is vbs.rules.RULES["cube-root"] and "CubeRootRule" in vbs.rules.__all__
 kind = OPTIMIZERS["cube-root"]  # which the contract suite goes through
 assert_equal(training(kind, SIZES).run(len(SIZES)).weights(), twin(kind, SIZES))
 assert training(vbs.CustomOptimizer, rule="cube-root").optimizer.rules == (vbs.rules.CubeRootRule(),)

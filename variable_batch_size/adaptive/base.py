@@ -79,7 +79,8 @@ def check_controller(value: object, name: str = "controller") -> None:
 def as_samples(value: float, rounded: Callable[[float], int] = round) -> int:
     """Return a number that is not nan as a batch size in [1, 2**53].
 
-    >>> as_samples(0.2), as_samples(99.5, math.ceil), as_samples(math.inf) == 2**53
+    >>> from math import ceil, inf
+    >>> as_samples(0.2), as_samples(99.5, ceil), as_samples(inf) == 2**53
     (1, 100, True)
     """
     return rounded(min(max(value, 1), MAX_INT))

@@ -1,7 +1,7 @@
 """Which microbatch comes next, and whether the user's loop passes the one that its sampler dealt.
 
 Errors of a user's loop are raised here (`Loop.receive`), when the sampler is read again
-(`CustomSampler.check_readable`), and when gradients are not those of a `backward()` (`optim/backward_check.py`).
+(`Feed.begin_reading`), and when gradients are not those of a `backward()` (`optim/backward_check.py`).
 `data/reading.py` distinguishes skipped microbatches from prefetched ones in a plain loop; `vbs.updates` knows them.
 """
 
@@ -45,9 +45,7 @@ class Phase(Enum):
     INSIDE_STEP = auto()  # some microbatches are accumulated, others are to come
     INTERRUPTED = auto()  # an exception has left step(): what is accumulated is unknown, the weights have not changed
     HALF_UPDATED = auto()  # an exception has left the inner optimizer's step: the weights are unknown, too
-    UNSETTLED = (
-        auto()
-    )  # an exception has left step() after the commit: the update is made, its gradients are still there
+    UNSETTLED = auto()  # an exception has left step() after the commit: its gradients are still there
 
 
 _WAY_OUT = {
@@ -86,7 +84,7 @@ class Loop:
     Args:
         sampler: deals the microbatches.
         backend: backend of the optimizer.
-        **cut: see `CustomSampler.attach`.
+        **cut: see `Feed.attach`.
     """
 
     def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
