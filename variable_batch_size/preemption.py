@@ -2,8 +2,8 @@
 
 Python runs signal handlers in the main thread, between two bytecode instructions: never while that thread waits in a
 collective that no other rank completes. The interpreter also writes the number of each signal to a socket when the
-signal arrives (`signal.set_wakeup_fd`), and a thread here reads that socket. Three promises need it: the line that is
-logged, signals that reach the ranks of a launch, and the end at a second signal, all while a rank waits in a collective.
+signal arrives (`signal.set_wakeup_fd`), and a thread here reads that socket. Three promises need it while a rank waits
+in a collective: the line that is logged, signals that reach the ranks of a launch, and the end at a second signal.
 `Preemption.requested` alone would need no more than a handler.
 """
 

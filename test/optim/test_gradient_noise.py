@@ -19,10 +19,10 @@ from variable_batch_size.backend import LocalBackend
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.noise_estimate import (
     Estimate,
-    averaged,
     coefficients,
     estimate_from_groups,
     estimate_from_pair,
+    update_averages,
 )
 from variable_batch_size.optim.tensors import squared_norm
 
@@ -235,7 +235,7 @@ def test_the_average_is_weighed_by_what_it_has_seen(
     squares, square, sigma2, mu2 = measured
     paired = differenced and groups == 1
     decay, constant, *rows = map(np.array, coefficients(size, groups, weight, paired=paired))
-    found = averaged(np.array(before), decay, constant, zip(rows, measured, strict=True))
+    found = update_averages(np.array(before), decay, constant, zip(rows, measured, strict=True))
     if paired:
         estimate = Estimate(sigma2, mu2)
     elif groups > 1:

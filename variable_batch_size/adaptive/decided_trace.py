@@ -217,7 +217,7 @@ def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
         )
 
 
-def scalars_of(decision: Decision) -> dict[str, float]:
+def decision_scalars(decision: Decision) -> dict[str, float]:
     """Return a decision and what it was made from, by name."""
     input = decision.input
     found: dict[str, float] = {"batch_size": decision.batch_size, "begins": decision.begins}

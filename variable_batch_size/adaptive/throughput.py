@@ -179,7 +179,7 @@ class Throughput:
         """
         updates = measured_updates(measured)
         each = updates.rounds * updates.rows, updates.rows, updates.rounds, updates.devices
-        found = fitted(lambda parameters: _seconds(parameters, *each), updates)
+        found = fit_parameters(lambda parameters: _seconds(parameters, *each), updates)
         if found[0] + found[1] < LEAST_SECONDS:
             requirement = "the measurements must show how long a microbatch takes"
             raise value_error(requirement, "seconds that are all communication", "measure updates on one device, too")
@@ -266,7 +266,7 @@ def measured_updates(values: npt.ArrayLike) -> Measured:
     return Measured(*table.T)
 
 
-def fitted(seconds_of: Callable[[FloatArray], FloatArray], updates: Measured) -> FloatArray:
+def fit_parameters(seconds_of: Callable[[FloatArray], FloatArray], updates: Measured) -> FloatArray:
     """Return the parameters with the least squares of the relative errors, in the order of `Throughput`, (5,).
 
     At an overlap of 1 the seconds are linear in the other four, which non-negative least squares find. From there, and

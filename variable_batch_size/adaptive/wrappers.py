@@ -42,7 +42,7 @@ class ControllerWrapper(ABC):
         """Raise ValueError if the batch sizes of the other controller are not for a learning-rate rule."""
         check_rule_of(self.controller, rule)
 
-    def wanted(self, input: ControlInput) -> int:
+    def ask(self, input: ControlInput) -> int:
         """Return the batch size of the other controller.
 
         Raises:
@@ -77,7 +77,7 @@ class Monotone(ControllerWrapper):
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the batch size of the controller, or the present one if that is larger."""
-        return max(self.wanted(input), input.batch_size or 1)
+        return max(self.ask(input), input.batch_size or 1)
 
 
 @final
@@ -117,7 +117,7 @@ class Smoothed(ControllerWrapper):
 
     def __call__(self, input: ControlInput, /) -> int:
         """Return the geometric mean, at least one sample closer to the wanted batch size."""
-        wanted, present = self.wanted(input), input.batch_size
+        wanted, present = self.ask(input), input.batch_size
         if present is None:
             return wanted
         mean: float = present * (wanted / present) ** self.weight

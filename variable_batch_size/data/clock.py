@@ -172,7 +172,7 @@ class Clock:
         return {**self.position._asdict(), "samples": self.samples, **past, **ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to a saved position, in a plan that `Plan.resumed` has returned for it.
+        """Move to a saved position, in a plan that `Plan.resume` has returned for it.
 
         Raises:
             ValueError: if this plan has no such position.

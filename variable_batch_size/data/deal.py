@@ -85,16 +85,16 @@ class Deal:
         counts = self.counts[index]  # (microbatches,)
         own_round = round_index - self.dealing.replays(counts, self.world)
         number = (self.world.rank + own_round * self.world.size) % counts  # (microbatches,)
-        start, size = self._fixed(index, number) if self.fixed_shape else self._balanced(index, number)
+        start, size = self._deal_fixed(index, number) if self.fixed_shape else self._deal_balanced(index, number)
         return self.starts[index] + start, size
 
-    def _balanced(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
+    def _deal_balanced(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
         """Return the first sample in the step and the size of microbatches that differ by at most one sample."""
         small, larger = np.divmod(self.sizes[index], self.counts[index])  # (microbatches,) each
         after = np.maximum(number - (self.counts[index] - larger), 0)  # larger microbatches before this one
         return number * small + after, small + (number >= self.counts[index] - larger)
 
-    def _fixed(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
+    def _deal_fixed(self, index: IntArray, number: IntArray) -> tuple[IntArray, IntArray]:
         """Return the first sample in the step and the size of microbatches, of which the partial ones come first."""
         in_partial = self.sizes[index] % self.minibatch_size
         remainders, which = np.unique(in_partial, return_inverse=True)  # (splits,), (microbatches,)

@@ -263,7 +263,7 @@ class Feed:
             check_position(state)
             if strict:
                 self.check_samples(state)
-            self.adopt(self.resumed(state))
+            self.adopt(self.clock_at(state))
         self.reading = None
 
     def check_samples(self, state: dict[str, Any]) -> None:
@@ -281,13 +281,13 @@ class Feed:
                 stacklevel=4,
             )
 
-    def resumed(self, state: dict[str, Any]) -> Resumed:
+    def clock_at(self, state: dict[str, Any]) -> Resumed:
         """Return a clock at a saved position, with the plan that leads on from there.
 
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
-        resumed = self.plans.resumed(state, self.world.size)
+        resumed = self.plans.clock_at(state, self.world.size)
         if resumed.decided is not None and "growth" in state and self.world.rank == 0:
             warn_if_changed(resumed.decided.adaptive, state["growth"])
         resumed.clock.plan.check_trace(self.epochs)

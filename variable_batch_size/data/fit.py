@@ -146,7 +146,7 @@ def _try(
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     try:
         with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
-            _compute(model_fn(), loss_fn, _repeated(example, rows), optimizer_fn)
+            _compute(model_fn(), loss_fn, _repeat_rows(example, rows), optimizer_fn)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -174,7 +174,7 @@ def _compute(
             backend.mark_step()
 
 
-def _repeated(example: Any, rows: int) -> Any:
+def _repeat_rows(example: Any, rows: int) -> Any:
     """Return a batch of `rows` copies of the one row in `example`.
 
     Raises:
@@ -182,9 +182,9 @@ def _repeated(example: Any, rows: int) -> Any:
         TypeError: if a leaf is not a tensor.
     """
     if isinstance(example, Mapping):
-        return {key: _repeated(value, rows) for key, value in example.items()}
+        return {key: _repeat_rows(value, rows) for key, value in example.items()}
     if isinstance(example, (tuple, list)):
-        return tuple(_repeated(value, rows) for value in example)
+        return tuple(_repeat_rows(value, rows) for value in example)
     if not isinstance(example, Tensor):
         raise TypeError(
             f"the example must be made of tensors, in tuples, lists or mappings, got {example!r:.60}; remove other "

@@ -118,7 +118,7 @@ class Plan:
         self._check_trace_reaches(step)
         return self._past.fingerprint(step)
 
-    def resumed(self, state: dict[str, Any]) -> Plan:
+    def resume(self, state: dict[str, Any]) -> Plan:
         """Return the plan of a run that resumes: the saved cut of steps, and the epochs from the saved one on.
 
         What lies before the saved step is taken from the state, because the rest of the trace may be another one: the

@@ -110,7 +110,7 @@ class PlanState:
         if self._decided is None or decided.trace is not self._decided.trace:
             behind = min(self._clocks, key=lambda clock: clock.position)
             state = {**behind.state_dict(), "fixed_shape": self.plan.fixed_shape}
-            self.plan = replace(self.plan, trace=decided.trace).resumed(state)
+            self.plan = replace(self.plan, trace=decided.trace).resume(state)
             self._replan()
         self._decide(decided)  # after the plan, which a thread that sees it reads
 
@@ -153,7 +153,7 @@ class PlanState:
                     self._changed.wait(WAIT_SECONDS)
             begun = _warn_if_long(begun)
 
-    def resumed(self, state: dict[str, Any], devices: int) -> Resumed:
+    def clock_at(self, state: dict[str, Any], devices: int) -> Resumed:
         """Return a clock at a saved position, with the plan from there on, for this number of devices.
 
         Raises:
@@ -163,7 +163,7 @@ class PlanState:
         if decided is not None:
             decided = _resume(decided, state, devices, plan.dataset_size)
             plan = replace(plan, trace=decided.trace)
-        clock = Clock(plan.resumed(state))
+        clock = Clock(plan.resume(state))
         clock.load_state_dict(state)
         return Resumed(clock, decided)
 

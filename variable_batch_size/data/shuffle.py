@@ -79,7 +79,7 @@ class Permutation:
 
     def __call__(self, positions: IntArray) -> IntArray:
         """Return the samples at these positions; int64, of the same shape."""
-        flat = _checked(positions, self.n).reshape(-1)
+        flat = _check_positions(positions, self.n).reshape(-1)
         samples = np.empty_like(flat)
         for start in range(0, flat.size, _BLOCK):
             samples[start : start + _BLOCK] = self._samples(flat[start : start + _BLOCK])
@@ -102,7 +102,7 @@ class Identity:
 
     def __call__(self, positions: IntArray) -> IntArray:
         """Return a copy of the positions; int64, of the same shape."""
-        return np.array(_checked(positions, self.n))
+        return np.array(_check_positions(positions, self.n))
 
 
 def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Permutation | Identity:
@@ -193,7 +193,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return cast(NDArray[np.uint64], x ^ x >> np.uint64(31))
 
 
-def _checked(positions: IntArray, n: int) -> IntArray:
+def _check_positions(positions: IntArray, n: int) -> IntArray:
     """Return the positions as contiguous int64 of the same shape, each in [0, n)."""
     array = np.asarray(positions)
     if array.dtype.kind not in "iu":

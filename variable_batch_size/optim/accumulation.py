@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from variable_batch_size.backend import Backend
-from variable_batch_size.optim.tensors import are_parts, is_narrow, local, scalar_dtype, summed
+from variable_batch_size.optim.tensors import are_parts, is_narrow, local, scalar_dtype, sum_over_parts
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
@@ -120,7 +120,7 @@ class Accumulation(ABC):
         if self._has_parts:
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad = summed(parameter.grad, parameter)
+                    parameter.grad = sum_over_parts(parameter.grad, parameter)
         self._add(weight, next_weight, grad_scale)
 
     @abstractmethod
@@ -234,7 +234,7 @@ class BufferedAccumulation(Accumulation):
 
     def _take(self, weight: float, grad_scale: Tensor | None = None) -> None:
         """Move the gradients in `.grad` to the buffer."""
-        new = {parameter: _widened(parameter.grad) for parameter in self.parameters if parameter.grad is not None}
+        new = {parameter: _widen(parameter.grad) for parameter in self.parameters if parameter.grad is not None}
         for parameter in self.parameters:
             parameter.grad = None
         if not (weight or self._backend.static_graph):
@@ -262,7 +262,7 @@ class BufferedAccumulation(Accumulation):
         self.exclude(members)
         present = [p for p, member in zip(self.parameters, members, strict=True) if member]
         missing = [parameter for parameter in present if parameter not in self._buffer]
-        self._buffer |= {parameter: _widened(torch.zeros_like(parameter)) for parameter in missing}
+        self._buffer |= {parameter: _widen(torch.zeros_like(parameter)) for parameter in missing}
         shares = [self._buffer[parameter] for parameter in present]
         self._backend.mark_step()
         if factor is not None or not self._backend.static_graph:  # there the weights have been applied
@@ -284,5 +284,5 @@ class BufferedAccumulation(Accumulation):
         self._weight = 1.0
 
 
-def _widened(gradient: Tensor) -> Tensor:
+def _widen(gradient: Tensor) -> Tensor:
     return gradient.float() if is_narrow(gradient) else gradient

@@ -68,7 +68,7 @@ class BiasCorrection:
         self._uncommitted = self._next_terms(scalings) if isinstance(self._inner, Adam) else {}
         groups = zip(self._inner.param_groups, scalings, strict=True)
         return [
-            _corrected(group, scaling, self._uncommitted[index]) if index in self._uncommitted else scaling
+            _correct(group, scaling, self._uncommitted[index]) if index in self._uncommitted else scaling
             for index, (group, scaling) in enumerate(groups)
         ]
 
@@ -135,7 +135,7 @@ def _scaled_betas(group: Group, scaling: Scaling) -> list[float]:
     return list(map(float, scaling.scaled_betas(group["betas"])))
 
 
-def _corrected(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
+def _correct(group: Group, scaling: Scaling, terms: BiasTerms) -> Scaling:
     torch_c1, torch_c2 = (1 - beta**terms.updates for beta in _scaled_betas(group, scaling))
     on_eps = (terms.c2 / torch_c2) ** 0.5
     on_lr = on_eps * torch_c1 / terms.c1

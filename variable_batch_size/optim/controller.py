@@ -14,7 +14,7 @@ from variable_batch_size.adaptive.decided_trace import (
     READ_AFTER,
     DecidedTrace,
     Measurements,
-    scalars_of,
+    decision_scalars,
 )
 from variable_batch_size.adaptive.decisions import Decision, is_due
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
@@ -88,7 +88,7 @@ class ControllerRunner:
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
         if not self._begun:  # what was decided at the beginning, or at a restart
             self._begun = True
-            self._log(scalars_of(decided.decisions[0]), updates)
+            self._log(decision_scalars(decided.decisions[0]), updates)
         if is_due(decided.adaptive, updates) and decided.asked != updates:
             decided = decided.ask(Measurements(updates, self._measure()))
         while decided.unanswered and updates >= decided.unanswered[0].updates + READ_AFTER:
@@ -151,7 +151,7 @@ class ControllerRunner:
                 f"with {answer['error']}; correct {controller} and restore the last checkpoint"
             )
         decided = decided.adopt(Decision.from_plain(answer), updates)
-        scalars = scalars_of(decided.decisions[-1])
+        scalars = decision_scalars(decided.decisions[-1])
         self._warn_if_unmeasured(scalars.get("estimates"))
         self._log(scalars, updates)
         return decided

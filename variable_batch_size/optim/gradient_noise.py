@@ -25,11 +25,11 @@ from variable_batch_size.optim.noise_estimate import (
     HORIZON,
     Number,
     Vector,
-    averaged,
     coefficients,
-    debiased,
+    debias,
     gain,
     select,
+    update_averages,
 )
 from variable_batch_size.optim.options import Estimator
 from variable_batch_size.optim.tensors import is_narrow, scalar_dtype, squared_norm
@@ -150,12 +150,12 @@ class GradientNoise:
         old = self._state.averages
         if self.on_device and not isinstance(old, Tensor):
             (old,) = self._vectors([old.tolist()], like, "averages")
-        new = averaged(old, decay, constant, zip(factors, measurements, strict=True))
+        new = update_averages(old, decay, constant, zip(factors, measurements, strict=True))
         averages = select(counts, new, old)
         own_gain = gain(averages, size, reference)
         packed = torch.cat([averages, torch.as_tensor(own_gain).view(1)]) if self.on_device else None
         self._uncommitted = NoiseState(averages, own_gain, packed)
-        return debiased(averages, own_gain)
+        return debias(averages, own_gain)
 
     def _vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Any]:
         """Return rows of numbers as arrays, or as tensors on the device of `like`."""
@@ -204,7 +204,7 @@ def _read(state: NoiseState) -> list[float]:
 
 def _on_host(state: NoiseState) -> Noise:
     *averages, own_gain = _read(state)
-    return debiased(np.array(averages), own_gain)
+    return debias(np.array(averages), own_gain)
 
 
 _NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not

@@ -66,7 +66,7 @@ class StepMeans:
             if name not in self._zeros:
                 self._zeros[name] = tuple(self._backend.scalars([0.0, 0.0], like))
             total, weights = self._sums.get(name, self._zeros[name])
-            self._sums[name] = total + self._weighted(value, weight, like), weights + weight
+            self._sums[name] = total + self._weigh(value, weight, like), weights + weight
         self._current = {}
 
     def message(self, like: Tensor) -> list[Tensor]:
@@ -141,7 +141,7 @@ class StepMeans:
         names, means = self._last
         return lambda: dict(zip(names, means.cpu().tolist(), strict=True))
 
-    def _weighted(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
+    def _weigh(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
         """Return `weight` times the value; 0 for a weight of 0, even if the value is not finite."""
         if like.device.type == "cpu":
             return weight * (value.item() if isinstance(value, Tensor) else value) if weight else 0.0

@@ -121,7 +121,7 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
     )
 
 
-def averaged(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[Any, Number]]) -> Any:
+def update_averages(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[Any, Number]]) -> Any:
     """Return the averages including one more estimate: theta average + (1 - theta) estimate, which is linear.
 
     Args:
@@ -159,7 +159,7 @@ def gain(averages: Vector, batch_size: Number, ref: Number) -> Number:
     return measured_gain(sigma2, mu2, float(batch_size), float(ref))
 
 
-def debiased(averages: Vector, own_gain: Number) -> Noise:
+def debias(averages: Vector, own_gain: Number) -> Noise:
     """Return the averages divided by their weight, which corrects their start at 0; nan before the first estimate."""
     if isinstance(averages, Tensor):
         sigma2, mu2 = (averages[:2] / averages[2]).unbind()

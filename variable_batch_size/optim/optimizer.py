@@ -30,9 +30,9 @@ from variable_batch_size.optim.observed import ObservedOptimizer
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
 from variable_batch_size.optim.replay import Replays, call_before_forward
 from variable_batch_size.optim.report import Reporter
-from variable_batch_size.optim.rule_check import check_applies_lr, chosen
+from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
-from variable_batch_size.optim.syncs import backend_for, sync_for, unwrapped
+from variable_batch_size.optim.syncs import backend_for, sync_for, unwrap
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, check_state, parameters_of, run_closure
 from variable_batch_size.rules import Rule
@@ -106,9 +106,9 @@ class CustomOptimizer(ObservedOptimizer):
     ) -> None:
         super().__init__(inner)
         check_objects(tracker, backend)
-        rules = chosen(rule, inner, ref_batchsize, sampler)
+        rules = choose_rules(rule, inner, ref_batchsize, sampler)
         parameters = parameters_of(inner.param_groups)
-        module, self._agreement = unwrapped(model), None
+        module, self._agreement = unwrap(model), None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and sampler._feed.plans.needs_noise else noise
         options = UpdateOptions(noise, reduction, max_grad_norm, accumulation, find_unused_parameters, grad_norm)
@@ -335,7 +335,7 @@ class CustomOptimizer(ObservedOptimizer):
             if strict:
                 check_kind(self.inner, position["optimizer"])
                 self._loop.feed.check_samples(position["sampler"])
-            resumed = self._loop.feed.resumed(position["sampler"])
+            resumed = self._loop.feed.clock_at(position["sampler"])
         elif strict:
             raise ValueError(
                 'the state must hold the position in the training under "vbs", but this one has none, like the state '

@@ -45,7 +45,7 @@ class UpdateOptions(NamedTuple):
     find_unused_parameters: bool = False
     grad_norm: bool = False
 
-    def checked(self) -> UpdateOptions:
+    def validate(self) -> UpdateOptions:
         """Return the options with checked numbers; raise ValueError or TypeError for others."""
         if self.reduction not in get_args(Reduction):
             raise value_error('reduction must be "mean" or "sum"', repr(self.reduction), "pass what the loss does")

@@ -78,7 +78,7 @@ class Reporter:
         """All tags of the training that begin with "vbs/"."""
         updater = self._updater
         norm = ("grad_norm",) if updater.options.grad_norm else ()
-        return _tagged([*_TAGS, *norm, *(() if updater.gradient_noise is None else _NOISE_TAGS)])
+        return _add_tags([*_TAGS, *norm, *(() if updater.gradient_noise is None else _NOISE_TAGS)])
 
     def after_update(self, step: Step) -> None:
         """Move the progress bar, and log a row if one is due."""
@@ -165,5 +165,5 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _tagged(names: Iterable[str]) -> list[str]:
+def _add_tags(names: Iterable[str]) -> list[str]:
     return [f"vbs/{name}" for name in names]

@@ -29,7 +29,7 @@ class Chosen(NamedTuple):
     per_group: bool  # whether the user has passed one for each group
 
 
-def chosen(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: CustomSampler) -> Chosen:
+def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: CustomSampler) -> Chosen:
     """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used.
 
     Raises:
@@ -104,11 +104,11 @@ def scalings_of_groups(rules: Sequence[Rule], update: RuleInput, device: torch.d
     by_rule: dict[int, Scaling] = {}
     for rule in rules:
         if id(rule) not in by_rule:
-            by_rule[id(rule)] = _checked(rule, _called(rule, update), device)
+            by_rule[id(rule)] = _check_scaling(rule, _call(rule, update), device)
     return [by_rule[id(rule)] for rule in rules]
 
 
-def _called(rule: Rule, update: RuleInput) -> Any:
+def _call(rule: Rule, update: RuleInput) -> Any:
     try:
         return rule(update)
     except AttributeError as error:
@@ -122,7 +122,7 @@ def _called(rule: Rule, update: RuleInput) -> Any:
         raise
 
 
-def _checked(rule: Rule, scaling: Any, device: torch.device | None) -> Scaling:
+def _check_scaling(rule: Rule, scaling: Any, device: torch.device | None) -> Scaling:
     if not isinstance(scaling, Scaling):
         raise type_error(
             f"a rule must return a vbs.rules.Scaling, but {rule} did not", scaling, "return Scaling(lr=factor)"

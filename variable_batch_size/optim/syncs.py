@@ -27,7 +27,7 @@ _REFUSED = {
 }
 
 
-def unwrapped(model: Module | None) -> Module | None:
+def unwrap(model: Module | None) -> Module | None:
     """Return a model as it was before `torch.compile`.
 
     Raises:

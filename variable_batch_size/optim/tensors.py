@@ -34,7 +34,7 @@ def are_parts(tensors: Iterable[Tensor]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def summed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+def sum_over_parts(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return a tensor whose parts on several ranks are not still to be added, placed as another one.
 
     Args:
@@ -54,7 +54,7 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
     """
     found: dict[tuple[object, ...], tuple[list[Tensor], list[ProcessGroup]]] = {}
     for tensor in tensors:
-        whole, groups = summed(tensor), list[ProcessGroup]()
+        whole, groups = sum_over_parts(tensor), list[ProcessGroup]()
         key: tuple[object, ...] = ()
         if isinstance(whole, DTensor):
             mesh = whole.device_mesh

@@ -105,7 +105,7 @@ class Updater:
         sync: Sync,
     ) -> None:
         self.rules, self.ref_batchsize, self.rule_per_group = chosen
-        self.options = options.checked()
+        self.options = options.validate()
         self.progress = Progress()
         self.last_scaling = Scaling()
         self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)

@@ -96,7 +96,7 @@ class Updates(Generic[T]):
             if step == epoch.end_step:
                 break
             rounds = plan.step(epoch, step, feed.dealing).rounds(feed.world)
-            update = self._handed(microbatches, step, rounds)
+            update = self._hand_out(microbatches, step, rounds)
             yield Update(iter(list(update)) if self._ahead else update, rounds)
         for _ in microbatches:  # lets the loader end as in a loop
             raise RuntimeError(
@@ -104,7 +104,7 @@ class Updates(Generic[T]):
                 f"{number} has; create it with batch_sampler=sampler"
             )
 
-    def _handed(self, microbatches: Iterator[T], step: int, rounds: int) -> Iterator[T]:
+    def _hand_out(self, microbatches: Iterator[T], step: int, rounds: int) -> Iterator[T]:
         """Yield the microbatches of an update, and count them as those that the loop has got."""
         for number in range(rounds):
             if self._ahead == 0 and step != self._optimizer.updates:

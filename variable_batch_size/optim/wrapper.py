@@ -76,7 +76,7 @@ class OptimizerWrapper(Optimizer):
     _initialized = False  # torch's constructor calls add_param_group for the groups that `inner` has already
 
     def __init__(self, inner: Optimizer) -> None:
-        self.inner = _checked(inner)
+        self.inner = _check_inner(inner)
         shared = inner.defaults, inner.state, inner.param_groups
         super().__init__(inner.param_groups, inner.defaults)  # replaces these three by empty ones
         inner.defaults, inner.state, inner.param_groups = shared
@@ -224,7 +224,7 @@ def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]])
     return own == found
 
 
-def _checked(inner: Optimizer) -> Optimizer:
+def _check_inner(inner: Optimizer) -> Optimizer:
     remedies = {
         OptimizerWrapper: "wrap the optimizer inside it instead",
         LBFGS: "it needs a closure that runs the model; use an optimizer that steps without one",

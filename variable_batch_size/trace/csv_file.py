@@ -137,7 +137,7 @@ def _read_rows(
             if len(cells) != len(header):
                 raise value_error(f"it must have {len(header)} cells, like the header", len(cells), "fix the row")
             if step_column is not None:
-                if len(sizes) - begun > 1 and _parsed(cells[step_column]) == 0:  # not a row that is there twice
+                if len(sizes) - begun > 1 and _parse(cells[step_column]) == 0:  # not a row that is there twice
                     if not begun:
                         _warn_of_restart(len(sizes) + 1, f"{path}:{line}")
                     begun = len(sizes)
@@ -159,7 +159,7 @@ def _warn_of_restart(row: int, where: str) -> None:
 
 def _check_step(cell: str, size: str, sizes: list[int], begun: int) -> None:
     """Check that a step, of a batch size, follows the rows of these `sizes`, numbered from 0 from row `begun` on."""
-    step, expected = _parsed(cell), len(sizes) - begun
+    step, expected = _parse(cell), len(sizes) - begun
     if step == expected:
         return
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
@@ -173,12 +173,12 @@ def _check_step(cell: str, size: str, sizes: list[int], begun: int) -> None:
 
 
 def _checked_size(cell: str, column: str) -> int:
-    size, remedy = _parsed(cell), "fix the row, or drop it and renumber"
+    size, remedy = _parse(cell), "fix the row, or drop it and renumber"
     if isinstance(size, str):  # the value of a cell is wrong, not its type
         raise value_error(f"{column} must be an integer >= 1", f"{size!r:.60}", remedy)
     return check_int(size, column, 1, MAX_INT, remedy)
 
 
-def _parsed(cell: str) -> int | str:
+def _parse(cell: str) -> int | str:
     """Return the integer in a cell, or the cell itself if it holds anything else."""
     return int(cell) if _INTEGER.fullmatch(cell) else cell
