@@ -162,7 +162,6 @@ class Accumulator:
         self._source.discard()
 
     def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
-        """Return `old` plus `samples` times `mean`."""
         number = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(mean, dtype=torch.float64)
         if value.device.type not in _WITHOUT_FLOAT64:

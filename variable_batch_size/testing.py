@@ -71,8 +71,6 @@ class ThreadBackend(Backend):
 
 @final
 class _Rendezvous:
-    """What the threads of one world share."""
-
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT)
         self.store = dist.HashStore()
@@ -223,7 +221,6 @@ def _train(
 
 
 def _tensors(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Return every tensor and float of a nested state, with its path."""
     if isinstance(state, (Tensor, float)):
         return [(name, torch.as_tensor(state))]
     if isinstance(state, _State):

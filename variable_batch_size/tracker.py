@@ -91,7 +91,6 @@ class ScalarsFile:
             self._file.close()
 
     def _write(self, rows: Sequence[dict[str, str]]) -> None:
-        """Replace the file atomically, and open it behind its last row."""
         temporary = self._path.with_suffix(f".{os.getpid()}.part")
         file = temporary.open("w", newline="", encoding="utf-8")
         if self._file is not None:

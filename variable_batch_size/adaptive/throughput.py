@@ -219,7 +219,6 @@ class Throughput:
 def _seconds(
     parameters: FloatArray, busiest: FloatArray, rows: FloatArray, rounds: FloatArray, devices: FloatArray
 ) -> FloatArray:
-    """Return `Throughput.of_rounds` for the parameters in their order, (5,)."""
     accum_base, accum_row, net_base, net_device, overlap = parameters
     before = accum_base * (rounds - 1) + accum_row * (busiest - rows)
     accum = accum_base + accum_row * rows

@@ -51,7 +51,6 @@ class DistributedBackend(Backend):
             torch._foreach_copy_(parts, [view.view(part.shape) for view, part in zip(views, parts, strict=True)])
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        """Gather every rank's message, by rank; torch chooses the device."""
         messages: list[Any] = [message] * self.world.size
         dist.all_gather_object(messages, message, group=self._group)
         return messages

@@ -237,7 +237,6 @@ def compiled_graphs() -> int:
 
 
 def _torch_xla(module: str = "torch_xla") -> Any:
-    """Import a module of torch_xla on first use, and return it."""
     _require_torch_xla()
     return importlib.import_module(module)
 

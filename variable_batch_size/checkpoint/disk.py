@@ -162,7 +162,6 @@ class DiskFolder(CheckpointFolder):
             _delete(part)
 
     def _discard(self, path: Path) -> None:
-        """Delete a checkpoint, and nothing else."""
         if _is_checkpoint(path):
             self._verified.discard(path)
             old = path.with_name(f".{path.name}.old")
@@ -181,7 +180,6 @@ class DiskFolder(CheckpointFolder):
 
 
 def _part_of(target: Path) -> Path:
-    """Return the path at which the checkpoint is written."""
     return target.with_name(f".{target.name}.part")
 
 

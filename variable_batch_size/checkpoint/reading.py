@@ -185,7 +185,6 @@ def _chunks(found: Mapping[str, _Found]) -> dict[str, list[tuple[Extent, str, Pa
 def _read(
     path: Path, entry: FileEntry, extents: Sequence[Extent], wanted: list[Any], found: Mapping[str, _Found]
 ) -> None:
-    """Read what this rank needs of a file."""
     try:
         with opened(path / entry.name) as file:
             tensor_file.check(file, entry, extents)

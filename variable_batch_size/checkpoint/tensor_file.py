@@ -169,5 +169,4 @@ def _read_into(file: IO[bytes], buffer: memoryview) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -134,7 +134,6 @@ def dry_run(plan: Plan, epochs: int | None = None) -> DryRun:
 
 
 def _count(trace: BatchTrace, end_step: int) -> Counter[int]:
-    """Return how many of the steps before `end_step` have each batch size."""
     first_step, size = trace.runs  # (runs,) both
     cycles, rest = divmod(end_step, trace.steps) if trace.on_end == "cycle" and trace.steps else (0, end_step)
     counts: Counter[int] = Counter()

@@ -233,7 +233,6 @@ class BufferedAccumulation(Accumulation):
         self._take(weight, grad_scale)
 
     def _take(self, weight: float, grad_scale: Tensor | None = None) -> None:
-        """Move the gradients in `.grad` to the buffer."""
         new = {parameter: _widen(parameter.grad) for parameter in self.parameters if parameter.grad is not None}
         for parameter in self.parameters:
             parameter.grad = None

@@ -198,7 +198,6 @@ def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dic
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return the plain hyperparameters of the groups, by name."""
     plain = (bool, int, float, str, tuple, NoneType, Tensor)
     return {
         f"{name} of parameter group {number}": (
@@ -211,7 +210,6 @@ def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:
 
 
 def _is_tuple(value: object) -> bool:
-    """Return whether a hyperparameter is a tuple of Python numbers."""
     return isinstance(value, tuple) and all(number.__class__ in _NUMBERS for number in value)
 
 

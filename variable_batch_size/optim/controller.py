@@ -124,7 +124,6 @@ class ControllerRunner:
         return read
 
     def _answer(self, decided: DecidedTrace, agreement: Agreement) -> None:
-        """Answer the oldest question on rank 0, once, for all ranks."""
         oldest = decided.unanswered[0]
         if oldest is not self._asked.question:
             self._asked = _Asked(oldest, self._asked.number + 1)
@@ -157,7 +156,6 @@ class ControllerRunner:
         return decided
 
     def _log(self, scalars: Mapping[str, float], updates: int) -> None:
-        """Log a decision and what it was made from, on rank 0."""
         if self._tracker is not None and self._leads:
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 

@@ -16,8 +16,6 @@ Gradient = Sequence[Tensor | None]  # of each parameter; None counts as 0
 
 
 class _Previous(NamedTuple):
-    """The reduced gradient of the previous update."""
-
     gradients: list[Tensor | None]
     squared_norm: Number
     batch_size: Number  # samples

@@ -206,7 +206,6 @@ def _check_scheduler(scheduler: LRScheduler, optimizer: CustomOptimizer) -> LRSc
 
 
 def _check_total(total: object) -> float:
-    """Return the last reference update, infinity if there is none."""
     if total is None:
         return math.inf
     remedy = (
@@ -219,7 +218,6 @@ def _check_total(total: object) -> float:
 
 
 def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    """Yield a scheduler and all schedulers that it contains."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)

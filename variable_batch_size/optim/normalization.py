@@ -132,7 +132,6 @@ def _normalizes(part: torch.nn.Module) -> bool:
 
 
 def _smallest(sampler: CustomSampler) -> _Smallest:
-    """Return the smallest microbatch of the present epoch."""
     plan, epoch, dealing = sampler.plan, sampler.clock.epoch, sampler.dealing
     deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing)
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()

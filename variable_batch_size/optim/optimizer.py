@@ -361,7 +361,6 @@ class CustomOptimizer(ObservedOptimizer):
         self._backend.mark_step()  # otherwise the clearing would change the graph of the next microbatch
 
     def _accumulate(self, microbatch: Microbatch, count: Tensor | float | None) -> bool:
-        """Accumulate a microbatch, and return whether it is the last one of its step."""
         loop = self._loop
         following = None if microbatch.ends_step else loop.microbatch(ahead=1)
         scale = {name: getattr(self, name, None) for name in ("found_inf", "grad_scale")}  # set by a GradScaler

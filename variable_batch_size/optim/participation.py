@@ -174,7 +174,6 @@ class AgreedParticipation(Participation):
         self._flags, self._due, self._first_change = None, None, ""
 
     def _change(self, has_gradient: Sequence[bool]) -> str:
-        """Say which parameter has a gradient now and had none, or the other way round."""
         pairs = zip(has_gradient, self._members or (), strict=True)
         number = next(number for number, (has, had) in enumerate(pairs) if has != had)
         which = (

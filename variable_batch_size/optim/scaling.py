@@ -176,7 +176,6 @@ def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:
 
 
 def _changes(group: Group, scaling: Scaling) -> Group:
-    """Return the scaled hyperparameters of a group besides lr, by name."""
     changes: Group = {}
     for name, factor in (("weight_decay", scaling.weight_decay), ("eps", scaling.eps)):
         if factor != 1 and isinstance(group.get(name), (int, float, Tensor)):  # the eps of Adafactor is a pair

@@ -356,5 +356,4 @@ class StepGradient:
         return microbatch.samples / (microbatch.batch_size * self._divisor(microbatch))
 
     def _divisor(self, microbatch: Microbatch) -> int:
-        """Return the number by which to divide a microbatch's gradient to get that of its mean loss."""
         return microbatch.rows if self._options.reduction == "sum" else 1

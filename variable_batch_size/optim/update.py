@@ -282,7 +282,6 @@ class Updater:
                 multiply(own, factor.to(device), self._backend)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
-        """Multiply the gradients of each parameter group by its factor."""
         factors = [scaling.gradient for scaling in scalings]
         measured = self.gradient_noise is not None
         if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):

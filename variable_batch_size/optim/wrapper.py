@@ -219,7 +219,6 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _same_parameters(groups: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    """Return whether the groups have the same parameters in the same order."""
     own, found = ([[*map(id, group["params"])] for group in each] for each in (groups, others))
     return own == found
 

@@ -381,7 +381,6 @@ class BatchTrace:
         return f"trace {self._source}" if self._source else "trace"
 
     def _finite_steps(self, caller: str, error: type[Exception] = ValueError) -> int:
-        """Return the number of steps; raise `error` if the trace is infinite."""
         if self.steps is None:
             raise error(f"{caller} requires a finite trace, got {self!r}; limit it with steps=")
         return self.steps

@@ -89,7 +89,6 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _column(header: list[str], names: tuple[str, ...], where: str) -> int:
-    """Return the index of the only column that has one of the `names`."""
     present = [name for name in names if name in header]
     if len(present) > 1:
         requirement = f"trace header ({where}) must have only one of the columns {' and '.join(names)}"
