@@ -25,7 +25,7 @@ from helpers.kills import send
 from variable_batch_size import BatchTrace, read_checkpoint
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.preemption import EXIT_CODE
-from variable_batch_size.simulation.nodes import announced
+from variable_batch_size.simulation.nodes import staying_nodes
 
 TORCHRUN = Path(__file__).parents[2] / "examples" / "clusters" / "torchrun_143.py"
 TRAINING = Path(__file__).with_name("elastic_training.py")
@@ -143,7 +143,7 @@ def replay(
         grow_every: least seconds from a restore to a restart with more nodes.
         clock: the time of the trace; by default, the seconds since the call.
     """
-    known, began = announced(capacity, notice), time.monotonic()
+    known, began = staying_nodes(capacity, notice), time.monotonic()
     clock = clock or (lambda: time.monotonic() - began)
     starts: list[Start] = []
     training: Training | None = None

@@ -1,13 +1,15 @@
-"""Trainings under a capacity trace, without running them: their time, cost and progress. No torch."""
+"""Trainings under a capacity trace, simulated without torch: time, cost and progress.
 
-from variable_batch_size.simulation.conversion import to_batch_trace
+`simulate` goes through the events of an `engine`, with the `nodes` of the trace, the `batch_sizes` of a controller, the
+seconds and progress of a `model` with a `noise_curve`, and `overheads`. It returns a `run`; `sweep` makes many.
+"""
+
 from variable_batch_size.simulation.noise_curve import NoiseCurve
 from variable_batch_size.simulation.overheads import Overheads
 from variable_batch_size.simulation.picture import plot_runs
 from variable_batch_size.simulation.run import Run
-from variable_batch_size.simulation.simulate import simulate
-from variable_batch_size.simulation.sweep import compare, means, sweep
-from variable_batch_size.simulation.sweep_picture import plot_sweep
+from variable_batch_size.simulation.simulate import simulate, to_batch_trace
+from variable_batch_size.simulation.sweep import compare, means, plot_sweep, sweep
 
 __all__ = [
     "NoiseCurve",

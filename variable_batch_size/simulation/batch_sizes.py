@@ -1,4 +1,4 @@
-"""Which batch size an update has: a controller's answers, or a batch trace."""
+"""The batch size of each update: from a controller, or from a batch trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from variable_batch_size.adaptive.decisions import (
 )
 from variable_batch_size.trace.batch_trace import BatchTrace
 
-InputOf: TypeAlias = Callable[[int | None], ControlInput]  # of the batch size that was chosen last
+InputOf: TypeAlias = Callable[[int | None], ControlInput]  # the batch size that was chosen last -> input
 
 
 class BatchSizes(Protocol):
@@ -31,24 +31,24 @@ class BatchSizes(Protocol):
         """The number of updates after which the training ends."""
         ...
 
-    def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Return what is decided before an update: the decision that counts, and later ones.
+    def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
+        """Return the decision in effect before an update, then the pending ones.
 
         Args:
-            decisions: what was decided before; a checkpoint has it.
-            input_of: function that returns what a controller may use, from the batch size that was chosen last.
+            pending: those before the update before; a checkpoint has them.
+            input_of: returns the input of a controller, from the batch size that was chosen last.
             restarted: whether it is the first update after a start of the training.
         """
         ...
 
-    def changes(self, decisions: Decisions, updates: int) -> float:
-        """Return the first update after number `updates` before which `decisions` has to be called again."""
+    def next_change(self, pending: Decisions, updates: int) -> float:
+        """Return the first update after number `updates` before which `advance` has to be called again."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class OfController:
+class ControllerSizes:
     """The decisions of a controller."""
 
     trace: AdaptiveTrace
@@ -58,27 +58,27 @@ class OfController:
         """No end."""
         return math.inf
 
-    def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Ask the controller if it is time, and drop the decisions that no longer count."""
-        if not decisions:
+    def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
+        """Call the controller if a decision is due, and drop the decisions that are over."""
+        if not pending:
             return first_decisions(self.trace, input_of(self.trace.start))
-        now = input_of(decisions[-1].batch_size)
+        now = input_of(pending[-1].batch_size)
         if restarted:
-            decisions = decide_again(self.trace, decisions, now.devices, now.updates)
+            pending = decide_again(self.trace, pending, now.devices, now.updates)
         if is_due(self.trace, now.updates):
-            decisions = (*decisions, decide(self.trace, decisions, input_of(decisions[-1].batch_size)))
-        return in_effect(decisions, now.updates)
+            pending = (*pending, decide(self.trace, pending, input_of(pending[-1].batch_size)))
+        return in_effect(pending, now.updates)
 
-    def changes(self, decisions: Decisions, updates: int) -> float:
-        """Return the update of the next question, or of the next answer."""
+    def next_change(self, pending: Decisions, updates: int) -> float:
+        """Return the update of the next call of the controller, or at which the next decision takes effect."""
         every = self.trace.every
         asked = math.inf if every is None else (updates // every + 1) * every
-        return min([asked, *(decision.begins for decision in decisions[1:2])])
+        return min([asked, *(decision.begins for decision in pending[1:2])])
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class OfTrace:
+class TraceSizes:
     """The batch sizes of a trace, in which a step is an update that is kept."""
 
     trace: BatchTrace
@@ -89,12 +89,12 @@ class OfTrace:
         ends = self.trace.on_end == "stop" and self.trace.steps is not None
         return float(len(self.trace)) if ends else math.inf
 
-    def decisions(self, decisions: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
+    def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
         """Return the batch size of the step."""
         input = input_of(None)
         return (Decision(input.updates, self.trace.batch_size(input.updates)),)
 
-    def changes(self, decisions: Decisions, updates: int) -> float:
+    def next_change(self, pending: Decisions, updates: int) -> float:
         """Return the step at which the next run of equal sizes begins."""
         step = self.trace.constant_until(updates)
         return math.inf if step is None else step

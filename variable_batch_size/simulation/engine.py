@@ -1,47 +1,69 @@
-"""The course of a training under a capacity trace, from event to event."""
+"""A training under a capacity trace, simulated from event to event."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
-from variable_batch_size._validation import MAX_INT, value_error
 from variable_batch_size.adaptive.base import ControlInput
 from variable_batch_size.simulation.batch_sizes import BatchSizes
-from variable_batch_size.simulation.interval import Interval, State
-from variable_batch_size.simulation.model import Model
-from variable_batch_size.simulation.nodes import Nodes
+from variable_batch_size.simulation.model import Model, Position
+from variable_batch_size.simulation.nodes import ROUNDING, Nodes, reached, snap
 from variable_batch_size.simulation.overheads import Cause, Overheads
-from variable_batch_size.simulation.position import Position
-from variable_batch_size.simulation.rounding import ROUNDING, reached, snapped
+
+State: TypeAlias = Literal["productive", "redone", "restarting", "saving", "idle"]
 
 
 @final
-class Checkpoint(NamedTuple):
-    """A checkpoint, complete from a time on; `intervals` and `runs` were there when it was begun."""
+class Interval(NamedTuple):
+    """An interval of one state; updates, samples and progress are those that end in it."""
 
-    complete: float
+    begin: float
+    end: float
+    state: State
+    nodes: int = 0  # that the training uses
+    batch_size: int = 0
+    updates: int = 0
+    samples: int = 0
+    progress: float = 0.0
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals with neighbors of the same state, nodes and batch size merged."""
+    rows: list[Interval] = []
+    for row in intervals:
+        if rows and rows[-1][2:5] == row[2:5]:
+            begin, *_, updates, samples, progress = rows.pop()
+            sums = updates + row.updates, samples + row.samples, progress + row.progress
+            row = Interval(begin, *row[1:5], *sums)
+        rows.append(row)
+    return rows
+
+
+class _Saved(NamedTuple):
+    complete: float  # time from which the checkpoint can be restored
     position: Position
-    intervals: int
+    intervals: int  # their number when it was begun, as below
     runs: int
 
 
 @final
 @dataclass
 class Engine:
-    """The course of a training, from event to event; `Overheads` says what happens.
+    """The state of a simulated training; `Overheads` says what happens when.
 
     Events are changes of the nodes, notices, saves, decisions, changes of the noise, and the end. Between two of them
-    the updates are equal, and a `Course` counts them. Times and progress are those of an event plus a number of updates
-    times that of one, so that rounding does not grow with the number of updates.
+    the updates are equal, see `EqualUpdates`. Times and progress are those of an event plus a multiple of those of an
+    update, so that rounding does not grow with the number of updates.
 
     Args:
         end: time at which the simulation ends.
-        goal: the end of the training: the total that counts, and its value.
+        goal: a total, and its value at which the training ends.
         present: the nodes that are there.
-        staying: the nodes that are there and will not leave within the notice.
+        staying: those of them that will not leave within the notice.
         kills: whether nodes that leave kill the training.
         sizes: the batch sizes.
         model: seconds and progress of an update.
@@ -64,8 +86,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._position = Position(0, 0, 0.0, 0, ())
-        self._saved = Checkpoint(0.0, self._position, 0, 0)
-        self._writing: Checkpoint | None = None
+        self._saved = _Saved(0.0, self._position, 0, 0)
+        self._writing: _Saved | None = None
         self._cause: Cause = "start"
 
     def run(self) -> None:
@@ -89,19 +111,17 @@ class Engine:
         reached = getattr(self._position, unit) >= value or self._position.updates >= self.sizes.end
         return reached or self.now >= self.end
 
-    def _snapped(self, time: float) -> float:
-        """Return the time of the change of the nodes, or of the end, that a time is equal to up to rounding."""
-        return snapped(self.present.snapped(self.staying.snapped(time)), [self.end])
+    def _snap(self, time: float) -> float:
+        return snap(self.present.snap(self.staying.snap(time)), [self.end])
 
     def _spend(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
-        """Add an interval, of which the simulation may end before `until`."""
         begin, self.now = self.now, min(until, self.end)
         if self.now > begin:
             self.intervals.append(Interval(begin, self.now, state, nodes, batch_size))
 
     def _restart(self, nodes: int) -> bool:
-        """Start the training; return False if nodes leave before it has started."""
-        started = self._snapped(self.now + self.overheads.restart_seconds(nodes, self._cause))
+        """Restart with these nodes; return False if some of them leave before the restart ends."""
+        started = self._snap(self.now + self.overheads.restart_seconds(nodes, self._cause))
         aborted = self.staying.below(nodes, self.now)
         self.restarts += self._cause != "start"
         self._spend("restarting", min(started, aborted), nodes)
@@ -110,7 +130,6 @@ class Engine:
         return aborted >= started
 
     def _train(self, nodes: int) -> None:
-        """Train with these nodes until the training stops, is killed or ends."""
         overheads, restarted, continued, asked = self.overheads, self.now, self.now, False
         kill = self.present.below(nodes, self.now) if self.kills else math.inf
         notice = self.staying.below(nodes, self.now)
@@ -143,42 +162,39 @@ class Engine:
         Returns:
             False if `limit` comes before the end of the first one: its nodes leave, or the simulation ends.
         """
-        before, begin, devices = self._position, self.now, self.model.devices(nodes)
-        decisions = self.sizes.decisions(before.decisions, partial(self._input, devices), restarted)
+        before, begin, devices = self._position, self.now, nodes * self.model.devices_per_node
+        decisions = self.sizes.advance(before.decisions, partial(self._input, devices), restarted)
         size = decisions[0].batch_size
-        course = self.model.course(size, devices, before)
+        course = self.model.equal_updates(size, devices, before)
         updates = course.ended_by(begin, limit * (1 + ROUNDING))
         if updates == 0:
             self._spend("idle" if limit == self.end else "redone", limit, nodes, size)
             return False
         unit, value = self.goal
-        ends = min(self.sizes.end, self.sizes.changes(decisions, before.updates))
+        ends = min(self.sizes.end, self.sizes.next_change(decisions, before.updates))
         updates = int(min(updates, ends - before.updates))
         updates = course.until(lambda n: begin + course.seconds(n), wanted * (1 - ROUNDING), updates)
         updates = course.until(
-            lambda n: before.progress + course.progress(n), self.model.noise_until(before.progress), updates
+            lambda n: before.progress + course.progress(n), self.model.next_noise(before.progress), updates
         )
         updates = course.until(lambda n: getattr(before, unit) + getattr(course, unit)(n), value, updates)
-        self.now = self._snapped(begin + course.seconds(updates))
+        self.now = self._snap(begin + course.seconds(updates))
         made = updates, course.samples(updates), course.progress(updates)
         self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
         self.runs.append((size, updates))
         self._position = before.after(course, updates, decisions)
-        if self._position.updates >= MAX_INT:
-            requirement, found = "a training must have fewer than 2**53 updates", f"as many in {self.now:.6g} seconds"
-            raise value_error(requirement, found, "check the throughput and the seconds")
         return True
 
     def _input(self, devices: int, chosen: int | None) -> ControlInput:
         done, model = self._position, self.model
-        noise = model.noise_of(done.progress, done.updates, chosen)
+        noise = model.noise_at(done.progress, done.updates, chosen)
         counts = done.updates, done.samples, done.progress
         return ControlInput(devices, chosen, model.minibatch_size, *counts, noise, model.throughput, model.fixed_shape)
 
     def _save(self, nodes: int, kill: float, blocking: bool) -> bool:
-        """Write a checkpoint; return False if the training is killed before it is complete, and waits for it."""
-        complete = self._snapped(self.now + self.overheads.save)
-        saved = Checkpoint(complete, self._position, len(self.intervals), len(self.runs))
+        """Write a checkpoint; return False if the training waits for it and is killed before it is complete."""
+        complete = self._snap(self.now + self.overheads.save)
+        saved = _Saved(complete, self._position, len(self.intervals), len(self.runs))
         if not blocking:
             self._writing = saved
             return True
@@ -197,12 +213,10 @@ class Engine:
             self.preemptions, self._cause = self.preemptions + fewer, "preemption" if fewer else "growth"
 
     def _complete(self, now: float) -> None:
-        """Replace the checkpoint by the one that is being written, if that is complete."""
         if self._writing and reached(now, self._writing.complete):
             self._saved, self._writing = self._writing, None
 
     def _die(self) -> None:
-        """Go back to the last complete checkpoint."""
         self._complete(self.now)
         self._writing = None
         for row in range(self._saved.intervals, len(self.intervals)):

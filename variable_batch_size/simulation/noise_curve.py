@@ -22,15 +22,15 @@ COLUMNS = ("vbs/progress", "vbs/sigma2", "vbs/mu2")
 class NoiseCurve:
     """sigma^2 and mu^2 of the gradients by the progress of the training, piecewise constant.
 
-    That the noise depends on the progress alone, whatever the batch sizes were, is a model (Qiao et al. 2021, arXiv
-    2008.12260, section 3): take the curve from a training like the one that is simulated.
+    It is a model that the noise depends on the progress alone (Qiao et al. 2021, arXiv 2008.12260, section 3): take the
+    curve from a training like the one to simulate.
 
     >>> NoiseCurve(progress=[0, 100], sigma2=[50.0, 80.0], mu2=[1.0, 0.5]).at(100).noise_scale
     160.0
 
     Args:
-        progress: from where on each row holds, in updates at `ref_batchsize`, strictly ascending, (rows,). The first
-            row also holds before, and the last one from there on, however long the training is.
+        progress: where each row begins to hold, in updates at `ref_batchsize`, strictly ascending, (rows,). The first
+            row also holds before.
         sigma2: variance of the gradient of one sample, >= 0, (rows,).
         mu2: squared norm of the true gradient, >= 0, and > 0 where `sigma2` is 0, (rows,).
 
@@ -64,15 +64,15 @@ class NoiseCurve:
 
     @classmethod
     def constant(cls, sigma2: float, mu2: float) -> NoiseCurve:
-        """Return the curve that is the same at each progress; the noise scale is sigma2 / mu2, in samples."""
+        """Return a constant curve; the noise scale is sigma2 / mu2, in samples."""
         return cls((0.0,), (sigma2,), (mu2,))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> NoiseCurve:
-        """Return the curve that a training has measured, from the `scalars.csv` of its `Tracker`.
+        """Read the curve that a training measured, from the `scalars.csv` of its `Tracker`.
 
-        Rows without an estimate are left out, and negative estimates count as 0. Of rows that follow one another with
-        equal estimates, and of rows at one progress, one is kept: the first and the last one.
+        Rows without an estimate are dropped, and negative estimates count as 0. Of rows at one progress the last one
+        counts.
 
         Raises:
             OSError: if the file cannot be read.

@@ -16,25 +16,23 @@ Cause: TypeAlias = Literal["start", "preemption", "growth"]
 class Overheads:
     """What interruptions and checkpoints cost a training, in seconds.
 
-    With `notice`, the training knows at each time which nodes leave within the next `notice` seconds, and does not
-    count on them. It looks at the nodes when a restart, an update or a save ends:
+    The training looks at the nodes when a restart, an update or a save ends, in this order:
 
-    - Fewer nodes than it uses, announced in time: it saves, if an update has been made since the last checkpoint, and
-      restarts with the nodes that will be left. Nothing is lost.
-    - More nodes: if `grow_every` seconds have passed since the last restart, it saves and restarts with them, too. If
-      some of them leave while it saves, it restarts with those that are left.
-    - A save that is due: it saves and continues.
+    - Some of its nodes will leave within `notice` seconds: it saves, if an update was made since the last checkpoint,
+      and restarts with those that stay. Nothing is lost.
+    - There are more nodes, and `grow_every` seconds have passed since the last restart: it saves and restarts with
+      them, or with those of them that are left after the save.
+    - A save is due: it saves and continues.
 
-    If nodes that it uses leave before, the training is killed at that time. It restarts from the last checkpoint that
-    was complete by then; the updates since, and the part of the one under way, are lost. A restart whose nodes leave,
-    or are announced to leave, is aborted at that time, and begins again with those that are left. What ends at the time
-    of a kill has ended before it.
+    If nodes that it uses leave before, the training is killed. It restarts from the last checkpoint that was complete
+    by then; the updates since and the part of the current one are lost. A restart is aborted, and begins again, when
+    some of its nodes leave or are announced to leave. What ends at the time of a kill ended before it.
 
     Args:
         restart: seconds of a restart, >= 0; or a function of the number of nodes and of the cause, which is "start",
             "preemption" or "growth".
-        save_every: seconds between two saves, > 0: a save begins at the first end of an update at which the training
-            has gone on for so long since the last save or restart. None: it saves only before it stops.
+        save_every: seconds from the end of the last save or restart after which a save is due, > 0; it begins when the
+            current update ends. None: it saves only before it stops.
         save: seconds of writing a checkpoint, >= 0.
         blocking: whether the training waits while a checkpoint is written; otherwise the checkpoint is complete `save`
             seconds after the end of the update, and the next one does not begin before. Before a stop it always waits.
@@ -68,7 +66,7 @@ class Overheads:
             raise type_error("blocking must be a bool", self.blocking, "pass True or False")
 
     def restart_seconds(self, nodes: int, cause: Cause) -> float:
-        """Return the seconds of a restart with so many nodes.
+        """Return the seconds of a restart.
 
         >>> Overheads(restart=lambda nodes, cause: 30 + nodes).restart_seconds(4, "growth")
         34.0

@@ -24,23 +24,19 @@ COLUMNS = 300  # of the shares: a restart of 90 s in two days is less than a pix
 
 
 class Simulated(Protocol):
-    """What is drawn of a `Run`."""
+    """The attributes of a `Run` that are drawn."""
 
     @property
-    def capacity(self) -> CapacityTrace:
-        """The nodes that were there."""
-
+    def capacity(self) -> CapacityTrace: ...  # noqa: D102
     @property
-    def timeline(self) -> pd.DataFrame:
-        """One row for each interval of one state."""
+    def timeline(self) -> pd.DataFrame: ...  # noqa: D102
 
 
 def plot_runs(runs: Mapping[str, Simulated], title: str | None = None) -> Figure:
     """Draw trainings under one capacity trace over the hours, and return the figure.
 
-    The panels show the nodes, the batch sizes, the modelled progress and, for each training, where its time went: the
-    colors are the shares of the time in which it makes no update that is kept. That progress depends on the batch size
-    and on a given noise alone is a model.
+    The panels show the nodes, the batch sizes, the modelled progress and, for each training, the shares of its time
+    that are not productive.
 
     Args:
         runs: name -> `Run`, at least one.
@@ -83,7 +79,6 @@ def plot_runs(runs: Mapping[str, Simulated], title: str | None = None) -> Figure
 
 
 def _draw_capacity(axes: Axes, runs: list[Simulated]) -> None:
-    """Draw the nodes that were there and, of a single training, those that it used."""
     axes.set_prop_cycle(color=["steelblue"])
     runs[0].capacity.plot(axes).patches[0].set_label("there")
     if len(runs) == 1:
@@ -99,7 +94,6 @@ def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style:
 
 
 def _draw_losses(axes: Axes, timeline: pd.DataFrame) -> None:
-    """Draw the shares of the time in which no update is made that is kept, on top of one another."""
     below = np.zeros(COLUMNS)
     for state, color in LOST.items():
         borders, share = binned(_hours(timeline), (timeline["state"] == state).to_numpy().astype(np.float64), COLUMNS)

@@ -1,4 +1,4 @@
-"""Policies under several capacity traces: a table of all runs, its means, and paired differences, with intervals."""
+"""Policies under several capacity traces: a table of runs, means and paired differences with intervals, a picture."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray, type_error, value_error
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.simulation.cost import cost_until, priced
-from variable_batch_size.simulation.run import Run
+from variable_batch_size.simulation.run import Run, cost_until, with_prices
 from variable_batch_size.simulation.simulate import simulate
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 SHARES = ("productive", "redone", "restarting", "saving", "idle")
 RATES = (
@@ -30,16 +30,20 @@ RATES = (
     "cost_per_progress",
 )  # what can be compared between traces of different lengths
 CONFIDENCE = 0.95
+PANELS = {
+    "productive_share": "productive (share of time)",
+    "progress_per_node_hour": "modelled progress per node-hour\n(updates at the reference)",
+    "cost_per_progress": "cost per progress",
+}  # of a picture
 
 
 def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], **arguments: Any) -> pd.DataFrame:
     """Simulate each policy under each capacity trace, and return a row for each run.
 
-    The index is `trace` and `policy`. The columns are the numbers of `Run.summary`, and what can be compared between
-    traces of different lengths: each part of the elapsed time as a share of it (`productive_share`, ...);
-    `progress_per_hour`, and `progress_per_node_hour` of the nodes that were there, 0 if there were none;
-    `preemptions_per_day` and `restarts_per_day`; if prices are known, `cost_per_hour` and `cost_per_progress`, which is
-    infinite if no update was kept.
+    The index is `trace` and `policy`. The columns are those of `Run.summary` and, to compare traces of different
+    lengths, the parts of the elapsed time as shares of it (`productive_share`, ...); `progress_per_hour` and
+    `progress_per_node_hour`; `preemptions_per_day` and `restarts_per_day`; with prices, `cost_per_hour` and
+    `cost_per_progress`, which is infinite if no update was kept.
 
     Args:
         traces: name -> capacity trace, at least one.
@@ -69,9 +73,9 @@ def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], *
 def means(table: pd.DataFrame) -> pd.DataFrame:
     """Return the mean over the traces of each comparable column of `sweep`, with a 95 % t interval.
 
-    The index is `policy` and `fact`, the columns are `mean`, `low` and `high`. Each trace counts once, however long it
-    is. An interval takes the traces as independent samples of those that may come: of few traces it may go beyond what
-    is possible, and of a single one it is nan, as is the mean of a fact that one of the traces does not have.
+    The index is `policy` and `fact`, the columns are `mean`, `low` and `high`. Each trace counts once. The interval
+    treats the traces as independent samples; it is nan for a single trace, as is the mean of a fact that a trace does
+    not have.
 
     Raises:
         ModuleNotFoundError: if scipy is not installed.
@@ -92,8 +96,8 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
 def compare(table: pd.DataFrame) -> pd.DataFrame:
     """Return the differences of each policy to the first one of a `sweep`, as `means` does.
 
-    The differences are paired: they are taken under each trace, so that what all policies have in common, such as a
-    trace with few nodes, does not widen the interval.
+    The differences are paired, so that a trace with few nodes, which all policies have in common, does not widen the
+    interval.
 
     Raises:
         ModuleNotFoundError: if scipy is not installed.
@@ -101,6 +105,34 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     facts = [name for name in RATES if name in table]
     first = table.xs(table.index.unique("policy")[0], level="policy")
     return means(table[facts].sub(first[facts], level="trace"))
+
+
+def plot_sweep(table: pd.DataFrame) -> Figure:
+    """Draw a `sweep`, and return the figure: a dot for each run, with a line through the dots of each trace.
+
+    Black bars are the means over the traces with their 95 % t intervals.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib or scipy is not installed.
+    """
+    plt = import_extra("matplotlib.pyplot", "plot")
+    policies = table.index.unique("policy")
+    facts = [fact for fact in PANELS if fact in table]
+    shown = means(table)
+    width = 1.5 + len(facts) * (1.2 + 0.9 * len(policies))
+    figure, panels = plt.subplots(1, len(facts), figsize=(width, 4.5), layout="constrained")
+    for axes, fact in zip(panels, facts, strict=True):
+        runs = table[fact].unstack("policy")[policies]  # (traces, policies)
+        axes.plot(policies, runs.T.replace(np.inf, np.nan), "o-", color="tab:blue", lw=0.5, ms=4, alpha=0.5)
+        mean = shown.xs(fact, level="fact").loc[policies].replace(np.inf, np.nan)
+        places = np.arange(len(policies)) + 0.2
+        axes.errorbar(places, mean["mean"], mean["mean"] - mean["low"], fmt="_k", ms=12, capsize=4)
+        axes.set(title=PANELS[fact], ylim=(0, None), xlim=(-0.5, len(policies) - 0.3))
+        axes.tick_params("x", rotation=30 if len(policies) > 2 else 0)
+    caption = f"a line for each of {len(table.index.unique('trace'))} capacity traces; black: means, 95% t intervals"
+    figure.supxlabel(caption, fontsize="medium")
+    result: Figure = figure
+    return result
 
 
 def _row(name: str, capacity: CapacityTrace, controller: object, arguments: Mapping[str, Any]) -> dict[str, float]:
@@ -112,9 +144,8 @@ def _row(name: str, capacity: CapacityTrace, controller: object, arguments: Mapp
 
 
 def _rates(run: Run) -> dict[str, float]:
-    """Return what can be compared between traces of different lengths."""
     elapsed, progress = run.summary["elapsed"], run.summary["progress"]  # seconds, updates at the reference
-    node_hours = cost_until(priced(run.capacity, 1.0), elapsed) or 0.0
+    node_hours = cost_until(with_prices(run.capacity, 1.0), elapsed) or 0.0
     rates = {f"{name}_share": run.summary[name] / elapsed for name in SHARES}
     rates["progress_per_hour"] = 3600 * run.summary["goodput"]
     rates["progress_per_node_hour"] = progress / node_hours if node_hours else 0.0
