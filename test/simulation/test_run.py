@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from variable_batch_size.adaptive import ConstantBatch, ControlInput, PerDevice, Throughput
@@ -108,6 +108,7 @@ def test_the_answer_counts_after_the_delay() -> None:
     assert found.trace == BatchTrace.from_runs([50, 100, 200, 250], [4, 10, 10, 11])
 
 
+@example([(0, 1)], [(1, 0), (1, 1)], 1)
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=6).map(sorted),
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=6).map(sorted),

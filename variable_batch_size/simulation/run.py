@@ -110,7 +110,7 @@ def with_prices(capacity: CapacityTrace, prices: Prices | None) -> CapacityTrace
         raise type_error("prices must be a number, or (seconds, prices)", prices, "pass the price of a node-hour")
     seconds = np.unique(np.concatenate([capacity.seconds, times[times < capacity.end]]))  # (rows,), as all below
     nodes = capacity.nodes[capacity.seconds.searchsorted(seconds, side="right") - 1]
-    rows = np.maximum(times.searchsorted(seconds, side="right") - 1, 0)
+    rows = times.searchsorted(np.maximum(seconds, times[0]), side="right") - 1
     return CapacityTrace(seconds, nodes, capacity.end, costs[rows])
 
 
