@@ -162,7 +162,7 @@ SHAPE = (
         (HEAD + '[0, 1],\n"prices": 0}', "3): prices must be a list of 2 numbers, one for each tick, got 0; "),
         (HEAD + '[0, 1],\n"prices": [1,\nnull]}', "4): prices[1] must be a finite number >= 0, got None; correct it"),
         (HEAD + '[0],\n"x": ' + "[" * 100_000, "1): the JSON must not be nested so deeply, got "),
-        (HEAD + "[0,\n" + "9" * 5000 + "]}", "3): an integer must be <= 2**53, got '999"),
+        (HEAD + "[0,\n" + "9" * 5000 + "]}", "3): data[1] must be an integer in [0, 2**53], got inf"),
         ('{"data": [1], "metadata": {"gap_seconds": -3}}', "1): gap_seconds must be a finite number >= 0, got -3; "),
     ],
 )
@@ -256,7 +256,6 @@ def test_parcae_lasts_for_the_duration_of_the_last_row(rows):
         ('[5, "no-op", {"nodes": [', "the text must be JSON (expecting value, column 25), got 'the end'; "),
         (parcae_line(-5, "no-op", []), "milliseconds must be a finite number >= 0, got -5; correct it"),
         ("[" * 100_000, "the JSON must not be nested so deeply, got "),
-        (f"[{'9' * 5000}]", "an integer must be <= 2**53, got '999"),
         (f'[{"9" * 400}, "no-op", {{}}]', "nodes must be a list of names, got None; "),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.cluster import CapacityTrace, synthetic
-from variable_batch_size.cluster.step_function import binned
+from variable_batch_size.cluster.capacity_trace import bin_means
 from variable_batch_size.simulation import Overheads, Run, plot_runs, plot_sweep, simulate, sweep
 from variable_batch_size.simulation.picture import COLUMNS
 
@@ -117,8 +117,8 @@ def test_the_picture_of_a_sweep(traces: int) -> None:
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=20), st.integers(1, 40))
 def test_bins_keep_the_integral(parts: list[tuple[int, int]], columns: int) -> None:
     lengths, values = np.array(parts, np.float64).T
-    borders, found = binned(np.cumsum([0, *lengths]), values, columns)
+    borders, found = bin_means(np.cumsum([0, *lengths]), values, columns)
     assert found @ np.diff(borders) == pytest.approx(values @ lengths)
-    fine, exact = binned(np.cumsum([0, *lengths]), values, int(lengths.sum()))
+    fine, exact = bin_means(np.cumsum([0, *lengths]), values, int(lengths.sum()))
     assert exact == pytest.approx(np.repeat(values, lengths.astype(int)))
     assert fine == pytest.approx(np.arange(lengths.sum() + 1))

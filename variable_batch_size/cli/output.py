@@ -14,7 +14,7 @@ from rich.table import Table
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
-from variable_batch_size.cluster.step_function import binned
+from variable_batch_size.cluster.capacity_trace import bin_means
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and a picture.")]
 Picture = Annotated[bool, typer.Option("--picture/--no-picture", help="Draw in the terminal.")]
@@ -101,7 +101,7 @@ def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> Non
     plotext = import_extra("plotext", "cli")
     screen = Console()
     width = min(screen.width, WIDTH)
-    borders, means = binned(edges, values, 2 * max(10, width - 12))
+    borders, means = bin_means(edges, values, 2 * max(10, width - 12))
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, HEIGHT)
@@ -119,7 +119,7 @@ def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> Non
 def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
     """Draw a step function into a file; the arguments are those of `draw`."""
     if len(values) > MAX_ROWS:
-        edges, values = binned(edges, values, MAX_ROWS)
+        edges, values = bin_means(edges, values, MAX_ROWS)
     figure_class = import_extra("matplotlib.figure", "plot").Figure  # without pyplot, which looks for a screen
     figure = figure_class(figsize=(9, 3), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,8 @@
-"""Capacity traces: how many nodes a cluster had at each time, from logs, formulas and public collections."""
+"""Capacity traces: how many nodes a cluster had at each time.
+
+`CapacityTrace` is the value, `read` makes it from a file of any format in `readers`, `synthetic` from a formula, and
+`fetch` from a public collection.
+"""
 
 import lazy_loader
 

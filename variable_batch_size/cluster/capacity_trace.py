@@ -1,4 +1,4 @@
-"""Capacity traces: how many nodes a cluster had at each time, as an immutable step function."""
+"""The value of a capacity trace: an immutable step function of time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CapacityTrace:
     ([4, 2], 5.2, 2)
 
     Args:
-        seconds: times, finite, >= 0 and in ascending order, (rows,). Of several rows at one time the last one counts.
+        seconds: times in ascending order, finite and >= 0, (rows,). Of several rows at one time the last one counts.
             Before the first row there are 0 nodes.
         nodes: number of nodes from each time on, integers in [0, 2**53], (rows,).
         end: end of the trace in seconds, > 0 and >= every time; by default the last time.
@@ -56,9 +56,9 @@ class CapacityTrace:
         end: float | None = None,
         prices: npt.ArrayLike | None = None,
     ) -> None:
-        times = _checked(seconds, "seconds")  # (rows,), as all below
-        counts = _checked_nodes(nodes)
-        costs = None if prices is None else _checked(prices, "prices")
+        times = _check_numbers(seconds, "seconds")  # (rows,), as all below
+        counts = _check_nodes(nodes)
+        costs = None if prices is None else _check_numbers(prices, "prices")
         for name, rows in (("nodes", counts), ("prices", times if costs is None else costs)):
             if rows.shape != times.shape:
                 raise value_error(f"{name} must have the shape {times.shape} of seconds", rows.shape, "pass a row each")
@@ -80,8 +80,8 @@ class CapacityTrace:
         differs = np.diff(counts, prepend=-1) != 0
         if costs is not None:
             differs |= np.diff(costs, prepend=-1) != 0
-        self._seconds, self._nodes = _frozen(times[differs]), _frozen(counts[differs])
-        self._prices = None if costs is None else _frozen(costs[differs])
+        self._seconds, self._nodes = _freeze(times[differs]), _freeze(counts[differs])
+        self._prices = None if costs is None else _freeze(costs[differs])
 
     @property
     def seconds(self) -> FloatArray:
@@ -180,7 +180,7 @@ class CapacityTrace:
         return CapacityTrace(self._seconds, self._nodes.clip(low, high), self._end, self._prices)
 
     def devices(self, per_node: int) -> CapacityTrace:
-        """Return the trace of the devices, of which each node has `per_node`; a price is that of a device.
+        """Return the trace of the devices of nodes with `per_node` each; a price is that of a device.
 
         Raises:
             TypeError: if `per_node` is not an integer.
@@ -191,7 +191,7 @@ class CapacityTrace:
         return CapacityTrace(self._seconds, self._nodes * number, self._end, prices)
 
     def resampled(self, every: float) -> CapacityTrace:
-        """Return the trace as it is seen when it is read at 0, `every`, 2 `every`, ... seconds.
+        """Return the trace as it is when sampled at 0, `every`, 2 `every`, ... seconds.
 
         Raises:
             TypeError: if `every` is not a number.
@@ -207,7 +207,7 @@ class CapacityTrace:
         return CapacityTrace(readings, self._nodes[rows], self._end, prices)
 
     def scaled(self, factor: float) -> CapacityTrace:
-        """Return the trace in which everything takes `factor` times as long: 1 / 1440 makes a minute of a day.
+        """Return the trace with all times multiplied by `factor`: 1 / 1440 makes a minute of a day.
 
         Raises:
             TypeError: if `factor` is not a number.
@@ -222,7 +222,7 @@ class CapacityTrace:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if it is not a trace; the message names file, line and value.
+            LogError: if it is not a trace; the message names file, line and value.
         """
         return cls(*own.read_csv(path))
 
@@ -253,7 +253,6 @@ class CapacityTrace:
         return axes
 
     def _row(self, second: float) -> int:
-        """Return the row that holds at a time."""
         return int(self._seconds.searchsorted(second, side="right")) - 1
 
     def _key(self) -> tuple[object, ...]:
@@ -274,8 +273,26 @@ class CapacityTrace:
         return f"CapacityTrace({low} to {high} nodes, mean {self.mean:.4g}, {self.changes} changes, {self._end:g} s)"
 
 
-def _checked(values: npt.ArrayLike, name: str) -> FloatArray:
-    """Return numbers as float64; raise if one is not finite and >= 0."""
+def bin_means(edges: FloatArray, values: FloatArray, columns: int) -> tuple[FloatArray, FloatArray]:
+    """Return the means of a step function in columns of equal width.
+
+    >>> bin_means(np.array([0.0, 1.0, 4.0]), np.array([1.0, 0.0]), 2)
+    (array([0., 2., 4.]), array([0.5, 0. ]))
+
+    Args:
+        edges: where each value begins, and the last one ends, (values + 1,).
+        values: (values,).
+        columns: number of columns.
+
+    Returns:
+        Where each column begins, and the last one ends, (columns + 1,); the means, (columns,).
+    """
+    integral = np.concatenate([[0.0], np.cumsum(values * np.diff(edges))])  # (values + 1,)
+    borders = np.linspace(edges[0], edges[-1], columns + 1)  # (columns + 1,)
+    return borders, np.diff(np.interp(borders, edges, integral)) / np.diff(borders)
+
+
+def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
     try:
         array = np.asarray(values, np.float64)
     except (TypeError, ValueError):
@@ -289,8 +306,7 @@ def _checked(values: npt.ArrayLike, name: str) -> FloatArray:
     return array + 0.0  # a copy, without -0.0, so that equal traces have equal bytes
 
 
-def _checked_nodes(values: npt.ArrayLike) -> IntArray:
-    """Return numbers of nodes as int64; raise if one is not an integer in [0, 2**53]."""
+def _check_nodes(values: npt.ArrayLike) -> IntArray:
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
         array = np.array([check_int(value, f"nodes[{row}]", 0, MAX_INT) for row, value in enumerate(array.flat)])
@@ -302,6 +318,6 @@ def _checked_nodes(values: npt.ArrayLike) -> IntArray:
     return array.astype(np.int64)
 
 
-def _frozen(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+def _freeze(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     array.flags.writeable = False
     return array

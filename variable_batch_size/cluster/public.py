@@ -52,16 +52,14 @@ class PublicTrace:
         return Path(folder).expanduser() / (self.name + PurePosixPath(self.address).suffix)
 
     def download(self, cache: str | os.PathLike[str] | None = None) -> Path:
-        """Return the path of the file, after downloading it if it is not there, or is another one.
-
-        Any number of processes may do so at the same time.
+        """Return the path of the file, after downloading it if it is missing or another one.
 
         Args:
             cache: folder in which files are kept; by default, that of `path`.
 
         Raises:
             ModuleNotFoundError: if pooch is not installed.
-            OSError: if the file is not there and cannot be downloaded; the message says where to put it.
+            OSError: if it cannot be downloaded; the message says where to put it.
             ValueError: if what was downloaded has another SHA-256.
         """
         pooch = import_extra("pooch", "cluster")
@@ -102,12 +100,12 @@ def fetch(name: str, *, cache: str | os.PathLike[str] | None = None) -> Capacity
         raise value_error(requirement, f"{name!r:.60}", "choose one of these")
     path = PUBLIC[name].download(cache)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # rows out of order: nobody can sort a file with a known hash
+        warnings.simplefilter("ignore", UserWarning)  # rows out of order: the file cannot be edited, its hash is pinned
         return read(path, PUBLIC[name].format)
 
 
 def _reason(error: OSError) -> str:
-    """Return why a download failed, in few words: requests repeats the address, and nests its errors."""
+    """Return why a download failed, without the address and the nested errors of requests."""
     response = getattr(error, "response", None)
     if response is None:
         return error.strerror or type(error).__name__
@@ -186,4 +184,4 @@ _TRACES = (
 )
 
 PUBLIC: Final[Mapping[str, PublicTrace]] = MappingProxyType({trace.name: trace for trace in _TRACES})
-"""The public traces by name; they can be fetched and read, and the table cannot be changed."""
+"""The public traces by name, read-only."""

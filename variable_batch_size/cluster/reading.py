@@ -1,4 +1,4 @@
-"""Reads a capacity trace from a file of any known format."""
+"""Read a capacity trace from a file of any known format."""
 
 from __future__ import annotations
 
@@ -18,38 +18,32 @@ def read(
     inverted: bool | int = False,
     max_gap: float | None = None,
 ) -> CapacityTrace:
-    """Read a capacity trace from a file, whose format is recognized by how it begins.
+    """Read a capacity trace from a file, whose format is recognized by its beginning.
 
-    - `csv`: `seconds,nodes` or `seconds,nodes,price`, or times of ISO 8601; it ends at the last row.
-    - `skypilot`: `{"metadata": {"gap_seconds": 300}, "data": [0, 3]}`; it ends `gap_seconds` after the last tick.
-    - `bamboo-events`: `480000,add,node1`; it ends at the last row.
-    - `bamboo-counts`: `21529,4`; it ends at the last row.
-    - `gcloud`: `2021-12-10, 13:07:45, 80`; it ends at the latest row.
-    - `parcae`: `[0, "add", {"nodes": ["node-0"], "duration": 60000}]`; it ends at the last row plus its duration.
-    - `eth`: `,Time,GPUs` or `,Time,TPU_cores`; it ends at the last row, and counts devices.
+    FORMATS
 
-    Dates and Unix times (`gcloud`, `eth`, ISO 8601) begin at the first row. Times since the beginning (the others) stay
-    as they are: before the first row there are 0 nodes. Of rows at one time the last one counts.
+    The docstring of each reader says where a trace of its format ends. Dates and Unix times begin at the first row.
+    Times since the beginning stay as they are: before the first row there are 0 nodes. Of rows at one time the last one
+    counts.
 
     Args:
         path: path of the file.
         format: name of the format; by default, it is recognized.
-        inverted: whether 1 means that the only node is not available; for a larger cluster, its number of nodes if
-            the file counts those that are not available. Only for skypilot, in which copies of both kinds exist and
-            nothing in the file tells.
-        max_gap: seconds, > 0, for which a row holds at most; from then on there are 0 nodes until the next row. Only
-            for gcloud. By default, a row holds up to the next one.
+        inverted: the number of nodes of the cluster, if the file counts those that are not available; True for one
+            node. Only for skypilot, whose files do not say which ones they count.
+        max_gap: seconds, > 0, for which a row holds at most, with 0 nodes from then on until the next row. Only for
+            gcloud. By default, a row holds up to the next one.
 
     Raises:
         TypeError: if an argument has the wrong type.
         OSError: if the file cannot be read.
-        ValueError: if no format or none of this name is known, the format does not have the option, or the file is
-            damaged; the message names file, line and value.
+        ValueError: if there is no format of this name, or it does not have the option.
+        LogError: a ValueError, if the format is not recognized or the file is damaged; it names file, line and value.
 
     Warns:
         UserWarning: if rows of gcloud go back in time; they are sorted.
     """
-    options = _checked(inverted, max_gap)
+    options = _check_options(inverted, max_gap)
     if format is not None:
         check_choice(format, "format", tuple(READERS))
     text = Text.load(path)
@@ -59,10 +53,14 @@ def read(
             able = ", ".join(name for name, other in READERS.items() if option in other.options)
             found = f"the format {reader.name} ({text.path})"
             raise value_error(f"{option} must be left out except for the format {able}", found, f"remove {option}=")
-    return CapacityTrace(*reader.checked(text, options))
+    return CapacityTrace(*reader.read_checked(text, options))
 
 
-def _checked(inverted: bool | int, max_gap: float | None) -> Options:
+_FORMATS = "\n".join(f"    - `{name}`: `{reader.example}`" for name, reader in READERS.items())
+read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
+
+
+def _check_options(inverted: bool | int, max_gap: float | None) -> Options:
     remedy = "pass True for a cluster of one node, or the number of its nodes"
     size = int(inverted) if isinstance(inverted, bool) else check_int(inverted, "inverted", 1, MAX_INT, remedy)
     if max_gap is None:
@@ -74,7 +72,7 @@ def _checked(inverted: bool | int, max_gap: float | None) -> Options:
 
 
 def format_of(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the format by which a file begins; None if it is none of those, or cannot be read."""
+    """Return the name of the format of a file; None if it is not recognized, or cannot be read."""
     try:
         return _recognize(Text.load(path)).name
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Capacity traces from a formula: nodes that go and return independently, and preemptions of many nodes at once."""
+"""Random capacity traces: nodes that come and go independently, and preemptions of many nodes at once."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ def synthetic(
     bulk_every: float | None = None,
     bulk_fraction: float | None = None,
 ) -> CapacityTrace:
-    """Return a random trace of nodes that are preempted and return, each on its own and, if wanted, in bulk.
+    """Return a random trace of nodes that are preempted and return, independently and optionally in bulk.
 
-    A node is up for an exponential time with mean `mean_up`, then down for one with mean `mean_down`, and so on,
-    independently of the others. In addition, bulk preemptions come at the times of a Poisson process, one every
-    `bulk_every` seconds in the mean; at each, every node that is up goes down with probability f = `bulk_fraction`,
-    independently of the others. The trace begins in the stationary state. With the rates u = 1 / `mean_up`,
-    d = 1 / `mean_down` and b = 1 / `bulk_every` (0 without bulk preemptions), each in 1/s, the number n of nodes has::
+    A node is up for an exponential time with mean `mean_up`, then down for one with mean `mean_down`, and so on. Bulk
+    preemptions come in a Poisson process, one every `bulk_every` seconds on average; at each, every node that is up
+    goes down with probability f = `bulk_fraction`. The trace begins in the stationary state. With the rates
+    u = 1 / `mean_up`, d = 1 / `mean_down` and b = 1 / `bulk_every` (0 without bulk preemptions) in 1/s, the number n of
+    nodes has::
 
         probability that a node is up   p = d / (u + f b + d)
         E[n(t)]                         = nodes p
         Var[n(t)]                       = nodes p (1 - p) + nodes (nodes - 1) p^2 b f^2 / (2 (u + f b + d) - b f^2)
         Cov[n(t), n(t + s)]             = Var[n(t)] exp(-s (u + f b + d))
 
-    The second term of the variance is the covariance between nodes that bulk preemptions cause. The simulation goes
-    from event to event, without time steps. The same arguments give the same trace with the same version of NumPy;
-    `CapacityTrace.to_csv` keeps a trace for longer.
+    The second term of the variance is the covariance between nodes. There are no time steps. The same arguments give
+    the same trace with the same version of NumPy.
 
     >>> month = synthetic(nodes=100, mean_up=7200, mean_down=1800, duration=30 * 86400, seed=0)
     >>> round(month.mean), int(month.nodes.max()) <= 100
     (80, True)
 
     Args:
-        nodes: number of nodes that are up at most, >= 1.
-        mean_up: mean time for which a node is up, if bulk preemptions do not end it, in seconds, > 0. A large one, such
-            as 1e12, leaves only bulk preemptions.
+        nodes: maximum number of nodes, >= 1.
+        mean_up: mean time for which a node is up if no bulk preemption ends it, in seconds, > 0; 1e12 leaves only
+            those.
         mean_down: mean time until a node returns, in seconds, > 0.
         duration: length of the trace, in seconds, > 0.
         seed: seed of the random numbers, >= 0.
@@ -74,7 +73,8 @@ def synthetic(
     rng = np.random.Generator(np.random.PCG64(check_int(seed, "seed")))
     at_start = _up_at_start(rng, count, up, down, every, fraction)  # (nodes,)
     times = np.sort(rng.uniform(0, end, rng.poisson(bulks)))  # (bulks,)
-    node, bulk = np.divmod(_chosen(rng, count * len(times), fraction), max(1, len(times)))  # (hits,), node by node
+    hits = _choose_cells(rng, count * len(times), fraction)  # (hits,), as below, node by node
+    node, bulk = np.divmod(hits, max(1, len(times)))
 
     # A hit leaves a node down, whatever it was before, and being down has no memory: each hit begins a new stretch.
     first = node.searchsorted(np.arange(count))  # (nodes,): where the stretch that begins at 0 comes before its hits
@@ -97,7 +97,7 @@ def _up_at_start(
     """Return which nodes are up at time 0 in the stationary state, (nodes,).
 
     A node that a bulk preemption hit last a time t ago is up with probability p (1 - exp(-t (u + d))), where p is that
-    of a node that is never hit. Nodes are correlated because the same bulk preemptions hit them.
+    of a node that is never hit.
     """
     never_hit, rate = 1 / (1 + mean_down / mean_up), 1 / mean_up + 1 / mean_down
     since = np.full(nodes, np.inf)
@@ -108,8 +108,8 @@ def _up_at_start(
     return rng.random(nodes) < -never_hit * np.expm1(-since * rate)
 
 
-def _chosen(rng: np.random.Generator, cells: int, fraction: float) -> IntArray:
-    """Return the cells of [0, cells) that are chosen independently with a probability each, ascending, (chosen,)."""
+def _choose_cells(rng: np.random.Generator, cells: int, fraction: float) -> IntArray:
+    """Choose each of [0, cells) independently with a probability; return them in ascending order, (chosen,)."""
     parts, last = [np.empty(0, np.int64)], -1
     while fraction > 0 and last < cells - 1:
         size = 16 + int((cells - last) * fraction)
@@ -127,18 +127,9 @@ def _alternate(
     mean_up: float,
     mean_down: float,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the times at which nodes go up and down in stretches of their time; all are down at the end of one.
+    """Return the times at which nodes go up and down, each (changes,), in stretches from `starts` to `stops`.
 
-    Args:
-        rng: source of the random numbers.
-        starts: beginnings of the stretches, (stretches,), as below.
-        stops: their ends.
-        begins_up: whether the node is up at the beginning.
-        mean_up: mean time up.
-        mean_down: mean time down.
-
-    Returns:
-        Times of going up and of going down, each (changes,).
+    A node begins a stretch, (stretches,), up or down, and ends it down.
     """
     gained, lost = [], []
     time = starts + np.where(begins_up, 0, rng.exponential(mean_down, len(starts)))  # (stretches,): up from then on

@@ -10,8 +10,7 @@ import numpy as np
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray, value_error
-from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.cluster.step_function import binned
+from variable_batch_size.cluster.capacity_trace import CapacityTrace, bin_means
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,7 +95,8 @@ def _draw_training(batch: Axes, progress: Axes, timeline: pd.DataFrame, **style:
 def _draw_losses(axes: Axes, timeline: pd.DataFrame) -> None:
     below = np.zeros(COLUMNS)
     for state, color in LOST.items():
-        borders, share = binned(_hours(timeline), (timeline["state"] == state).to_numpy().astype(np.float64), COLUMNS)
+        spent = (timeline["state"] == state).to_numpy().astype(np.float64)
+        borders, share = bin_means(_hours(timeline), spent, COLUMNS)
         if share.any():
             axes.stairs(below + share, borders, baseline=below, fill=True, color=color, label=state)
             below = below + share

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from variable_batch_size.cluster.readers.base import Options, Reader, Rows, Text, is_number, split
-from variable_batch_size.cluster.readers.membership import Membership
+from variable_batch_size.cluster.readers.base import Membership, Options, Reader, Rows, Text, is_number, split
 
 
 @final

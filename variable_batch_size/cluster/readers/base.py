@@ -1,16 +1,23 @@
-"""What a reader of capacity traces gets and returns."""
+"""What the readers share: the text of a file, its errors, JSON, nodes by name, and the interface of a reader."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple, final
 
 from variable_batch_size._validation import MAX_INT, type_error
+
+
+class LogError(ValueError):
+    """A file is damaged, or has no known format; the message names file, line and value."""
 
 
 @final
@@ -53,7 +60,7 @@ class Text:
         Raises:
             TypeError: if `path` is not a path.
             OSError: if the file cannot be read.
-            ValueError: if it is empty or not UTF-8.
+            LogError: if it is empty or not UTF-8.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise type_error("the path of a capacity trace must be a string or a path", path, "pass the path of a file")
@@ -70,7 +77,7 @@ class Text:
             text = data.decode()
         except UnicodeDecodeError as error:
             line = 1 + data.count(b"\n", 0, error.start)
-            raise ValueError(
+            raise LogError(
                 f"capacity trace ({source}:{line}) must be UTF-8 text, got byte {data[error.start]:#04x}; save it as "
                 f"text in UTF-8"
             ) from None
@@ -79,15 +86,15 @@ class Text:
         numbered = ((number, line.strip()) for number, line in enumerate(content.split("\n"), 1))
         lines = [(number, line) for number, line in numbered if line]
         if not lines:
-            raise ValueError(f"capacity trace ({source}) must have at least one row, got an empty file; pass another")
+            raise LogError(f"capacity trace ({source}) must have at least one row, got an empty file; pass another")
         return cls(source, content, lines)
 
-    def error(self, line: int, requirement: str, found: object, remedy: str) -> ValueError:
+    def error(self, line: int, requirement: str, found: object, remedy: str) -> LogError:
         """Return the error for a line; `found` is shown up to 60 characters."""
-        return ValueError(f"capacity trace ({self.path}:{line}): {requirement}, got {found!r:.60}; {remedy}")
+        return LogError(f"capacity trace ({self.path}:{line}): {requirement}, got {found!r:.60}; {remedy}")
 
     def cells(self, line: int, row: str, example: str, separator: str = ",") -> list[str]:
-        """Return the cells of a row; raise if there are not as many as in the example of a row."""
+        """Return the cells of a row; raise if their number is not that of the example."""
         cells = split(row, separator)
         if len(cells) != len(split(example, separator)):
             raise self.error(line, f"a row must have the cells of {example}", row, "correct the row")
@@ -115,7 +122,7 @@ class Text:
         return self.number(line, name, as_number(cell), whole, cell)
 
     def check_order(self, line: int, name: str, times: list[float]) -> None:
-        """Raise if the last one of the times is before the one of the row before."""
+        """Raise if the last time is before the one before it."""
         if times[-1] < max(times[-2:]):
             requirement = f"{name} must be >= {times[-2]:.15g}, the time of the row before"
             raise self.error(line, requirement, times[-1], "sort the rows by time")
@@ -143,12 +150,12 @@ class Reader(ABC):
         """Return the rows of a file in ascending order of time; times are relative to the beginning of the trace.
 
         Raises:
-            ValueError: if the file is damaged; the message names file, line and value.
+            LogError: if the file is damaged.
         """
 
     @final
-    def checked(self, text: Text, options: Options) -> Rows:
-        """Return the rows of a file; raise as `read` does, and if the trace does not last for a time."""
+    def read_checked(self, text: Text, options: Options) -> Rows:
+        """Return the rows of a file; raise as `read` does, and if the trace has no duration."""
         rows = self.read(text, options)
         end = rows.seconds[-1] if rows.end is None else rows.end
         if not 0 < end < math.inf:
@@ -177,3 +184,108 @@ def as_number(cell: str) -> float:
 def is_number(cell: str) -> bool:
     """Return whether a cell has a number, which may be negative, infinite or NaN."""
     return not math.isnan(as_number(cell)) or cell.lower() == "nan"
+
+
+@final
+class Membership:
+    """The names of the nodes of a cluster; its `len` is their number."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._names: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, line: int, names: Iterable[str]) -> None:
+        """Add nodes; raise LogError if the cluster has one of them, or one is named twice."""
+        for name in names:
+            if name in self._names:
+                remedy = "remove it before, or correct its name"
+                raise self._text.error(line, "a node that is added must not be in the cluster yet", name, remedy)
+            self._names.add(name)
+
+    def remove(self, line: int, names: Iterable[str]) -> None:
+        """Remove nodes; raise LogError if the cluster does not have one of them, or one is named twice."""
+        for name in names:
+            self.check(line, "removed", [name])
+            self._names.remove(name)
+
+    def check(self, line: int, event: str, names: Iterable[str]) -> None:
+        """Raise LogError if the cluster does not have one of the nodes."""
+        for name in names:
+            if name not in self._names:
+                remedy = "add it before, or correct its name"
+                raise self._text.error(line, f"a node that is {event} must be in the cluster", name, remedy)
+
+
+class _RepeatedKeyError(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _RepeatedKeyError(key)
+        found[key] = value
+    return found
+
+
+_BLANKS = re.compile(r"\s*")
+# int() raises for more than 4300 digits; as a float the number is out of range, with the line in the message.
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits)
+)
+
+
+def json_values(text: Text, content: str) -> Iterator[tuple[int, object]]:
+    """Yield each JSON value of a text, on one line or several, with the number of its first line.
+
+    NaN and Infinity are read, as in Python: `Text.number` raises for them.
+
+    Raises:
+        LogError: if it is not JSON, an object has a key twice, or it is too deep for Python.
+    """
+    line, start = 1, 0
+    while (begin := _BLANKS.match(content, start).end()) < len(content):  # type: ignore[union-attr]
+        line += content.count("\n", start, begin)
+        value, start = _decode(text, content, begin, line)
+        yield line, value
+        line += content.count("\n", begin, start)
+
+
+def _decode(text: Text, content: str, begin: int, line: int) -> tuple[object, int]:
+    try:
+        return _DECODER.raw_decode(content, begin)
+    except json.JSONDecodeError as error:
+        found = content[error.pos : error.pos + 40].split("\n")[0] or "the end"
+        requirement = f"the text must be JSON ({error.msg.lower()}, column {error.colno})"
+        raise text.error(error.lineno, requirement, found, "download or write it again") from None
+    except _RepeatedKeyError as error:
+        key = str(error)
+        quoted = json.dumps(key, ensure_ascii=False)
+        at = line_of(content, content.find(quoted, content.find(quoted, begin) + 1))
+        raise text.error(at, "an object must have each key once", key, "leave one of them out") from None
+    except RecursionError:
+        found = content[begin : begin + 40]
+        raise text.error(line, "the JSON must not be nested so deeply", found, "pass another file") from None
+
+
+def line_of(content: str, position: int) -> int:
+    """Return the number, from 1, of the line at a position of a text."""
+    return 1 + content.count("\n", 0, max(position, 0))
+
+
+def line_of_key(content: str, key: str) -> int:
+    """Return the number of the line on which a key stands."""
+    return line_of(content, content.find(f'"{key}"'))
+
+
+def line_of_element(content: str, key: str, index: int) -> int:
+    """Return the number of the line of the element `index` of the list `key`, before which are only numbers."""
+    start = re.search(rf'"{key}"\s*:\s*\[', content)
+    position = start.end() if start else 0
+    for _ in range(index):
+        position = content.find(",", position) + 1
+    return line_of(content, position + len(content[position:]) - len(content[position:].lstrip()))

@@ -53,7 +53,7 @@ class GcloudReader(Reader):
         rows.sort(key=lambda row: row[0])  # stably
         seconds = [(moment - rows[0][0]).total_seconds() for moment, _ in rows]
         nodes = [number for _, number in rows]
-        return Rows(seconds, nodes) if options.max_gap is None else _without_gaps(seconds, nodes, options.max_gap)
+        return Rows(seconds, nodes) if options.max_gap is None else _fill_gaps(seconds, nodes, options.max_gap)
 
 
 def _moment(text: Text, line: int, date: str, time: str) -> datetime:
@@ -66,8 +66,7 @@ def _moment(text: Text, line: int, date: str, time: str) -> datetime:
     raise text.error(line, requirement, f"{date}, {time}", "correct the row")
 
 
-def _without_gaps(seconds: list[float], nodes: list[int], max_gap: float) -> Rows:
-    """Return the rows, with one of 0 nodes in each gap."""
+def _fill_gaps(seconds: list[float], nodes: list[int], max_gap: float) -> Rows:
     result = Rows([], [])
     for second, number, following in zip(seconds, nodes, [*seconds[1:], seconds[-1]], strict=True):
         result.seconds.append(second)

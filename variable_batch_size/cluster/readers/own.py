@@ -63,13 +63,12 @@ class OwnReader(Reader):
 
 
 def _header(row: str) -> tuple[list[str], str]:
-    """Return the names of the columns in lower case, and what separates them."""
+    """Return the names of the columns in lower case, and their separator."""
     separator = next((character for character in ";\t" if character in row), ",")
     return [cell.lower() for cell in split(row, separator)], separator
 
 
 def _moment(text: Text, line: int, name: str, cell: str) -> datetime:
-    """Return the time in a cell; raise if it is none of ISO 8601."""
     try:
         if MOMENT.fullmatch(cell):  # fromisoformat reads more than these, and Z only since Python 3.11
             moment = datetime.fromisoformat(cell.replace("Z", "+00:00"))
@@ -85,9 +84,9 @@ def read_csv(path: str | os.PathLike[str]) -> Rows:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it has another format or is damaged.
+        LogError: if it has another format or is damaged.
     """
-    return OwnReader().checked(Text.load(path), Options())
+    return OwnReader().read_checked(Text.load(path), Options())
 
 
 def write_csv(
@@ -113,5 +112,4 @@ def write_csv(
 
 
 def _shortest(number: float) -> str:
-    """Format a number so that it is read back exactly; a whole one without a point."""
     return str(int(number)) if float(number).is_integer() else repr(number)

@@ -1,13 +1,11 @@
-"""Parcae's traces: JSON lines of nodes that come and leave."""
+"""Parcae's traces: JSON lines of nodes that come and go."""
 
 from __future__ import annotations
 
 import re
 from typing import Final, final
 
-from variable_batch_size.cluster.readers.base import Options, Reader, Rows, Text
-from variable_batch_size.cluster.readers.json_text import values
-from variable_batch_size.cluster.readers.membership import Membership
+from variable_batch_size.cluster.readers.base import Membership, Options, Reader, Rows, Text, json_values
 
 EVENTS: Final = ("add", "remove", "migration", "no-op")
 
@@ -37,7 +35,7 @@ class ParcaeReader(Reader):
         nodes: list[int] = []
         duration = 0.0
         members = Membership(text)
-        for line, row in values(text, _without_comments(text)):
+        for line, row in json_values(text, _without_comments(text)):
             milliseconds, event, names, length = self._fields(text, line, row)
             seconds.append(text.number(line, "milliseconds", milliseconds) / 1000)
             text.check_order(line, "seconds", seconds)
@@ -54,7 +52,6 @@ class ParcaeReader(Reader):
         return Rows(seconds, nodes, seconds[-1] + duration)
 
     def _fields(self, text: Text, line: int, found: object) -> tuple[object, object, list[str], object]:
-        """Return milliseconds, event, names of nodes and duration of a row."""
         if not (isinstance(found, list) and len(found) == 3 and isinstance(found[2], dict)):
             raise text.error(
                 line, f"a row must have the form {self.example}", dict(text.lines)[line], "correct the row"

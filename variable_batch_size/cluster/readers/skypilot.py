@@ -5,8 +5,16 @@ from __future__ import annotations
 import re
 from typing import final
 
-from variable_batch_size.cluster.readers.base import Options, Reader, Rows, Text
-from variable_batch_size.cluster.readers.json_text import line_of_element, line_of_key, values
+from variable_batch_size.cluster.readers.base import (
+    LogError,
+    Options,
+    Reader,
+    Rows,
+    Text,
+    json_values,
+    line_of_element,
+    line_of_key,
+)
 
 
 @final
@@ -34,7 +42,7 @@ class SkyPilotReader(Reader):
     def read(self, text: Text, options: Options) -> Rows:
         """Return a row for each tick."""
         line, first = text.lines[0]
-        documents = [document for _, document in values(text, text.content)]
+        documents = [document for _, document in json_values(text, text.content)]
         content = documents[0] if len(documents) == 1 and isinstance(documents[0], dict) else {}
         metadata, data, prices = (content.get(key) for key in ("metadata", "data", "prices"))
         if not (isinstance(metadata, dict) and "gap_seconds" in metadata and isinstance(data, list) and data):
@@ -43,7 +51,7 @@ class SkyPilotReader(Reader):
         seconds = text.number(line_of_key(text.content, "gap_seconds"), "gap_seconds", metadata["gap_seconds"])
         nodes = [int(number) for number in _numbers(text, "data", data, whole=True)]
         if options.inverted:
-            nodes = _inverted(text, nodes, options.inverted)
+            nodes = _invert(text, nodes, options.inverted)
         if prices is not None and not (isinstance(prices, list) and len(prices) == len(data)):
             found = f"{len(prices)} prices" if isinstance(prices, list) else prices
             requirement = f"prices must be a list of {len(data)} numbers, one for each tick"
@@ -53,18 +61,16 @@ class SkyPilotReader(Reader):
 
 
 def _numbers(text: Text, key: str, values: list[object], whole: bool = False) -> list[float]:
-    """Return the numbers of a list of the file; raise if an element is not one."""
     numbers: list[float] = []
     for index, value in enumerate(values):
         try:
             numbers.append(text.number(0, f"{key}[{index}]", value, whole))
-        except ValueError:  # its line takes long to find
+        except LogError:  # its line takes long to find
             text.number(line_of_element(text.content, key, index), f"{key}[{index}]", value, whole)
     return numbers
 
 
-def _inverted(text: Text, nodes: list[int], size: int) -> list[int]:
-    """Return `size` minus each number; raise if one is greater."""
+def _invert(text: Text, nodes: list[int], size: int) -> list[int]:
     for tick, number in enumerate(nodes):
         if number > size:
             requirement = f"data[{tick}] must be <= {size}, the nodes of the cluster, with inverted={size}"

@@ -1,7 +1,6 @@
 """The table of readers: name -> reader, one line a format.
 
-`cluster.read`, its messages and the contract suite read it, so a new format is a file in this folder and a line (with
-its import) here. No two readers recognize the same file, so the order is that of the messages only.
+`cluster.read`, its documentation and messages, and the contract suite read it. No two readers recognize the same file.
 """
 
 from __future__ import annotations
