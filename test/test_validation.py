@@ -95,28 +95,6 @@ def test_check_int_raises_a_type_error_for_any_other_value(value: object, minimu
     assert str(caught.value) == f"rank must be an integer >= {minimum}, got {found}; pass an int"
 
 
-@pytest.mark.parametrize(
-    ("maximum", "text"),
-    [
-        (9, "9"),
-        (1024, "1024"),
-        (2**31 - 1, "2147483647"),
-        (2**32 - 1, "2**32 - 1"),
-        (2**32, "2**32"),
-        (MAX_INT, "2**53"),
-        (MAX_INT + 1, "9007199254740993"),
-        (2**63 - 1, "2**63 - 1"),
-        (2**64 - 1, "2**64 - 1"),
-    ],
-)
-def test_a_message_shows_a_long_power_of_two_as_a_power(maximum: int, text: str) -> None:
-    assert check_int(maximum, "seed", 0, maximum) == maximum
-    with pytest.raises(ValueError, match="seed") as caught:
-        check_int(maximum + 1, "seed", 0, maximum, "take it modulo that")
-    expected = f"seed must be an integer >= 0 and <= {text}, got {maximum + 1}; take it modulo that"
-    assert str(caught.value) == expected
-
-
 def test_float64_represents_max_int_and_every_smaller_integer_only() -> None:
     assert int(float(MAX_INT)) == MAX_INT
     assert int(float(MAX_INT - 1)) == MAX_INT - 1
@@ -171,9 +149,6 @@ def test_rejects_a_bool_in_an_array_or_tensor(value: object) -> None:
     assert as_int(value) is None
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=lambda value: f"{value.bit_length()} bits")
-def test_integers_beyond_float64_get_a_short_message(value: int) -> None:
-    with pytest.raises(ValueError, match=r"^n must be an integer >= 0.*, got an integer of \d+ bits; pass"):
-        check_int(value, "n", 0, MAX_INT)
-    with pytest.raises(ValueError, match=r"^x must be a finite number >= 0.*, got an integer of \d+ bits; pass one"):
-        check_number(value, "x", "pass one")
+def test_an_integer_beyond_float64_is_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"^x must be a finite number >= 0, got 10+; pass one$"):
+        check_number(10**400, "x", "pass one")
