@@ -58,7 +58,7 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
         ([f"{TASKS}NoLoss", "--trace", 8, *BOTH], 1, f"the task {TASKS}NoLoss must have model, dataset, loss"),
         ([TINY, "--trace", "per-device:4@nodes.csv", *BOTH], 1, "trace per-device:4@nodes.csv of the task"),
         ([TINY, "--trace", "nothing.csv", *BOTH], 1, "trace nothing.csv of the task"),
-        ([TINY, "--trace", 8, "--rule", "power"], 1, "the rule power needs its exponent, got none; pass power:NUMBER"),
+        ([TINY, "--trace", 8, "--rule", "power"], 2, "the rule power needs its exponent, got none; pass power:NUMBER"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments: list[object], status: int, message: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ DURATIONS = {
     "capacity show": ["--max-gap"],
     "capacity synthetic": ["--mean-up", "--mean-down", "--duration", "--bulk-every"],
     "plan": ["--communication-seconds"],
-    "evaluate": ["--restart", "--save-every", "--communication-seconds"],
+    "evaluate": ["--restart", "--save", "--save-every", "--notice", "--grow-every", "--communication-seconds"],
 }
 
 

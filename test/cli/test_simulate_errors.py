@@ -99,12 +99,7 @@ def test_an_error_under_one_of_several_traces_names_it(tmp_path: Path) -> None:
     message = f"per-device:16 under {LOG}: a batch must have at most the 100 samples of the dataset, got "
     found = error_of("simulate", small, LOG, *RATE, *POLICY, "--dataset-size", 100)
     assert found[1].startswith(message)
-    found = error_of("simulate", small, LOG, *RATE, *POLICY, "--on-demand", "inf")
-    assert found[0] == 2
-    assert found[1].startswith(f"per-device:16 under {small}: --on-demand must be a finite number >= 0, got inf; ")
-    command = [*RATE, *POLICY, "--on-demand", "inf", "--save-every", "60,90"]
-    found = error_of("simulate", small, LOG, *command)
-    assert found[0] == 2
-    assert found[1].startswith(f"per-device:16 --save-every 60 under {small}: --on-demand must be a finite number >= ")
+    found = error_of("simulate", small, LOG, *RATE, *POLICY, "--dataset-size", 100, "--save-every", "60,90")
+    assert found[1].startswith(f"per-device:16 --save-every 60 under {LOG}: a batch must have at most the 100 samples")
     small.write_text("seconds,nodes\n0,4\n9,x\n")  # what a file has to hold is no option
     assert " (" + str(small) + ":3): nodes must be" in error_of("simulate", small, *RATE, *POLICY)[1]

@@ -1,1 +1,5 @@
-"""The command `vbs`: a thin layer over the package, one group of commands a file."""
+"""The command `vbs`: `main` runs it, `app` names the commands, each of which is a file or lies with its group.
+
+`command` makes a function one, with the `options` that several have; `output` prints and writes. `comparison` is what
+`simulate` prints.
+"""

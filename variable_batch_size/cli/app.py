@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from variable_batch_size.cli import branch, capacity, checkpoint, evaluate, goodput, plan, report, simulate, trace
+from variable_batch_size.cli import branch, capacity, checkpoint, evaluate, plan, report, simulate, trace
 
 app = typer.Typer(
     name="vbs",
@@ -32,7 +32,7 @@ def version(
 app.add_typer(capacity.app, name="capacity")
 app.add_typer(trace.app, name="trace")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("goodput")(goodput.goodput)
+app.command("goodput")(checkpoint.goodput)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("evaluate")(evaluate.evaluate)

@@ -3,87 +3,63 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from variable_batch_size._files import written
-from variable_batch_size.cli.options import TASK, TRAINING, DataDir, LearningRate, Microbatch, RefBatchsize, prepared
+from variable_batch_size.cli.command import UsageError, command, usage
+from variable_batch_size.cli.options import TASK, OfTask, of_task_option, option, out_option
 from variable_batch_size.cli.output import print_table
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.branching.branch import Branches
     from variable_batch_size.evaluation.branching.critical import BatchSizes
 
-CRITICAL = "The critical batch size"  # the panels of --help
+critical_option = partial(option, rich_help_panel="The critical batch size")
 
 
+@command
 def branch(
-    task: Annotated[
-        str,
-        TASK,
-    ],
+    *,
+    task: Annotated[str, TASK],
     batch_sizes: Annotated[
         list[int],
-        typer.Option(
-            "--batch-size",
-            help="Samples of an update; with --critical several, the smallest first.",
-            show_default=False,
+        option(
+            "Samples of an update; with --critical several, the smallest first.", "--batch-size", show_default=False
         ),
     ],
     checkpoint: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of a vbs.Checkpoint, which is only read; without it branches begin with the untrained model.",
+        option(
+            "Folder of a vbs.Checkpoint, which is only read; without it branches begin with the untrained model.",
             metavar="FOLDER",
         ),
     ] = None,
     candidates: Annotated[
         list[str] | None,
-        typer.Option(
-            "--candidate", help="A rule, and a factor on the learning rate: `root`, `root*0.5`, `power:0.75*2`."
-        ),
+        option("A rule, and a factor on the learning rate: `root`, `root*0.5`, `power:0.75*2`.", "--candidate"),
     ] = None,
-    updates: Annotated[int | None, typer.Option(help="Updates of each branch.", min=2)] = None,
-    critical: Annotated[
-        bool, typer.Option("--critical", help="Find the critical batch size.", rich_help_panel=CRITICAL)
-    ] = False,
-    rule: Annotated[str, typer.Option(help="root for Adam, linear for SGD.", rich_help_panel=CRITICAL)] = "root",
-    samples: Annotated[
-        int | None, typer.Option(help="Samples of each branch.", min=1, rich_help_panel=CRITICAL)
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="By how much the loss may be larger.", min=0, rich_help_panel=CRITICAL)
-    ] = 0.01,
-    orders: Annotated[int, typer.Option(help="Orders of samples that each branch trains on.", min=1)] = 1,
-    last: Annotated[float, typer.Option(help="Share of the updates that are compared, the last ones.")] = 0.5,
+    updates: Annotated[int | None, option("Updates of each branch.", min=2)] = None,
+    critical: Annotated[bool, critical_option("Find the critical batch size.", "--critical")] = False,
+    rule: Annotated[str, critical_option("root for Adam, linear for SGD.")] = "root",
+    samples: Annotated[int | None, critical_option("Samples of each branch.", min=1)] = None,
+    tolerance: Annotated[float, critical_option("By how much the loss may be larger.", min=0)] = 0.01,
+    orders: Annotated[int, option("Orders of samples that each branch trains on.", min=1)] = 1,
+    last: Annotated[float, option("Share of the updates that are compared, the last ones.")] = 0.5,
     decay: Annotated[
-        float, typer.Option(help="Share of the updates, the last ones, in which the learning rate falls to 0.")
+        float, option("Share of the updates, the last ones, in which the learning rate falls to 0.")
     ] = 0.0,
-    by: Annotated[
-        str, typer.Option(help="What is compared: the losses of training, or of the evaluation.")
-    ] = "training",
-    total: Annotated[
-        int | None,
-        typer.Option(help="Samples of a full training, for the schedule.", min=1, rich_help_panel=TRAINING),
-    ] = None,
-    hold_lr: Annotated[
-        bool, typer.Option("--hold-lr", help="Keep the learning rate, without schedule.", rich_help_panel=TRAINING)
-    ] = False,
-    lr: LearningRate = None,
-    ref_batchsize: RefBatchsize = None,
-    microbatch: Microbatch = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed, without a checkpoint.", min=0, rich_help_panel=TRAINING, show_default="0"),
-    ] = None,
-    data_dir: DataDir = None,
-    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
-    file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything to this file.", metavar="FILE", callback=prepared)
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the cost, without training.")] = False,
+    by: Annotated[str, option("What is compared: the losses of training, or of the evaluation.")] = "training",
+    total: Annotated[int | None, of_task_option("Samples of a full training, for the schedule.", min=1)] = None,
+    hold_lr: Annotated[bool, of_task_option("Keep the learning rate, without schedule.", "--hold-lr")] = False,
+    of_task: OfTask,
+    seed: Annotated[int | None, of_task_option("Seed, without a checkpoint.", min=0, show_default="0")] = None,
+    threads: Annotated[int, option("Threads of torch.", min=1)] = 1,
+    file: Annotated[Path | None, out_option("Write everything to this file.", "--json")] = None,
+    dry_run: Annotated[bool, option("Print the cost, without training.", "--dry-run")] = False,
 ) -> None:
     """Train candidates from one checkpoint on the very same samples, and rank them by their training losses.
 
@@ -97,14 +73,12 @@ def branch(
     """
     from variable_batch_size.evaluation.branching.start import Start
 
-    begin: dict[str, Any] = {"seed": seed, "samples": total, "lr": lr, "ref_batchsize": ref_batchsize}
-    begin |= {"minibatch_size": microbatch, "schedule": not hold_lr, "data_dir": data_dir}
     branches: Branches | BatchSizes
-    start = Start.read(checkpoint, task, **begin)
+    start = Start.read(checkpoint, task, seed=seed, samples=total, schedule=not hold_lr, **of_task.arguments())
     others = {"orders": orders, "last": last, "threads": threads}
     if critical:
         if (decay, by) != (0.0, "training"):
-            raise ValueError("--decay and --by must be left out with --critical; omit them")
+            raise UsageError("--decay and --by must be left out with --critical; omit them")
         branches = _critical(start, batch_sizes, candidates, updates, rule, samples, tolerance, others)
     else:
         branches = _compared(start, batch_sizes, candidates, updates, samples, others | {"decay": decay, "by": by})
@@ -127,15 +101,16 @@ def _compared(
     from variable_batch_size.evaluation.branching.candidate import Candidate
 
     if len(sizes) > 1:
-        raise ValueError(f"--batch-size must be given once, got {len(sizes)} of them; pass one, or --critical")
+        raise UsageError(f"--batch-size must be given once, got {len(sizes)} of them; pass one, or --critical")
     if samples is not None:
-        raise ValueError(f"--samples needs --critical, got {samples} without it; pass --updates")
+        raise UsageError(f"--samples needs --critical, got {samples} without it; pass --updates")
     if not texts or updates is None:
         missing = "--updates" if texts else "--candidate"
-        raise ValueError(
+        raise UsageError(
             f"--candidate and --updates must be given for branches, got no {missing}; pass it, or --critical"
         )
-    return Branches(start, sizes[0], tuple(map(Candidate.of, texts)), updates, **others)
+    with usage():
+        return Branches(start, sizes[0], tuple(map(Candidate.of, texts)), updates, **others)
 
 
 def _critical(
@@ -153,7 +128,8 @@ def _critical(
 
     if texts or updates is not None:
         given = "--candidate" if texts else "--updates"
-        raise ValueError(f"--critical compares batch sizes of one rule, got {given}; pass --rule and --samples")
+        raise UsageError(f"--critical compares batch sizes of one rule, got {given}; pass --rule and --samples")
     if samples is None:
-        raise ValueError("--critical needs --samples, got none; pass the samples of each branch")
-    return BatchSizes(start, tuple(sizes), Candidate.of(rule), samples, tolerance, **others)
+        raise UsageError("--critical needs --samples, got none; pass the samples of each branch")
+    with usage():
+        return BatchSizes(start, tuple(sizes), Candidate.of(rule), samples, tolerance, **others)

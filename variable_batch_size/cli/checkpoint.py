@@ -1,4 +1,4 @@
-"""`vbs checkpoint`: what checkpoints hold, whether they are intact, and plain states of torch."""
+"""`vbs checkpoint` and `vbs goodput`: what checkpoints hold, whether they are intact, and how time was spent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import typer
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
+from variable_batch_size.cli.command import command
+from variable_batch_size.cli.options import option
 
 _OF_RATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
 
@@ -22,6 +24,7 @@ Source = Annotated[
 
 
 @app.command()
+@command
 def show(folder: Source, json: output.Json = False) -> None:
     """List the checkpoints of a training, or the states that one of them holds.
 
@@ -84,6 +87,7 @@ def _has_all_bytes(path: Path, manifest: dict[str, Any]) -> bool:
 
 
 @app.command()
+@command
 def verify(folder: Source) -> None:
     """Read checkpoints and compare all checksums; the exit status is 1 if one is damaged.
 
@@ -104,10 +108,11 @@ def verify(folder: Source) -> None:
 
 
 @app.command(name="to-torch")
+@command
 def to_torch(
     folder: Source,
     file: Annotated[Path, typer.Argument(help="Written by torch.save.", metavar="FILE", show_default=False)],
-    best: Annotated[bool, typer.Option("--best", help="Take the checkpoint with the best reported value.")] = False,
+    best: Annotated[bool, option("Take the checkpoint with the best reported value.", "--best")] = False,
 ) -> None:
     """Write the states of the newest intact checkpoint as `torch.save` does, for torch's own `load_state_dict()`.
 
@@ -120,6 +125,7 @@ def to_torch(
 
 
 @app.command(name="from-torch")
+@command
 def from_torch(
     file: Annotated[Path, typer.Argument(help="A dict of state dicts.", metavar="FILE", show_default=False)],
     folder: Annotated[str, typer.Argument(help="Folder or URL of a training.", metavar="FOLDER", show_default=False)],
@@ -133,6 +139,36 @@ def from_torch(
     from variable_batch_size.checkpoint.conversion import from_torch
 
     typer.echo(f"{from_torch(file, folder)}: written")
+
+
+@command
+def goodput(
+    folder: Source,
+    json: output.Json = False,
+) -> None:
+    """Print for how long a training made updates that count, made lost ones again, saved, restored, or was down.
+
+    Beside them, what `vbs simulate` needs for `--restart` and `--save`.
+
+    Example: `vbs goodput runs/a`
+    """
+    from variable_batch_size.checkpoint.events import FILE, Goodput, read
+    from variable_batch_size.checkpoint.object_store import path_of
+
+    if not (events := read(path_of(folder))):
+        raise value_error(f"FOLDER must have the {FILE} of a vbs.Checkpoint", folder, "pass its folder")
+    spent = Goodput.of(events)
+    if json:
+        output.print_json({**spent._asdict(), "total": spent.total, "restart": spent.restart, "save": spent.save})
+        return
+    total = max(spent.total, 1e-9)
+    parts = {name: value for name, value in spent._asdict().items() if isinstance(value, float)} | {
+        "total": spent.total
+    }
+    rows = [[name, output.duration(value), f"{100 * value / total:.1f} %"] for name, value in parts.items()]
+    output.print_table(["", "time", "share"], rows)
+    flags = f"--restart {spent.restart:.1f} --save {spent.save:.2f}"
+    typer.echo(f"{spent.runs} runs, {spent.saves} saves; for vbs simulate: {flags}")
 
 
 def _manifests(folder: str) -> Iterator[tuple[Path, dict[str, Any] | None]]:
@@ -153,7 +189,7 @@ def _manifests(folder: str) -> Iterator[tuple[Path, dict[str, Any] | None]]:
 
 
 def _size(count: int) -> str:
-    """Format a number of bytes.
+    """Return a number of bytes as text.
 
     >>> _size(1234567)
     '1.2 MB'

@@ -10,8 +10,8 @@ import typer
 
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.cli import output
-from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.simulation import Run, compare, means
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.simulation import Overheads, Run, compare, means
 from variable_batch_size.simulation.sweep import SHARES
 
 if TYPE_CHECKING:
@@ -70,22 +70,23 @@ def print_sweep(table: pd.DataFrame, json: bool) -> None:
 
 def notes(
     arguments: Mapping[str, Any],
-    fitted: FloatArray | None,
+    overheads: Overheads | None,
+    measured: FloatArray | None,
     traces: Mapping[str, CapacityTrace],
     farthest: float,
     several: bool,
 ) -> list[str]:
-    """Return what the reader of the numbers should know: what is fitted, extrapolated or assumed."""
+    """Return remarks on the numbers: what is fitted, extrapolated or assumed."""
     found = []
-    curve, overheads, model = arguments["noise"], arguments["overheads"], arguments["throughput"]
-    if fitted is not None:
+    curve, model = arguments["noise"], arguments["throughput"]
+    if measured is not None:
         most = arguments["devices_per_node"] * max(int(capacity.nodes.max()) for capacity in traces.values())
-        least, known = int(fitted[:, 0].min()), int(fitted[:, 0].max())
+        least, known = int(measured[:, 0].min()), int(measured[:, 0].max())
         devices = f"{least} to {known} devices" if least < known else f"{known} device" + "s" * (known > 1)
         devices += f"; the simulation has up to {most}" * (most > known)
-        found.append(f"--throughput: the seconds are fitted to {model.error(fitted):.1%} (rms), on {devices}.")
+        found.append(f"--throughput: the seconds are fitted to {model.error(measured):.1%} (rms), on {devices}.")
         if arguments["minibatch_size"] is None:
-            rows = int(fitted[:, 1].max())
+            rows = int(measured[:, 1].max())
             found.append(f"No --microbatch: a device computes its share at once, not the {rows} rows measured.")
     if curve is not None and len(curve.progress) > 1 and farthest > curve.progress[-1]:
         last = f"{curve.progress[-1]:.6g} updates"
@@ -93,7 +94,7 @@ def notes(
     if not farthest:
         most, least = (
             max(int(capacity.nodes.max()) for capacity in traces.values()),
-            getattr(overheads, "least_nodes", 1),
+            (overheads or Overheads()).least_nodes,
         )
         reason = (
             f"it has at most {most} of {least} nodes" if most < least else "none ends before a loss or the log does"
@@ -110,7 +111,6 @@ def notes(
 
 
 def _as_json(table: pd.DataFrame) -> dict[str, object]:
-    """Return each run by trace and policy, and means and paired differences by policy and fact."""
     runs = {trace: _nested(rows.droplevel("trace")) for trace, rows in table.groupby("trace", sort=False)}
     aggregates = {
         name: {policy: _nested(rows.droplevel("policy")) for policy, rows in found.groupby("policy", sort=False)}
@@ -133,8 +133,7 @@ def _label(fact: str) -> str:
 
 
 def _interval(fact: str, *values: float) -> str:
-    """Format a mean and its interval, if there are any."""
-    most = 1.0 if fact.endswith("_share") else math.inf  # and no fact is negative: what few traces do not know
+    most = 1.0 if fact.endswith("_share") else math.inf  # no fact is negative, but an interval of few traces may be
     values = tuple(min(most, max(0.0, value)) if math.isfinite(value) else value for value in values)
     mean, low, high = (f"{100 * value:.1f}" if fact.endswith("_share") else _number(value) for value in values)
     percent = "%" if fact.endswith("_share") else ""

@@ -1,36 +1,33 @@
-"""Arguments and options that several commands have."""
+"""Options that several commands have, each declared once; those that belong together are a dataclass, see `command`."""
 
 from __future__ import annotations
 
 import math
 import re
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from variable_batch_size import cluster
-from variable_batch_size._validation import value_error
+from variable_batch_size._validation import check_bounds, check_number
 from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.table import parse_policy
-from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.cli.command import UsageError, usage
+from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.cluster.reading import read
+from variable_batch_size.cluster.synthesis import synthetic
+from variable_batch_size.simulation import Overheads
 from variable_batch_size.trace.schedule import Unit
 
 DECADE = 10 * 365 * 86400  # seconds
 STDOUT = Path("/dev/stdout")
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
-TRAINING = "Instead of what the task says"  # a panel of --help
-
-
-def prepared(path: Path | None) -> Path | None:
-    """Return the path of a file to write, after creating its folder; "-" is standard output."""
-    if path is None or str(path) == "-":
-        return path and STDOUT
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+TRAINING, SYNTHETIC, OVERHEADS = "Instead of what the task says", "Synthetic capacity traces", "Overheads"  # panels
 
 
 def duration(text: str | float) -> float:
@@ -56,11 +53,24 @@ def durations(text: str) -> list[float]:
     return list(map(duration, text.split(",")))
 
 
-duration_option = partial(typer.Option, parser=duration, metavar="DURATION")
+def option(help: str, *names: str, **settings: Any) -> Any:
+    """Return an option of typer."""
+    return typer.Option(*names, help=help, **settings)
 
 
-def picture(path: Path | None) -> Path | None:
-    """Return the path of a picture to write, before anything is computed."""
+duration_option = partial(option, parser=duration, metavar="DURATION")
+
+
+def prepare_file(path: Path | None) -> Path | None:
+    """Return the path of a file to write, after creating its folder; "-" is standard output."""
+    if path is None or str(path) == "-":
+        return path and STDOUT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def check_picture(path: Path | None) -> Path | None:
+    """Return the path of a picture to write; raise before anything is computed."""
     if path is not None and path.suffix.lower() not in (".png", ".svg"):
         raise typer.BadParameter(f"a picture must be a file that ends in .png or .svg, got {str(path)!r}; rename it")
     if path is not None and not path.parent.is_dir():
@@ -72,7 +82,7 @@ def positive(option: typer.CallbackParam, value: float | None) -> float | None:
     """Return the number of an option that has to be > 0."""
     if value is not None and not 0 < value < math.inf:
         remedy = "pass a positive number, or leave it out"
-        raise value_error(f"{option.opts[0]} must be > 0 and finite", value, remedy)
+        raise UsageError(f"{option.opts[0]} must be > 0 and finite, got {value}; {remedy}")
     return value
 
 
@@ -81,28 +91,37 @@ def each_positive(option: typer.CallbackParam, values: list[float] | None) -> li
     return values and [value for value in values if positive(option, value)]
 
 
-def policy_of(name: str) -> Controller:
+def check_price(option: typer.CallbackParam, value: float | None) -> float | None:
+    """Return the price of an option."""
+    with usage():
+        return None if value is None else check_number(value, option.opts[0], "pass the price of a node-hour")
+
+
+def check_bounds_option(option: typer.CallbackParam, value: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the two batch sizes of an option."""
+    with usage():
+        return value and check_bounds(value, option.opts[0])
+
+
+def read_policy(name: str) -> Controller:
     """Return the controller of a --policy."""
     try:
         return parse_policy(name)
     except ValueError as error:
-        raise ValueError(f"--policy {name:.60}: {error}") from None
+        raise UsageError(f"--policy {name:.60}: {error}") from None
 
 
-Out = Annotated[
-    Path,
-    typer.Option(
-        "--out",
-        "-o",
-        help="The file to write; - is standard output.",
-        show_default=False,
-        metavar="FILE",
-        callback=prepared,
-    ),
-]
+out_option = partial(option, metavar="FILE", callback=prepare_file)
+price_option = partial(option, min=0, callback=check_price)
+every_option = partial(option, "Updates between two decisions of a policy.", min=1)
+
+Out = Annotated[Path, out_option("The file to write; - is standard output.", "--out", "-o", show_default=False)]
 Png = Annotated[
-    Path | None,
-    typer.Option("--png", help="Write a picture to this file, PNG or SVG.", metavar="FILE.png|svg", callback=picture),
+    Path | None, option("Write a picture to this file, PNG or SVG.", "--png", metavar="FILE", callback=check_picture)
+]
+LogPath = Annotated[
+    Path,
+    typer.Argument(help="A log in any of the known formats.", show_default=False, metavar="LOG"),
 ]
 TraceSource = Annotated[
     str,
@@ -117,79 +136,160 @@ TASK = typer.Argument(
     show_default=False,
     metavar="TASK",
 )
-LearningRate = Annotated[
-    float | None, typer.Option(help="Learning rate at --ref-batchsize.", rich_help_panel=TRAINING, callback=positive)
+UnitOption = Annotated[Unit, option("What a threshold of the schedule counts.")]
+SequenceLength = Annotated[int | None, option("Tokens of a sample, with --unit tokens.", min=1)]
+Microbatch = Annotated[int | None, option("Rows that a device computes at once.", min=1)]
+FixedShape = Annotated[
+    bool, option("Each microbatch has exactly --microbatch rows, as with PyTorch/XLA.", "--fixed-shape")
 ]
-RefBatchsize = Annotated[
-    int | None,
-    typer.Option(help="Batch size at which the learning rate was tuned.", min=1, rich_help_panel=TRAINING),
+DevicesPerNode = Annotated[int, option("Devices of a node.", min=1)]
+Bounds = Annotated[
+    tuple[int, int] | None,
+    option("Least and largest batch size of policies.", metavar="LOW HIGH", callback=check_bounds_option),
 ]
-Microbatch = Annotated[
-    int | None, typer.Option(help="Rows that are computed at once.", min=1, rich_help_panel=TRAINING)
-]
-DataDir = Annotated[
-    str | None, typer.Option(help="Folder of the files of the tasks.", metavar="FOLDER", rich_help_panel=TRAINING)
-]
-UnitOption = Annotated[Unit, typer.Option(help="What a threshold of the schedule counts.")]
-SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample, with --unit tokens.", min=1)]
-SamplesPerSecond = Annotated[
-    float | None, typer.Option(help="Samples that one device computes in a second.", callback=positive)
-]
-CommunicationSeconds = Annotated[float, duration_option(help="Time of the all-reduce of an update.")]
-ScaleTime = Annotated[
-    float,
-    typer.Option(
-        help="Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.", callback=positive
-    ),
-]
-
-Format = Annotated[
-    str | None, typer.Option(help=f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME")
-]
-Inverted = Annotated[
-    int | None,
-    typer.Option(help="Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1),
-]
-MaxGap = Annotated[float | None, duration_option(help="Time without a row after which there are 0 nodes.")]
-MinNodes = Annotated[int, typer.Option(help="Raise smaller numbers of nodes to this one.", min=0)]
-MaxNodes = Annotated[int | None, typer.Option(help="Reduce larger numbers of nodes to this one.", min=0)]
-Start = Annotated[float, duration_option(help="Begin at this time of the log.")]
-Stop = Annotated[float | None, duration_option(help="End at this time of the log.")]
-
-SYNTHETIC = "Synthetic capacity traces"  # the panel of --help
-NODES = typer.Option(help="Number of machines.", min=1, show_default=False, rich_help_panel=SYNTHETIC)
-MEAN_UP = duration_option(help="Mean time until a machine is lost.", show_default=False, rich_help_panel=SYNTHETIC)
-MEAN_DOWN = duration_option(help="Mean time until it is back.", show_default=False, rich_help_panel=SYNTHETIC)
-DURATION = duration_option(help="Time of the trace.", show_default=False, rich_help_panel=SYNTHETIC)
-BulkEvery = Annotated[
-    float | None,
-    duration_option(help="Mean time between losses of many machines at once.", rich_help_panel=SYNTHETIC),
-]
-BulkFraction = Annotated[
-    float | None, typer.Option(help="Share of the machines that such a loss takes.", rich_help_panel=SYNTHETIC)
+NoiseFile = Annotated[
+    Path | None, option("scalars.csv of a training that measured the gradient noise, for policies and rules.")
 ]
 
 
-def read_log(
-    path: Path, format: str | None = None, inverted: int | None = None, max_gap: float | None = None
-) -> CapacityTrace:
-    """Read a log; a warning tells of times that look like Unix times."""
-    capacity = cluster.read(path, format, inverted=inverted or False, max_gap=max_gap)
-    if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
-        found = f"there are no nodes before second {capacity.seconds[1]:,.0f}, which looks like a Unix time"
-        warnings.warn(f"{found}; let the times of {path} begin at 0", stacklevel=2)
-    return capacity
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a log is read."""
+
+    format: Annotated[str | None, option(f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME")] = None
+    inverted: Annotated[
+        int | None, option("Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1)
+    ] = None
+    max_gap: Annotated[float | None, duration_option("Time without a row after which there are 0 nodes.")] = None
+
+    def read(self, path: Path) -> CapacityTrace:
+        """Read a log, and warn of times that look like Unix times."""
+        capacity = read(path, self.format, inverted=self.inverted or False, max_gap=self.max_gap)
+        if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
+            found = f"there are no nodes before second {capacity.seconds[1]:,.0f}, which looks like a Unix time"
+            warnings.warn(f"{found}; let the times of {path} begin at 0", stacklevel=2)
+        return capacity
 
 
-def throughput(samples_per_second: float | None, communication_seconds: float) -> Throughput | None:
-    """Return the time model of the options; None without --samples-per-second."""
-    if samples_per_second is None:
-        if communication_seconds:
-            raise ValueError("--communication-seconds needs the rate of a device, got none; pass --samples-per-second")
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Which part of a capacity trace is used, and how."""
+
+    start: Annotated[float, duration_option("Begin at this time of the log.")] = 0.0
+    stop: Annotated[float | None, duration_option("End at this time of the log.")] = None
+    min_nodes: Annotated[int, option("Raise smaller numbers of nodes to this one.", min=0)] = 0
+    max_nodes: Annotated[int | None, option("Reduce larger numbers of nodes to this one.", min=0)] = None
+    scale_time: Annotated[
+        float,
+        option("Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.", callback=positive),
+    ] = 1.0
+
+    def cut(self, capacity: CapacityTrace, every: float | None = None) -> CapacityTrace:
+        """Return the part of a trace, sampled every so many seconds."""
+        part = capacity.slice(self.start, self.stop).clip(self.min_nodes, self.max_nodes)
+        return (part if every is None else part.resampled(every)).scaled(self.scale_time)
+
+
+_machines = partial(option, show_default=False, rich_help_panel=SYNTHETIC)
+_time_of_machines = partial(_machines, parser=duration, metavar="DURATION")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """The arguments of `cluster.synthetic`, without the seed."""
+
+    nodes: Annotated[int | None, _machines("Number of machines.", min=1)] = None
+    mean_up: Annotated[float | None, _time_of_machines("Mean time until a machine is lost.")] = None
+    mean_down: Annotated[float | None, _time_of_machines("Mean time until it is back.")] = None
+    duration: Annotated[float | None, _time_of_machines("Time of the trace.")] = None
+    bulk_every: Annotated[float | None, _time_of_machines("Mean time between losses of many machines at once.")] = None
+    bulk_fraction: Annotated[float | None, _machines("Share of the machines that such a loss takes.")] = None
+
+    def trace(self, seed: int) -> CapacityTrace:
+        """Return the random capacity trace of a seed."""
+        for name in ("nodes", "mean_up", "mean_down", "duration"):
+            if getattr(self, name) is None:
+                missing = "--" + name.replace("_", "-")
+                names = "--nodes, --mean-up, --mean-down and --duration"
+                raise UsageError(f"{names} must be given together, got no {missing}; pass all of them")
+        return synthetic(seed=seed, **vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTime:
+    """The seconds of an update."""
+
+    samples_per_second: Annotated[
+        float | None, option("Samples that one device computes in a second.", callback=positive)
+    ] = None
+    communication_seconds: Annotated[
+        float, duration_option("Time of the all-reduce of an update; a single device has none.")
+    ] = 0.0
+
+    def throughput(self) -> Throughput | None:
+        """Return the time model; None without --samples-per-second."""
+        if self.samples_per_second is not None:
+            return Throughput.simple(self.samples_per_second, self.communication_seconds)
+        if self.communication_seconds:
+            raise UsageError("--communication-seconds needs the rate of a device, got none; pass --samples-per-second")
         return None
-    return Throughput.simple(samples_per_second, communication_seconds)
 
 
-def say(path: Path, text: str) -> None:
-    """Print what was written to a file; to standard error if the file is standard output."""
-    typer.echo(f"{path}: {text}", err=path == STDOUT)
+def _overhead(name: str, help: str, kind: Callable[..., Any] = duration_option, **settings: Any) -> Any:
+    default = next(field.default for field in fields(Overheads) if field.name == name)
+    shown = "only before a stop" if default is None else f"{default:g}"
+    return kind(help, show_default=shown, rich_help_panel=OVERHEADS, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The options of `Overheads`; without any of them, nothing interrupts a training."""
+
+    restart: Annotated[float | None, _overhead("restart", "Time of a start or restart.")] = None
+    save: Annotated[float | None, _overhead("save", "Time of writing a checkpoint.")] = None
+    save_every: Annotated[
+        Any,  # list[float] | None, which typer would take as an option that is given several times
+        _overhead(
+            "save_every",
+            "Time between two checkpoints; several, separated by commas, are compared.",
+            parser=durations,
+            callback=each_positive,
+        ),
+    ] = None
+    notice: Annotated[
+        float | None,
+        _overhead("notice", "Warning before nodes leave: the current update and a save have to end in it."),
+    ] = None
+    least_nodes: Annotated[int | None, _overhead("least_nodes", "Least nodes of the training.", option, min=1)] = None
+    grow_every: Annotated[
+        float | None, _overhead("grow_every", "Least time between a restart and one with more nodes.")
+    ] = None
+
+    def overheads(self, scale_time: float = 1.0) -> dict[str, Overheads | None]:
+        """Return the overheads for each --save-every by what is added to the name of a policy."""
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
+        times = {name: value if name == "least_nodes" else scale_time * value for name, value in given.items()}
+        intervals = self.save_every or [None]
+        each = [times if interval is None else {**times, "save_every": scale_time * interval} for interval in intervals]
+        labels = [f" --save-every {interval:g}" for interval in intervals] if len(intervals) > 1 else [""]
+        return {label: Overheads(**values) if values else None for label, values in zip(labels, each, strict=True)}
+
+
+of_task_option = partial(option, rich_help_panel=TRAINING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTask:
+    """What takes the place of the defaults of a task."""
+
+    lr: Annotated[float | None, of_task_option("Learning rate at --ref-batchsize.", callback=positive)] = None
+    ref_batchsize: Annotated[int | None, of_task_option("Batch size at which the learning rate was tuned.", min=1)] = (
+        None
+    )
+    microbatch: Annotated[int | None, of_task_option("Rows that are computed at once.", min=1)] = None
+    data_dir: Annotated[str | None, of_task_option("Folder of the files of the tasks.", metavar="FOLDER")] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them as keyword arguments of the package."""
+        values = dict(vars(self))
+        return {"minibatch_size": values.pop("microbatch"), **values}

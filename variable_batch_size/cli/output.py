@@ -1,10 +1,10 @@
-"""What commands print: tables, JSON, and pictures in the terminal and in files."""
+"""What commands print and write: tables, JSON, files, and pictures in the terminal and in files."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,19 +14,15 @@ from rich.table import Table
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
+from variable_batch_size.cli.options import STDOUT, option
 from variable_batch_size.cluster.capacity_trace import bin_means
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables and a picture.")]
-Picture = Annotated[bool, typer.Option("--picture/--no-picture", help="Draw in the terminal.")]
+Json = Annotated[bool, option("Print JSON instead of tables and a picture.", "--json")]
+Picture = Annotated[bool, option("Draw in the terminal.", "--picture/--no-picture")]
 
-WIDEST = 10**4  # characters of a table
+WIDEST = 10**4  # characters of a table: it is not cut off, even if the terminal has to wrap its lines
 WIDTH, HEIGHT = 100, 16  # of a picture in the terminal, at most
 MAX_ROWS = 2000  # of a picture in a file, about two a pixel
-
-
-def console() -> Console:
-    """Return the console of standard output; a table is not cut off, even if the terminal has to wrap its lines."""
-    return Console(width=WIDEST)
 
 
 def print_json(values: object) -> None:
@@ -40,7 +36,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
     table.add_column(style="dim")
     for name, value in facts.items():
         table.add_row(name, value)
-    console().print(table)
+    Console(width=WIDEST).print(table)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -50,7 +46,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    Console(width=WIDEST).print(table)
+
+
+def write(path: Path, save: Callable[[Path], object], text: str = "") -> None:
+    """Write a file, and print what is in it; to standard error if the file is standard output."""
+    save(path)
+    if text:
+        typer.echo(f"{path}: {text}", err=path == STDOUT)
 
 
 def number(value: float) -> str:
@@ -116,8 +119,8 @@ def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> Non
     typer.echo(text if screen.is_terminal else plotext.uncolorize(text))
 
 
-def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
-    """Draw a step function into a file; the arguments are those of `draw`."""
+def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str, title: str) -> None:
+    """Draw a step function into a file, with a title; the other arguments are those of `draw`."""
     if len(values) > MAX_ROWS:
         edges, values = bin_means(edges, values, MAX_ROWS)
     figure_class = import_extra("matplotlib.figure", "plot").Figure  # without pyplot, which looks for a screen
@@ -126,6 +129,8 @@ def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str,
     axes.stairs(values, edges, fill=True, color="C0", alpha=0.3)
     axes.stairs(values, edges, color="C0", baseline=None)
     axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(float(edges[0]), float(edges[-1])))
+    axes.set_title(title, parse_math=False)
     axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    write(path, lambda file: figure.savefig(file, dpi=150))

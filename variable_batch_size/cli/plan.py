@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from variable_batch_size._validation import value_error
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cli import output
-from variable_batch_size.cli.options import CommunicationSeconds, SamplesPerSecond, TraceSource, throughput
+from variable_batch_size.cli.command import UsageError, command
+from variable_batch_size.cli.options import FixedShape, TraceSource, UpdateTime, option
 from variable_batch_size.data.dry_run import DryRun, Load, dry_run
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.trace import BatchTrace, OnEnd
@@ -19,31 +19,24 @@ MAX_WORLD = 4096
 MAX_ROWS = 2**20
 
 
+@command
 def plan(
+    *,
     trace: TraceSource,
-    dataset_size: Annotated[int, typer.Option(help="Samples of an epoch.", min=1, show_default=False)],
-    microbatch: Annotated[
-        int, typer.Option(help="Rows that a rank computes at once.", min=1, max=MAX_ROWS, show_default=False)
-    ],
-    world: Annotated[str, typer.Option(help=f'Numbers of ranks up to {MAX_WORLD}: "8", "1,2,8" or "1-4096".')] = "1",
-    epochs: Annotated[int | None, typer.Option(help="Number of epochs; by default, all of the trace.", min=1)] = None,
-    max_updates: Annotated[int | None, typer.Option(help="Updates after which the training ends.", min=1)] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Samples after which it ends.", min=1)] = None,
-    on_end: Annotated[OnEnd, typer.Option(help="What follows the last step of the trace.")] = "stop",
-    drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Drop the rest of an epoch that is shorter than a step.")
-    ] = False,
-    fixed_shape: Annotated[
-        bool, typer.Option("--fixed-shape", help="All microbatches have one shape: PyTorch/XLA.")
-    ] = False,
+    dataset_size: Annotated[int, option("Samples of an epoch.", min=1, show_default=False)],
+    microbatch: Annotated[int, option("Rows that a rank computes at once.", min=1, max=MAX_ROWS, show_default=False)],
+    world: Annotated[str, option(f'Numbers of ranks up to {MAX_WORLD}: "8", "1,2,8" or "1-4096".')] = "1",
+    epochs: Annotated[int | None, option("Number of epochs; by default, all of the trace.", min=1)] = None,
+    max_updates: Annotated[int | None, option("Updates after which the training ends.", min=1)] = None,
+    max_samples: Annotated[int | None, option("Samples after which it ends.", min=1)] = None,
+    on_end: Annotated[OnEnd, option("What follows the last step of the trace.")] = "stop",
+    drop_last: Annotated[bool, option("Drop the rest of an epoch that is shorter than a step.", "--drop-last")] = False,
+    fixed_shape: FixedShape = False,
     noise: Annotated[
         bool,
-        typer.Option(
-            "--noise", help="The gradient noise is measured (AdaScale), or the model has batch normalization."
-        ),
+        option("The gradient noise is measured (AdaScale), or the model has batch normalization.", "--noise"),
     ] = False,
-    samples_per_second: SamplesPerSecond = None,
-    communication_seconds: CommunicationSeconds = 0.0,
+    time: UpdateTime,
     json: output.Json = False,
 ) -> None:
     """Print what a training will do: its epochs and updates, and what each world computes.
@@ -59,12 +52,12 @@ def plan(
     batches = BatchTrace.of(trace)
     batches = batches if batches.steps is None else batches.with_on_end(on_end)
     if batches.steps is None and epochs is None and max_updates is None and max_samples is None:
-        raise ValueError(
+        raise UsageError(
             "--epochs, --max-updates or --max-samples must be given for a trace that never ends, got none; pass one"
         )
     training = Plan(batches, dataset_size, microbatch, drop_last, fixed_shape, None, max_updates, max_samples)
     run = dry_run(training, epochs)
-    model = throughput(samples_per_second, communication_seconds)
+    model = time.throughput()
     loads = [run.load(size, spread=not noise) for size in parse_worlds(world)]
     if json:
         output.print_json({**_training(run), "worlds": [_facts(run, load, model) for load in loads]})
@@ -84,7 +77,7 @@ def parse_worlds(text: str) -> list[int]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last <= MAX_WORLD:
             requirement = f"--world must be numbers of ranks from 1 to {MAX_WORLD}"
-            raise value_error(requirement, f"{text!r:.60}", 'pass "8", "1,2,8" or "1-4096"')
+            raise UsageError(f'{requirement}, got {text!r:.60}; pass "8", "1,2,8" or "1-4096"')
         worlds.update(range(first, last + 1))
     return sorted(worlds)
 
@@ -102,7 +95,6 @@ def _training(run: DryRun) -> dict[str, Any]:
 
 
 def _facts(run: DryRun, load: Load, model: Throughput | None) -> dict[str, Any]:
-    """Return what a world computes in the whole training."""
     world, updates = load.world_size, run.updates
     slots = world * int(updates @ load.rounds)
     facts = {

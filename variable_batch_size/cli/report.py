@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 
 from variable_batch_size._validation import value_error
+from variable_batch_size.cli.command import command
+from variable_batch_size.cli.options import option
 from variable_batch_size.evaluation.metric import Mode
 
 if TYPE_CHECKING:
@@ -22,13 +24,15 @@ if TYPE_CHECKING:
 
 INDENT = 2  # characters before the sentences of a recommendation
 
-Parquet = Annotated[bool, typer.Option("--parquet", help="Write the tables as Parquet files, instead of CSV.")]
+Parquet = Annotated[bool, option("Write the tables as Parquet files, instead of CSV.", "--parquet")]
 Recommend = Annotated[
-    bool, typer.Option("--recommend", help="Print which rule to use for each task and trace, and how sure that is.")
+    bool, option("Print which rule to use for each task and trace, and how sure that is.", "--recommend")
 ]
 
 
+@command
 def report(
+    *,
     records: Annotated[
         Path,
         typer.Argument(
@@ -37,29 +41,26 @@ def report(
             show_default=False,
         ),
     ],
-    metric: Annotated[str, typer.Option(help="What the rules are compared by, at the end of their samples.")] = "loss",
-    baseline: Annotated[
-        str, typer.Option(help="Rule with which the others are compared.", metavar="RULE")
-    ] = "constant",
+    metric: Annotated[str, option("What the rules are compared by, at the end of their samples.")] = "loss",
+    baseline: Annotated[str, option("Rule with which the others are compared.", metavar="RULE")] = "constant",
     mode: Annotated[
-        Mode | None, typer.Option(help="Whether less of the metric is better, or more; by default, its name tells.")
+        Mode | None, option("Whether less of the metric is better, or more; by default, its name tells.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "Folder of the report.",
             "--output",
             "-o",
-            help="Folder of the report.",
             show_default="that of the records, or NAME beside the table NAME.csv.gz",
         ),
     ] = None,
     parquet: Parquet = False,
     recommend: Recommend = False,
 ) -> None:
-    """Write the report of the trainings that are there, of all commands of `vbs evaluate` in the folder's plan.json.
+    """Write the report of the trainings in a folder, of all commands of `vbs evaluate` in its plan.json, or in a table.
 
-    It may be written while others run: it says how many of the trainings are there. That of a table has all of its
-    trainings.
+    It may be written while others run: it says how many of the trainings are there.
 
     Examples:
 
@@ -70,15 +71,12 @@ def report(
     from variable_batch_size.evaluation.table import SUFFIX, is_table
 
     there = records.is_file() if is_table(records) else records.is_dir()
-    if not there or not publish(records, metric, baseline, table_of(parquet), recommend, mode=mode, output=output):
+    if not there or not publish(
+        records, metric, baseline, "parquet" if parquet else "csv", recommend, mode=mode, output=output
+    ):
         found = "none" if there else "no such file" if is_table(records) else "no such folder"
         remedy = f"pass --folder of vbs evaluate, or a table, *{SUFFIX}"
         raise value_error(f"{records} must hold the record of a training", found, remedy)
-
-
-def table_of(parquet: bool) -> TableFormat:
-    """Return the format of the tables."""
-    return "parquet" if parquet else "csv"
 
 
 def publish(
@@ -136,7 +134,6 @@ def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple
 
 
 def _print_recommendations(analysis: Analysis) -> None:
-    """Print the sentences for each task and trace, wrapped at the width of the terminal."""
     from variable_batch_size.evaluation.recommendation import recommend
 
     width, space = Console().width, " " * INDENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -9,7 +10,8 @@ import typer
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
-from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, say
+from variable_batch_size.cli.command import command
+from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, option
 from variable_batch_size.cluster.reading import format_of
 from variable_batch_size.simulation.simulate import MAX_STEPS
 from variable_batch_size.trace import BatchTrace
@@ -19,16 +21,17 @@ app = typer.Typer(help="Batch traces: the global batch size of every update.", n
 
 
 @app.command()
+@command
 def make(
     schedule: Annotated[
         str,
         typer.Argument(help='Thresholds and sizes: "0:128 2000:256 10K:1024".', show_default=False, metavar="SCHEDULE"),
     ],
     out: Out,
-    steps: Annotated[int, typer.Option(help="Number of updates.", min=1, max=MAX_STEPS, show_default=False)],
+    steps: Annotated[int, option("Number of updates.", min=1, max=MAX_STEPS, show_default=False)],
     unit: UnitOption = "steps",
     sequence_length: SequenceLength = None,
-    round_to: Annotated[int | None, typer.Option(help="Round the sizes to multiples of this number.", min=1)] = None,
+    round_to: Annotated[int | None, option("Round the sizes to multiples of this number.", min=1)] = None,
 ) -> None:
     """Write the batch trace of a schedule as a CSV file, a row per update.
 
@@ -39,11 +42,11 @@ def make(
     """
     trace = BatchTrace.parse(schedule, steps, unit=unit, sequence_length=sequence_length)
     trace = trace if round_to is None else trace.round_to(round_to)
-    trace.to_csv(out)
-    say(out, describe(trace))
+    output.write(out, trace.to_csv, describe(trace))
 
 
 @app.command()
+@command
 def show(
     trace: TraceSource,
     unit: UnitOption = "steps",
@@ -90,7 +93,7 @@ def show(
     if picture and not json:
         output.draw(edges, sizes.astype(np.float64), "update", "global batch size")
     if png is not None:
-        output.save_picture(png, edges, sizes.astype(np.float64), "update", "global batch size")
+        output.save_picture(png, edges, sizes.astype(np.float64), "update", "global batch size", Path(trace).name)
 
 
 def describe(trace: BatchTrace) -> str:
