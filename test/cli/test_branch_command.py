@@ -74,7 +74,7 @@ def test_the_help_has_the_asterisks_of_factors() -> None:
         (["--batch-size", 8, "--critical", "--samples", 99], 2, "--batch-size must be two or more, the smallest first"),
         (["--batch-size", 8, "--candidate", "rot", "--updates", 9], 2, "a rule must be one of constant, linear,"),
         (["--batch-size", 9999, *TWO, "--updates", 9], 1, "candidate root: every batch size of the trace must"),
-        (["--batch-size", 8, *TWO, "--updates", 9, "--checkpoint", "none"], 1, "path must be the folder of a checkp"),
+        (["--batch-size", 8, *TWO, "--updates", 9, "--checkpoint", "none"], 1, "--checkpoint must be the folder of"),
         ([*TWO, "--updates", 9], 2, "Missing option '--batch-size'"),
     ],
 )

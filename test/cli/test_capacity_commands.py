@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,20 @@ def test_a_warning_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stderr.startswith("vbs: warning: capacity trace (")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_log_on_standard_input() -> None:
+    command = [sys.executable, "-m", "variable_batch_size", "capacity", "show", "-", "--json"]
+    done = subprocess.run(command, input=LOG.read_bytes(), stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    assert json.loads(done.stdout) == run_json("capacity", "show", LOG)
+
+
+def test_a_picture_has_the_name_of_the_log_and_whole_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "log.svg"
+    assert run_main("capacity", "show", LOG, "--no-picture", "--png", path)[0] == 0
+    comments = re.findall("<!-- (.*?) -->", path.read_text())
+    assert LOG.name in comments
+    assert not [text for text in comments if text.endswith(".5")]
 
 
 def test_unix_times_are_told(tmp_path: Path) -> None:

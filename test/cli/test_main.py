@@ -130,6 +130,9 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
 def test_completion_scripts_are_printed() -> None:
     done = run("bash", "-c", "_VBS_COMPLETE=complete_bash COMP_WORDS='vbs tr' COMP_CWORD=1 vbs")
     assert (done.returncode, done.stdout.split()) == (0, ["trace"])
+    words = "vbs capacity show --format b"
+    done = run("bash", "-c", f"_VBS_COMPLETE=complete_bash COMP_WORDS='{words}' COMP_CWORD=4 vbs")
+    assert done.stdout.split() == ["bamboo-events", "bamboo-counts"]
 
 
 @pytest.mark.parametrize("error", [MemoryError("8 TiB"), OverflowError("inf"), AttributeError("x"), UserWarning("odd")])
@@ -145,6 +148,14 @@ def test_no_error_has_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPa
     if not isinstance(error, MemoryError):
         with pytest.raises(type(error)):
             module.main(["--help"])
+
+
+def test_a_file_that_is_overwritten_is_named(tmp_path: Path) -> None:
+    path, picture = tmp_path / "trace.csv", tmp_path / "trace.png"
+    make = ("trace", "make", "0:8 9:16", "--steps", 20, "--out", path)
+    show = ("trace", "show", path, "--png", picture)
+    for command, file in ((make, path), (show, picture)):
+        assert [run_main(*command)[2] for _ in range(2)] == ["", f"{file}: overwritten\n"]
 
 
 @pytest.mark.parametrize("redirection", [">&-", "2>&-"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,7 +75,10 @@ def branch(
     from variable_batch_size.evaluation.branching.start import Start
 
     branches: Branches | BatchSizes
-    start = Start.read(checkpoint, task, seed=seed, samples=total, schedule=not hold_lr, **of_task.arguments())
+    try:
+        start = Start.read(checkpoint, task, seed=seed, samples=total, schedule=not hold_lr, **of_task.arguments())
+    except ValueError as error:
+        raise ValueError(re.sub("^path(?= must)", "--checkpoint", str(error))) from error
     others = {"orders": orders, "last": last, "threads": threads}
     if critical:
         if (decay, by) != (0.0, "training"):

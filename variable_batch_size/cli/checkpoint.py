@@ -120,8 +120,7 @@ def to_torch(
     """
     from variable_batch_size.checkpoint.conversion import to_torch
 
-    to_torch(folder, file, best=best)
-    typer.echo(f"{file}: written")
+    output.write(file, lambda path: to_torch(folder, path, best=best), "written")
 
 
 @app.command(name="from-torch")

@@ -121,7 +121,7 @@ Png = Annotated[
 ]
 LogPath = Annotated[
     Path,
-    typer.Argument(help="A log in any of the known formats.", show_default=False, metavar="LOG"),
+    typer.Argument(help="A log in any of the known formats; - is standard input.", show_default=False, metavar="LOG"),
 ]
 TraceSource = Annotated[
     str,
@@ -152,11 +152,18 @@ NoiseFile = Annotated[
 ]
 
 
+def _formats() -> list[str]:
+    return list(READERS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """How a log is read."""
 
-    format: Annotated[str | None, option(f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME")] = None
+    format: Annotated[
+        str | None,
+        option(f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME", autocompletion=_formats),
+    ] = None
     inverted: Annotated[
         int | None, option("Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1)
     ] = None
@@ -164,7 +171,8 @@ class Reading:
 
     def read(self, path: Path) -> CapacityTrace:
         """Read a log, and warn of times that look like Unix times."""
-        capacity = read(path, self.format, inverted=self.inverted or False, max_gap=self.max_gap)
+        source = Path("/dev/stdin") if str(path) == "-" else path
+        capacity = read(source, self.format, inverted=self.inverted or False, max_gap=self.max_gap)
         if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
             found = f"there are no nodes before second {capacity.seconds[1]:,.0f}, which looks like a Unix time"
             warnings.warn(f"{found}; let the times of {path} begin at 0", stacklevel=2)

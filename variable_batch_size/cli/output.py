@@ -50,8 +50,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def write(path: Path, save: Callable[[Path], object], text: str = "") -> None:
-    """Write a file, and print what is in it; to standard error if the file is standard output."""
+    """Write a file, print what is in it, and say if it replaces one; to standard error if it is standard output."""
+    overwritten = path != STDOUT and path.is_file()
     save(path)
+    if overwritten:
+        typer.echo(f"{path}: overwritten", err=True)
     if text:
         typer.echo(f"{path}: {text}", err=path == STDOUT)
 
