@@ -14,7 +14,7 @@ TWO = ["--candidate", "root", "--candidate", "linear"]
 
 
 def test_a_dry_run_says_the_cost_and_trains_nothing(tmp_path: Path) -> None:
-    arguments = ["branch", QUADRATIC, "--batch-size", 128, *TWO, "--updates", 30, "--json", tmp_path / "found.json"]
+    arguments = ["branch", QUADRATIC, "--batch-size", 128, *TWO, "--updates", 30, "--out", tmp_path / "found.json"]
     status, out, err = run_main(*arguments, "--dry-run")
     assert (status, err) == (0, "")
     assert out == (
@@ -27,7 +27,7 @@ def test_ranks_candidates(tmp_path: Path) -> None:
     file = tmp_path / "sub" / "found.json"
     status, out, err = run_main(
         "branch", QUADRATIC, "--batch-size", 128, *TWO, "--updates", 30, "--seed", 0,
-        "--json", file,
+        "--out", file,
     )  # fmt: skip
     assert status == 0, err
     cost, head, *rows = out.splitlines()
@@ -40,6 +40,9 @@ def test_ranks_candidates(tmp_path: Path) -> None:
     assert found["best"] == ["root"]
     assert found["cost"]["samples"] == 7680
     assert [trial["status"] for trial in found["trials"]] == ["finished", "diverged"]
+    status, out, err = run_main("branch", QUADRATIC, "--batch-size", 128, *TWO, "--updates", 30, "--seed", 0, "--json")
+    assert (status, json.loads(out)) == (0, found)
+    assert err.startswith("cost: 2 branches")
 
 
 def test_finds_the_critical_batch_size() -> None:

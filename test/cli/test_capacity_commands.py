@@ -91,6 +91,7 @@ def test_synthetic_traces_are_written(tmp_path: Path) -> None:
 def test_public_traces_are_listed_and_named() -> None:
     out = run_main("capacity", "fetch")[1]
     assert all(trace.name in out and trace.address in out for trace in cluster.PUBLIC.values())
+    assert [trace["name"] for trace in run_json("capacity", "fetch")] == list(cluster.PUBLIC)
     assert error_of("capacity", "fetch", "aws/none")[1].startswith("name must be one of skypilot/")
 
 

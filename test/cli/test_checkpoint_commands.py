@@ -51,6 +51,8 @@ def test_show_and_verify(trained: tuple[Training, Path]) -> None:
         1,
         ["intact", "checksum mismatch of tensors-0.safetensors", "intact"],
     )
+    as_json = json.loads(execute("vbs", "checkpoint", "verify", str(folder), "--json").stdout)
+    assert [damage and damage[:17] for damage in as_json.values()] == [None, "checksum mismatch", None]
     (folder / "update-00000002" / "checkpoint.json").write_text("{")
     assert "damaged" in execute("vbs", "checkpoint", "show", str(folder)).stdout
     missing = execute("vbs", "checkpoint", "show", str(folder / "none"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from variable_batch_size._files import written
+from variable_batch_size.cli import output
 from variable_batch_size.cli.command import UsageError, command, usage
 from variable_batch_size.cli.options import TASK, OfTask, of_task_option, option, out_option
-from variable_batch_size.cli.output import print_table
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.branching.branch import Branches
@@ -59,7 +57,8 @@ def branch(
     of_task: OfTask,
     seed: Annotated[int | None, of_task_option("Seed, without a checkpoint.", min=0, show_default="0")] = None,
     threads: Annotated[int, option("Threads of torch.", min=1)] = 1,
-    file: Annotated[Path | None, out_option("Write everything to this file.", "--json")] = None,
+    json: output.Json = False,
+    out: Annotated[Path | None, out_option("Write everything to this file, as JSON.", "--out", "-o")] = None,
     dry_run: Annotated[bool, option("Print the cost, without training.", "--dry-run")] = False,
 ) -> None:
     """Train candidates from one checkpoint on the very same samples, and rank them by their training losses.
@@ -87,15 +86,17 @@ def branch(
     else:
         branches = _compared(start, batch_sizes, candidates, updates, samples, others | {"decay": decay, "by": by})
     branches.check()
-    typer.echo(f"cost: {branches.cost}")
+    typer.echo(f"cost: {branches.cost}", err=json)
     if dry_run:
         return
     found = branches.run(progress=True)
-    print_table(*found.table())
-    typer.echo(found.conclusion())
-    if file is not None:
-        with written(file) as stream:
-            json.dump(found.as_json(), stream, allow_nan=False)
+    if json:
+        output.print_json(found.as_json())
+    else:
+        output.print_table(*found.table())
+        typer.echo(found.conclusion())
+    if out is not None:
+        output.write(out, lambda path: output.save_json(path, found.as_json()))
 
 
 def _compared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,10 +53,7 @@ def show(
     - `vbs capacity show spot.json --png spot.png`
     """
     capacity = reading.read(log)
-    nodes, prices, edges, unit = capacity.nodes, capacity.prices, *_edges(capacity)
-    facts = {"seconds": capacity.end, "min": int(nodes.min()), "max": int(nodes.max()), "mean": capacity.mean}
-    facts |= {"changes": capacity.changes, "seconds_without_nodes": float(capacity.lengths[nodes == 0].sum())}
-    facts |= {} if prices is None else {"mean_price": float(prices @ capacity.lengths) / capacity.end}
+    nodes, facts, (edges, unit) = capacity.nodes, _facts(capacity), _edges(capacity)
     if json:
         output.print_json(facts)
     else:
@@ -66,7 +64,7 @@ def show(
             "changes": f"{capacity.changes:,}{often}",
             "without nodes": f"{facts['seconds_without_nodes'] / capacity.end:.1%} of the time",
         }
-        shown |= {} if prices is None else {"price": f"{facts['mean_price']:.4g} a node-hour, on average"}
+        shown |= {"price": f"{facts['mean_price']:.4g} a node-hour, on average"} if "mean_price" in facts else {}
         output.print_facts(shown)
     if picture and not json:
         output.draw(edges, nodes.astype(np.float64), unit, "nodes")
@@ -125,6 +123,7 @@ def fetch(
         str | None, typer.Argument(help="Name of a public trace; without one, all are listed.", metavar="NAME")
     ] = None,
     out: Annotated[Path | None, out_option("Write it as seconds,nodes.", "--out", "-o")] = None,
+    json: output.Json = False,
 ) -> None:
     """Download a public capacity trace, or list those that have a name here.
 
@@ -136,14 +135,18 @@ def fetch(
     if name is None:
         if out is not None:
             raise UsageError("--out needs the name of a public trace, got none; pass one of those that are listed")
+        if json:
+            output.print_json([asdict(trace) for trace in cluster.PUBLIC.values()])
+            return
         for trace in cluster.PUBLIC.values():
-            facts = [f"license: {trace.license}", trace.citation, trace.address]
-            typer.echo("\n    ".join([trace.name, *facts]))
+            typer.echo("\n    ".join([trace.name, f"license: {trace.license}", trace.citation, trace.address]))
         return
     capacity = cluster.fetch(name)
-    if out is None:
+    if json:
+        output.print_json(_facts(capacity))
+    elif out is None:
         typer.echo(f"{name}: {capacity!r}")
-    else:
+    if out is not None:
         output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.duration(capacity.end)}")
 
 
@@ -161,6 +164,13 @@ def synthetic(
     """
     capacity = machines.trace(seed)
     output.write(out, capacity.to_csv, f"mean {output.number(capacity.mean)} nodes, {capacity.changes:,} changes")
+
+
+def _facts(capacity: CapacityTrace) -> dict[str, float]:
+    nodes, prices = capacity.nodes, capacity.prices
+    facts = {"seconds": capacity.end, "min": int(nodes.min()), "max": int(nodes.max()), "mean": capacity.mean}
+    facts |= {"changes": capacity.changes, "seconds_without_nodes": float(capacity.lengths[nodes == 0].sum())}
+    return facts | ({} if prices is None else {"mean_price": float(prices @ capacity.lengths) / capacity.end})
 
 
 def _edges(capacity: CapacityTrace) -> tuple[Any, str]:

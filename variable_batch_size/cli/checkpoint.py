@@ -88,22 +88,25 @@ def _has_all_bytes(path: Path, manifest: dict[str, Any]) -> bool:
 
 @app.command()
 @command
-def verify(folder: Source) -> None:
+def verify(folder: Source, json: output.Json = False) -> None:
     """Read checkpoints and compare all checksums; the exit status is 1 if one is damaged.
 
     Example: `vbs checkpoint verify runs/a`
     """
     from variable_batch_size.checkpoint.reading import read_verified
 
-    damaged = False
+    damages: dict[str, str | None] = {}
     for path, _ in _manifests(folder):
         try:
             read_verified(path)
-            typer.echo(f"{path}: intact")
+            damages[str(path)] = None
         except ValueError as error:
-            damaged = True
-            typer.echo(f"{path}: {error}")
-    if damaged:
+            damages[str(path)] = str(error)
+        if not json:
+            typer.echo(f"{path}: {damages[str(path)] or 'intact'}")
+    if json:
+        output.print_json(damages)
+    if any(damages.values()):
         raise typer.Exit(1)
 
 
