@@ -136,6 +136,19 @@ def test_a_warning_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_cores_are_divided_into_machines(tmp_path: Path) -> None:
+    path, converted = tmp_path / "tpu.csv", tmp_path / "capacity.csv"
+    path.write_text(",Time,TPU_cores\n0,1651064000,24\n1,1651064300,120\n2,1651064600,120\n")
+    cores = ("--cores-per-node", 8)
+    shown = run_json("capacity", "show", path, *cores)
+    assert (shown["min"], shown["max"], run_json("capacity", "show", path)["max"]) == (3, 15, 120)
+    assert run_main("capacity", "convert", path, *cores, "--devices-per-node", 8, "--out", converted)[0] == 0
+    assert cluster.CapacityTrace.from_csv(converted) == cluster.read(path)
+    costs = ("--policy", "constant:64", "--samples-per-second", 1, "--ref-batchsize", 64, "--price", 1)
+    found = [run_json("simulate", path, *costs, *options)["constant:64"]["cost"] for options in ((), cores)]
+    assert found[0] == pytest.approx(8 * found[1])
+
+
 def test_a_log_on_standard_input() -> None:
     command = [sys.executable, "-m", "variable_batch_size", "capacity", "show", "-", "--json"]
     done = subprocess.run(command, input=LOG.read_bytes(), stdout=subprocess.PIPE, check=True, cwd=ROOT)

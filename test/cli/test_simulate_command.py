@@ -132,7 +132,9 @@ def test_a_log_is_read_as_by_capacity_convert(tmp_path: Path) -> None:
         assert run_main("capacity", "convert", log, *flags, "--out", converted)[0] == 0
         found = run_json("simulate", log, *flags, *command)
         assert found == run_json("simulate", converted, *command) != run_json("simulate", log, *command)
-    message = "--format, --inverted and --max-gap are for a LOG, got none; pass one, or leave them out"
+    message = (
+        "--format, --inverted, --max-gap and --cores-per-node are for a LOG, got none; pass one, or leave them out"
+    )
     machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900]
     assert error_of("simulate", *machines, *command, "--max-gap", 9)[1] == message
 

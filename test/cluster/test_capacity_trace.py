@@ -92,6 +92,8 @@ def test_clip_devices_and_scaled_change_the_values(
     assert trace.clip(low, high).at(times).tolist() == trace.at(times).clip(low, high).tolist()
     assert trace.clip(max=high) == trace.clip(0, high)
     devices = trace.devices(per_node)
+    machines = devices.machines(per_node)
+    assert (machines.seconds.tolist(), machines.nodes.tolist()) == (trace.seconds.tolist(), trace.nodes.tolist())
     assert devices.at(times).tolist() == (trace.at(times) * per_node).tolist()
     assert trace.scaled(0.5).at(times / 2).tolist() == trace.at(times).tolist()
     assert trace.scaled(4).scaled(0.25) == trace
@@ -175,6 +177,7 @@ def test_wrong_types_are_named(arguments: tuple[Any, ...]) -> None:
         ),
         (lambda trace: trace.slice(6, 5), r"^start must be < stop, .*, got start=6.0, stop=5.0; pass"),
         (lambda trace: trace.clip(5, 4), r"^max must be an integer >= 5"),
+        (lambda trace: trace.machines(0), r"^devices must be an integer >= 1, got 0"),
         (lambda trace: trace.devices(0), r"^per_node must be an integer >= 1, got 0"),
         (lambda trace: trace.resampled(0), r"^every must be > 0, got 0; pass seconds$"),
         (lambda trace: trace.scaled(-1), r"^factor must be a finite number >= 0, got -1; pass a positive number$"),

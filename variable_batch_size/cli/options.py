@@ -169,6 +169,10 @@ class Reading:
     ] = None
     max_gap: Annotated[float | None, duration_option("Time without a row after which there are 0 nodes.")] = None
 
+    cores_per_node: Annotated[
+        int, option("Cores of a machine, if the log counts cores: 8 for eth with TPU_cores.", min=1)
+    ] = 1
+
     def read(self, path: Path) -> CapacityTrace:
         """Read a log, and warn of times that look like Unix times."""
         source = Path("/dev/stdin") if str(path) == "-" else path
@@ -176,7 +180,7 @@ class Reading:
         if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
             found = f"there are no nodes before second {capacity.seconds[1]:,.0f}, which looks like a Unix time"
             warnings.warn(f"{found}; let the times of {path} begin at 0", stacklevel=2)
-        return capacity
+        return capacity.machines(self.cores_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,9 @@ def simulate(
 def _traces(logs: list[Path], reading: Reading, machines: Machines, seeds: int | None) -> dict[str, CapacityTrace]:
     """Return the capacity traces of files by their paths, and random ones by their seeds."""
     if not logs and reading != Reading():
-        raise UsageError("--format, --inverted and --max-gap are for a LOG, got none; pass one, or leave them out")
+        raise UsageError(
+            "--format, --inverted, --max-gap and --cores-per-node are for a LOG, got none; pass one, or leave them out"
+        )
     twice = [str(path) for path, times in Counter(logs).items() if times > 1]
     if twice:
         raise UsageError(f"LOG must be given once for each file, got {twice[0]} twice; remove one")

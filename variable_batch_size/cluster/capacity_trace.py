@@ -190,6 +190,20 @@ class CapacityTrace:
         prices = None if self._prices is None else self._prices / number
         return CapacityTrace(self._seconds, self._nodes * number, self._end, prices)
 
+    def machines(self, devices: int) -> CapacityTrace:
+        """Return the whole machines of a trace that counts devices; the inverse of `devices`.
+
+        >>> CapacityTrace([0, 60], [120, 20], end=90).machines(8).nodes.tolist()
+        [15, 2]
+
+        Raises:
+            TypeError: if `devices`, the number of a machine, is not an integer.
+            ValueError: if it is < 1.
+        """
+        number = check_int(devices, "devices", 1, MAX_INT)
+        prices = None if self._prices is None else self._prices * number
+        return CapacityTrace(self._seconds, self._nodes // number, self._end, prices)
+
     def resampled(self, every: float) -> CapacityTrace:
         """Return the trace as it is when sampled at 0, `every`, 2 `every`, ... seconds.
 
