@@ -263,6 +263,17 @@ def test_costs_are_named_and_divided_by_the_progress() -> None:
     assert found == pytest.approx({name: summary[fact] for name, fact in names.items()}, rel=1e-3)
 
 
+def test_costs_may_have_a_currency(tmp_path: Path) -> None:
+    command = ["simulate", LOG, *RATE, "--policy", NAMES[0], "--price", 2, "--on-demand", 3, "--currency", "USD"]
+    costs = [line.rsplit(maxsplit=1)[0].strip() for line in run_main(*command)[1].splitlines() if "cost" in line]
+    assert costs == [f"{name} (USD)" for name in ("cost", "cost per progress", "on demand cost of the productive time")]
+    picture, other = tmp_path / "sweep.svg", tmp_path / "other.csv"
+    cluster.read(LOG).slice(0, 90000).to_csv(other)
+    out = run_main(*command, "--png", picture, other)[1]
+    assert "cost per hour (USD)" in out
+    assert "<!-- cost per progress (USD) -->" in picture.read_text()
+
+
 def test_printed_intervals_are_not_negative() -> None:
     """What they cannot be; those of differences can."""
     machines = ["--nodes", 1, "--mean-up", "1h", "--mean-down", "2h", "--duration", "3h", "--seeds", 2]

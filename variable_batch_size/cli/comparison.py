@@ -17,16 +17,11 @@ from variable_batch_size.simulation.sweep import SHARES
 if TYPE_CHECKING:
     import pandas as pd
 
-UNIT = "(in the unit of --price)"
-NAMES = {
-    "cost": f"cost {UNIT}",
-    "cost_per_hour": f"cost per hour {UNIT}",
-    "on_demand_cost": "on demand cost (of the productive time)",
-}
+NAMES = {"on_demand_cost": "on demand cost of the productive time"}
 DECISIVE = ("progress_per_hour", "progress_per_node_hour", "cost_per_hour", "cost_per_progress")
 
 
-def print_runs(runs: Mapping[str, Run], json: bool) -> None:
+def print_runs(runs: Mapping[str, Run], json: bool, currency: str | None) -> None:
     """Print the runs under one capacity trace: a row for each fact, and a column for each policy."""
     if json:
         output.print_json({name: dict(run.summary) for name, run in runs.items()})
@@ -39,11 +34,11 @@ def print_runs(runs: Mapping[str, Run], json: bool) -> None:
     counts = ("updates", "samples", "progress", "preemptions", "restarts", "efficiency")
     for name in (*counts, "cost", "cost_per_progress", "on_demand_cost"):
         if any(name in summary for summary in summaries):
-            rows.append([_label(name), *(_number(summary.get(name, math.nan)) for summary in summaries)])
+            rows.append([_label(name, currency), *(_number(summary.get(name, math.nan)) for summary in summaries)])
     output.print_table(["", *runs], rows)
 
 
-def print_sweep(table: pd.DataFrame, json: bool) -> None:
+def print_sweep(table: pd.DataFrame, json: bool, currency: str | None) -> None:
     """Print the means over the traces of each fact and policy and, of several policies, the paired differences."""
     if json:
         output.print_json(_as_json(table))
@@ -51,7 +46,10 @@ def print_sweep(table: pd.DataFrame, json: bool) -> None:
     policies, traces = table.index.unique("policy"), table.index.unique("trace")
     shown = means(table)
     facts = shown.index.unique("fact")
-    rows = [[_label(fact), *(_interval(fact, *shown.loc[(policy, fact)]) for policy in policies)] for fact in facts]
+    rows = [
+        [_label(fact, currency), *(_interval(fact, *shown.loc[(policy, fact)]) for policy in policies)]
+        for fact in facts
+    ]
     without = (table["updates"] == 0).groupby("policy").sum()[policies]
     rows += [["traces without an update", *map(str, without)]] if without.any() else []
     typer.echo(f"Means of {len(traces)} capacity traces, each counted once, with 95% t intervals:\n")
@@ -61,7 +59,7 @@ def print_sweep(table: pd.DataFrame, json: bool) -> None:
         percent = compare(table).div(shown.loc[first, "mean"].replace(0, math.nan), axis=0, level="fact") * 100
         typer.echo(f"\nPaired differences to {first}, in percent of its means:\n")
         rows = [
-            [_label(fact), *(_percent(*percent.loc[(policy, fact)]) for policy in others)]
+            [_label(fact, currency), *(_percent(*percent.loc[(policy, fact)]) for policy in others)]
             for fact in DECISIVE
             if fact in facts
         ]
@@ -127,9 +125,12 @@ def _nested(rows: pd.DataFrame) -> dict[str, dict[str, float | None]]:
     }
 
 
-def _label(fact: str) -> str:
-    name = fact.removesuffix("_share")
-    return f"  {name}" if name != fact else NAMES.get(name, name.replace("_", " ").replace("node hour", "node-hour"))
+def _label(fact: str, currency: str | None) -> str:
+    if fact.endswith("_share"):
+        return f"  {fact.removesuffix('_share')}"
+    name = NAMES.get(fact, fact.replace("_", " ").replace("node hour", "node-hour"))
+    unit = currency or ("in the unit of --price" if fact in ("cost", "cost_per_hour") else None)
+    return f"{name} ({unit})" if unit and "cost" in fact else name
 
 
 def _interval(fact: str, *values: float) -> str:

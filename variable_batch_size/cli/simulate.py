@@ -94,6 +94,7 @@ def simulate(
     on_demand: Annotated[
         float | None, price_option("Price on demand, for the cost of the nodes that made progress.")
     ] = None,
+    currency: Annotated[str | None, option("Currency of the prices, to be shown with costs.", metavar="NAME")] = None,
     max_progress: Annotated[float | None, option("Progress at which the training ends.", callback=positive)] = None,
     json: output.Json = False,
     trace_out: Annotated[
@@ -148,7 +149,7 @@ def simulate(
         "until": max_progress,
     }
     with redirect_stdout(sys.stderr if trace_out == STDOUT else sys.stdout):
-        draw, farthest = _compare(traces, runs, arguments, json, trace_out)
+        draw, farthest = _compare(traces, runs, arguments, json, currency, trace_out)
     if not json:
         overheads = next(iter(runs.values()))[1]
         for note in comparison.notes(arguments, overheads, measured, traces, farthest, several=len(policies) > 1):
@@ -230,6 +231,7 @@ def _compare(
     policies: Mapping[str, tuple[Controller, Overheads | None]],
     arguments: Mapping[str, Any],
     json: bool,
+    currency: str | None,
     trace_out: Path | None,
 ) -> tuple[Callable[[], Figure], float]:
     """Simulate and print; return what draws it, and the largest progress."""
@@ -240,15 +242,15 @@ def _compare(
             sweep(traces, {name: controller}, **{**arguments, "overheads": overheads})
             for name, (controller, overheads) in policies.items()
         )
-        comparison.print_sweep(table, json)
-        return partial(plot_sweep, table), float(table["progress"].max())
+        comparison.print_sweep(table, json, currency)
+        return partial(plot_sweep, table, currency), float(table["progress"].max())
     ((log, capacity),) = traces.items()
     title = ": ".join([Path(log).name, *(policies if len(policies) == 1 else [])])
     runs = {
         name: simulate_run(capacity, controller, **{**arguments, "overheads": overheads})
         for name, (controller, overheads) in policies.items()
     }
-    comparison.print_runs(runs, json)
+    comparison.print_runs(runs, json, currency)
     if trace_out is not None:
         (run,) = runs.values()
         output.write(trace_out, run.trace.to_csv, describe(run.trace))

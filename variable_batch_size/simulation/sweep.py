@@ -107,10 +107,14 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     return means(table[facts].sub(first[facts], level="trace"))
 
 
-def plot_sweep(table: pd.DataFrame) -> Figure:
+def plot_sweep(table: pd.DataFrame, currency: str | None = None) -> Figure:
     """Draw a `sweep`, and return the figure: a dot for each run, with a line through the dots of each trace.
 
     Black bars are the means over the traces with their 95 % t intervals.
+
+    Args:
+        table: the table.
+        currency: the currency of costs, to be shown.
 
     Raises:
         ModuleNotFoundError: if matplotlib or scipy is not installed.
@@ -127,7 +131,8 @@ def plot_sweep(table: pd.DataFrame) -> Figure:
         mean = shown.xs(fact, level="fact").loc[policies].replace(np.inf, np.nan)
         places = np.arange(len(policies)) + 0.2
         axes.errorbar(places, mean["mean"], mean["mean"] - mean["low"], fmt="_k", ms=12, capsize=4)
-        axes.set(title=PANELS[fact], ylim=(0, None), xlim=(-0.5, len(policies) - 0.3))
+        unit = f" ({currency})" if currency and "cost" in fact else ""
+        axes.set(title=PANELS[fact] + unit, ylim=(0, None), xlim=(-0.5, len(policies) - 0.3))
         axes.tick_params("x", rotation=30 if len(policies) > 2 else 0)
     caption = f"a line for each of {len(table.index.unique('trace'))} capacity traces; black: means, 95% t intervals"
     figure.supxlabel(caption, fontsize="medium")
