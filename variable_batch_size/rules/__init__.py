@@ -3,7 +3,7 @@
 One rule a file; `table.py` names them all, and `base.py` has what they get and return.
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from variable_batch_size.rules.adascale import adascale_gain as adascale_gain
 from variable_batch_size.rules.base import Noise as Noise
@@ -15,6 +15,6 @@ from variable_batch_size.rules.constant_timescale import ConstantTimescale as Co
 from variable_batch_size.rules.table import *  # noqa: F403 (RULES, and each class that it names)
 from variable_batch_size.rules.table import RULES as RULES
 
-if not TYPE_CHECKING:  # type checkers read the imports above
+if not _typing.TYPE_CHECKING:  # type checkers read the imports above
     __all__ = ["RULES", "ConstantTimescale", "Noise", "Rule", "RuleContext", "RuleInput", "Scaling", "adascale_gain"]
     __all__ += [rule.__name__ for rule in RULES.values()]

@@ -7,7 +7,7 @@ the docs read it, so a new rule is a file in this folder and a line (with its im
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from variable_batch_size.rules.adamscale import AdamScaleRule as AdamScaleRule
 from variable_batch_size.rules.adascale import AdaScaleRule as AdaScaleRule
@@ -35,3 +35,6 @@ RULES: Final[Mapping[str, type[Rule]]] = {
     "adamscale": AdamScaleRule,
     "surge": SurgeRule,
 }
+
+if not TYPE_CHECKING:  # type checkers read the imports above
+    __all__ = ["RULES", *(rule.__name__ for rule in RULES.values())]
