@@ -19,7 +19,7 @@ from helpers.pages import DOCS
 from helpers.properties import examples
 from variable_batch_size.cluster import CapacityTrace, read
 from variable_batch_size.cluster.readers.base import Text
-from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.cluster.reading import READERS
 
 every_format = pytest.mark.parametrize("name", READERS)
 with_numbers = pytest.mark.parametrize("name", [name for name in READERS if PLACES[name].number])

@@ -14,7 +14,7 @@ from helpers.capacity_files import COLLECTION, TEXTS
 from helpers.properties import examples
 from variable_batch_size.cluster import CapacityTrace, read
 from variable_batch_size.cluster.readers.base import Text
-from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.cluster.reading import READERS
 
 ALL = sorted(READERS)
 

@@ -18,7 +18,7 @@ import pytest
 from variable_batch_size import cluster
 from variable_batch_size.cluster import PUBLIC, CapacityTrace, public
 from variable_batch_size.cluster.public import PublicTrace
-from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.cluster.reading import READERS
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("CAPACITY_TRACES", ROOT.parent / "shared" / "traces"))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from variable_batch_size.cli import output
+from variable_batch_size.cli import options, output
 from variable_batch_size.cli.command import UsageError, command, usage
-from variable_batch_size.cli.options import TASK, OfTask, of_task_option, option, out_option
+from variable_batch_size.cli.options import option
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.branching.branch import Branches
@@ -23,7 +23,7 @@ critical_option = partial(option, rich_help_panel="The critical batch size")
 @command
 def branch(
     *,
-    task: Annotated[str, TASK],
+    task: Annotated[str, options.TASK],
     batch_sizes: Annotated[
         list[int],
         option(
@@ -52,13 +52,13 @@ def branch(
         float, option("Share of the updates, the last ones, in which the learning rate falls to 0.")
     ] = 0.0,
     by: Annotated[str, option("What is compared: the losses of training, or of the evaluation.")] = "training",
-    total: Annotated[int | None, of_task_option("Samples of a full training, for the schedule.", min=1)] = None,
-    hold_lr: Annotated[bool, of_task_option("Keep the learning rate, without schedule.", "--hold-lr")] = False,
-    of_task: OfTask,
-    seed: Annotated[int | None, of_task_option("Seed, without a checkpoint.", min=0, show_default="0")] = None,
+    total: Annotated[int | None, options.of_task_option("Samples of a full training, for the schedule.", min=1)] = None,
+    hold_lr: Annotated[bool, options.of_task_option("Keep the learning rate, without schedule.", "--hold-lr")] = False,
+    of_task: options.OfTask,
+    seed: Annotated[int | None, options.of_task_option("Seed, without a checkpoint.", min=0, show_default="0")] = None,
     threads: Annotated[int, option("Threads of torch.", min=1)] = 1,
     json: output.Json = False,
-    out: Annotated[Path | None, out_option("Write everything to this file, as JSON.", "--out", "-o")] = None,
+    out: Annotated[Path | None, options.out_option("Write everything to this file, as JSON.", "--out", "-o")] = None,
     dry_run: Annotated[bool, option("Print the cost, without training.", "--dry-run")] = False,
 ) -> None:
     """Train candidates from one checkpoint on the very same samples, and rank them by their training losses.

@@ -10,23 +10,9 @@ import numpy as np
 import typer
 
 from variable_batch_size import cluster
-from variable_batch_size.cli import output
+from variable_batch_size.cli import options, output
 from variable_batch_size.cli.command import UsageError, command
-from variable_batch_size.cli.options import (
-    DevicesPerNode,
-    LogPath,
-    Machines,
-    Microbatch,
-    Out,
-    Png,
-    Reading,
-    UpdateTime,
-    Window,
-    duration_option,
-    option,
-    out_option,
-    read_policy,
-)
+from variable_batch_size.cli.options import option
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.rules.base import needs_noise
@@ -39,10 +25,10 @@ app = typer.Typer(help="Capacity traces: how many nodes a cluster had at each ti
 @command
 def show(
     *,
-    log: LogPath,
-    reading: Reading,
+    log: options.LogPath,
+    reading: options.Reading,
     json: output.Json = False,
-    png: Png = None,
+    png: options.Png = None,
     picture: output.Picture = True,
 ) -> None:
     """Show the duration, nodes and changes of a capacity trace, with a picture.
@@ -76,16 +62,16 @@ def show(
 @command
 def convert(
     *,
-    log: LogPath,
-    out: Out,
+    log: options.LogPath,
+    out: options.Out,
     policy: Annotated[str | None, option("The global batch size: per-device:SAMPLES or constant:SAMPLES.")] = None,
-    time: UpdateTime,
-    devices_per_node: DevicesPerNode = 1,
-    microbatch: Microbatch = None,
+    time: options.UpdateTime,
+    devices_per_node: options.DevicesPerNode = 1,
+    microbatch: options.Microbatch = None,
     max_updates: Annotated[int | None, option("Updates after which the training ends.", min=1)] = None,
-    window: Window,
-    every: Annotated[float | None, duration_option("Read the nodes only once in this time.")] = None,
-    reading: Reading,
+    window: options.Window,
+    every: Annotated[float | None, options.duration_option("Read the nodes only once in this time.")] = None,
+    reading: options.Reading,
 ) -> None:
     """Write the batch trace of a training under a capacity trace or, without --policy, the capacity as seconds,nodes.
 
@@ -101,11 +87,11 @@ def convert(
     model = time.throughput()
     if policy is None:
         if model is not None or microbatch is not None or max_updates is not None:
-            options = "the options of a training, got none; pass it, or leave them out"
-            raise UsageError(f"--policy must be given with {options}")
+            remedy = "pass it, or leave them out"
+            raise UsageError(f"--policy must be given with the options of a training, got none; {remedy}")
         output.write(out, capacity.to_csv, f"{capacity.changes:,} changes in {output.duration(capacity.end)}")
         return
-    controller = read_policy(policy)
+    controller = options.read_policy(policy)
     if needs_noise(controller):
         remedy = "pass per-device:64, or use vbs simulate with --noise and --trace-out"
         raise UsageError(f"--policy must need no gradient noise, got {policy}; {remedy}")
@@ -122,7 +108,7 @@ def fetch(
     name: Annotated[
         str | None, typer.Argument(help="Name of a public trace; without one, all are listed.", metavar="NAME")
     ] = None,
-    out: Annotated[Path | None, out_option("Write it as seconds,nodes.", "--out", "-o")] = None,
+    out: Annotated[Path | None, options.out_option("Write it as seconds,nodes.", "--out", "-o")] = None,
     json: output.Json = False,
 ) -> None:
     """Download a public capacity trace, or list those that have a name here.
@@ -154,8 +140,8 @@ def fetch(
 @command
 def synthetic(
     *,
-    out: Out,
-    machines: Machines,
+    out: options.Out,
+    machines: options.Machines,
     seed: Annotated[int, option("Seed of the random numbers.", min=0)] = 0,
 ) -> None:
     """Write a random capacity trace of machines that come and go independently, and optionally in bulk.

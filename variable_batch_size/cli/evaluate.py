@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from variable_batch_size.cli import report
+from variable_batch_size.cli import options, report
 from variable_batch_size.cli.command import UsageError, command, usage
-from variable_batch_size.cli.options import (
-    TASK,
-    Bounds,
-    Costs,
-    NoiseFile,
-    OfTask,
-    UpdateTime,
-    every_option,
-    of_task_option,
-    option,
-    price_option,
-)
+from variable_batch_size.cli.options import option
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
@@ -41,7 +30,7 @@ machine_option = partial(option, rich_help_panel="Processes and machines")
 def evaluate(
     *,
     context: typer.Context,
-    tasks: Annotated[list[str], TASK],
+    tasks: Annotated[list[str], options.TASK],
     traces: Annotated[
         list[str],
         option(
@@ -71,23 +60,24 @@ def evaluate(
         list[float] | None,
         option("Further factors for the rule constant only, to find the best learning rate of each trace."),
     ] = None,
-    samples: Annotated[int | None, of_task_option("Samples of a training.", min=1)] = None,
-    of_task: OfTask,
-    between: Annotated[int | None, of_task_option("Samples between two evaluations.", min=1)] = None,
+    samples: Annotated[int | None, options.of_task_option("Samples of a training.", min=1)] = None,
+    of_task: options.OfTask,
+    between: Annotated[int | None, options.of_task_option("Samples between two evaluations.", min=1)] = None,
     on_end: Annotated[
         OnEnd | None, option("What follows the last step of a trace that ends; by default, an error.")
     ] = None,
-    bounds: Bounds = None,
-    every: Annotated[int | None, every_option(show_default="50")] = None,
-    time: UpdateTime,
+    bounds: options.Bounds = None,
+    every: Annotated[int | None, options.every_option(show_default="50")] = None,
+    time: options.UpdateTime,
     devices: Annotated[
         int, option("Devices of traces that are not under a capacity trace.", min=1, rich_help_panel=TIME)
     ] = 1,
     price: Annotated[
-        float | None, price_option("Price of a node-hour, or of a device-hour without nodes.", rich_help_panel=TIME)
+        float | None,
+        options.price_option("Price of a node-hour, or of a device-hour without nodes.", rich_help_panel=TIME),
     ] = None,
-    costs: Costs,
-    noise: NoiseFile = None,
+    costs: options.Costs,
+    noise: options.NoiseFile = None,
     jobs: Annotated[
         int | None,
         machine_option("Trainings at the same time.", "--jobs", "-j", min=1, show_default="1, or the CPUs of Ray"),
@@ -185,7 +175,7 @@ def _failed() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _only(costs: Costs) -> Overheads | None:
+def _only(costs: options.Costs) -> Overheads | None:
     overheads = list(costs.overheads().values())
     if len(overheads) > 1:
         raise UsageError(f"--save-every must be one time, got {len(overheads)}; compare them with vbs simulate")

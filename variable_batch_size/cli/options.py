@@ -18,8 +18,7 @@ from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cli.command import UsageError, usage
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.cluster.readers.table import READERS
-from variable_batch_size.cluster.reading import read
+from variable_batch_size.cluster.reading import READERS, read
 from variable_batch_size.cluster.synthesis import synthetic
 from variable_batch_size.simulation import Overheads
 from variable_batch_size.trace.schedule import Unit
@@ -197,7 +196,7 @@ class Window:
     ] = 1.0
 
     def cut(self, capacity: CapacityTrace, every: float | None = None) -> CapacityTrace:
-        """Return the part of a trace, sampled every so many seconds."""
+        """Return the part of a trace, sampled at intervals of `every` seconds if given."""
         part = capacity.slice(self.start, self.stop).clip(self.min_nodes, self.max_nodes)
         return (part if every is None else part.resampled(every)).scaled(self.scale_time)
 

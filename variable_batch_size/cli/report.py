@@ -44,7 +44,7 @@ def report(
     metric: Annotated[str, option("What the rules are compared by, at the end of their samples.")] = "loss",
     baseline: Annotated[str, option("Rule with which the others are compared.", metavar="RULE")] = "constant",
     mode: Annotated[
-        Mode | None, option("Whether less of the metric is better, or more; by default, its name tells.")
+        Mode | None, option("Whether less of the metric is better, or more; by default, by its name.")
     ] = None,
     output: Annotated[
         Path | None,

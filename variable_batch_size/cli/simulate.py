@@ -16,29 +16,9 @@ from variable_batch_size._validation import FloatArray
 from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.scalars import updates_in
 from variable_batch_size.adaptive.table import FORMS
-from variable_batch_size.cli import comparison, output
+from variable_batch_size.cli import comparison, options, output
 from variable_batch_size.cli.command import UsageError, command
-from variable_batch_size.cli.options import (
-    STDOUT,
-    SYNTHETIC,
-    Bounds,
-    Costs,
-    DevicesPerNode,
-    FixedShape,
-    Machines,
-    Microbatch,
-    NoiseFile,
-    Png,
-    Reading,
-    UpdateTime,
-    Window,
-    every_option,
-    option,
-    out_option,
-    positive,
-    price_option,
-    read_policy,
-)
+from variable_batch_size.cli.options import option
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.rules import RULES
@@ -63,14 +43,19 @@ def simulate(
         list[Path] | None,
         typer.Argument(help="Logs in any of the known formats.", show_default=False, metavar="LOG"),
     ] = None,
-    reading: Reading,
-    window: Window,
-    machines: Machines,
+    reading: options.Reading,
+    window: options.Window,
+    machines: options.Machines,
     seeds: Annotated[
         int | None,
-        option("Number of them, with the seeds 0, 1, ...", min=1, show_default=str(SEEDS), rich_help_panel=SYNTHETIC),
+        option(
+            "Number of them, with the seeds 0, 1, ...",
+            min=1,
+            show_default=str(SEEDS),
+            rich_help_panel=options.SYNTHETIC,
+        ),
     ] = None,
-    time: UpdateTime,
+    time: options.UpdateTime,
     throughput: Annotated[
         Path | None,
         option("scalars.csv of a training, whose seconds of updates take the place of these two.", metavar="FILE"),
@@ -79,28 +64,32 @@ def simulate(
         str | None,
         option("Learning-rate rule, which defines the progress.", show_default="adascale with --noise, else linear"),
     ] = None,
-    noise: NoiseFile = None,
+    noise: options.NoiseFile = None,
     every: Annotated[
         int | None,
-        every_option(show_default=f"{EVERY} if a policy reads the noise, else at the start and with other devices"),
+        options.every_option(
+            show_default=f"{EVERY} if a policy reads the noise, else at the start and with other devices"
+        ),
     ] = None,
-    bounds: Bounds = None,
-    devices_per_node: DevicesPerNode = 1,
-    microbatch: Microbatch = None,
-    fixed_shape: FixedShape = False,
+    bounds: options.Bounds = None,
+    devices_per_node: options.DevicesPerNode = 1,
+    microbatch: options.Microbatch = None,
+    fixed_shape: options.FixedShape = False,
     dataset_size: Annotated[int | None, option("Samples of an epoch; by default there are none.", min=1)] = None,
-    costs: Costs,
-    price: Annotated[float | None, price_option("Price of a node-hour; by default, that of the log.")] = None,
+    costs: options.Costs,
+    price: Annotated[float | None, options.price_option("Price of a node-hour; by default, that of the log.")] = None,
     on_demand: Annotated[
-        float | None, price_option("Price on demand, for the cost of the nodes that made progress.")
+        float | None, options.price_option("Price on demand, for the cost of the nodes that made progress.")
     ] = None,
     currency: Annotated[str | None, option("Currency of the prices, to be shown with costs.", metavar="NAME")] = None,
-    max_progress: Annotated[float | None, option("Progress at which the training ends.", callback=positive)] = None,
+    max_progress: Annotated[
+        float | None, option("Progress at which the training ends.", callback=options.positive)
+    ] = None,
     json: output.Json = False,
     trace_out: Annotated[
-        Path | None, out_option("Write the batch trace of the only policy under the only capacity trace.")
+        Path | None, options.out_option("Write the batch trace of the only policy under the only capacity trace.")
     ] = None,
-    png: Png = None,
+    png: options.Png = None,
 ) -> None:
     """Simulate a training under capacity traces: time, cost and progress of each policy.
 
@@ -122,7 +111,7 @@ def simulate(
       --policy constant:1024 --samples-per-second 150 --ref-batchsize 256 --restart 90`
     """
     traces = {name: window.cut(found) for name, found in _traces(logs or [], reading, machines, seeds).items()}
-    policies = {name: read_policy(name) for name in policy}
+    policies = {name: options.read_policy(name) for name in policy}
     runs = {
         f"{name}{label}": (controller, overheads)
         for name, controller in policies.items()
@@ -148,7 +137,7 @@ def simulate(
         "on_demand": on_demand,
         "until": max_progress,
     }
-    with redirect_stdout(sys.stderr if trace_out == STDOUT else sys.stdout):
+    with redirect_stdout(sys.stderr if trace_out == options.STDOUT else sys.stdout):
         draw, farthest = _compare(traces, runs, arguments, json, currency, trace_out)
     if not json:
         overheads = next(iter(runs.values()))[1]
@@ -158,9 +147,11 @@ def simulate(
         output.write(png, partial(draw().savefig, dpi=120))
 
 
-def _traces(logs: list[Path], reading: Reading, machines: Machines, seeds: int | None) -> dict[str, CapacityTrace]:
+def _traces(
+    logs: list[Path], reading: options.Reading, machines: options.Machines, seeds: int | None
+) -> dict[str, CapacityTrace]:
     """Return the capacity traces of files by their paths, and random ones by their seeds."""
-    if not logs and reading != Reading():
+    if not logs and reading != options.Reading():
         raise UsageError(
             "--format, --inverted, --max-gap and --cores-per-node are for a LOG, got none; pass one, or leave them out"
         )
@@ -168,7 +159,7 @@ def _traces(logs: list[Path], reading: Reading, machines: Machines, seeds: int |
     if twice:
         raise UsageError(f"LOG must be given once for each file, got {twice[0]} twice; remove one")
     traces = {str(path): reading.read(path) for path in logs}
-    if seeds is not None or machines != Machines():
+    if seeds is not None or machines != options.Machines():
         traces |= {f"seed {seed}": machines.trace(seed) for seed in range(SEEDS if seeds is None else seeds)}
     if not traces:
         raise UsageError("LOG or --nodes must give a capacity trace, got neither; pass one of them")
@@ -179,7 +170,7 @@ def _check_outputs(json: bool, trace_out: Path | None, policies: int, traces: in
     if trace_out is not None and (policies, traces) != (1, 1):
         found = f"{policies} and {traces}"
         raise UsageError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
-    if json and trace_out == STDOUT:
+    if json and trace_out == options.STDOUT:
         raise UsageError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
 
 
@@ -208,7 +199,9 @@ def _find_rule(name: str) -> Rule | None:
         return None
 
 
-def _read_throughput(time: UpdateTime, scalars: Path | None, rows: int | None) -> tuple[Throughput, FloatArray | None]:
+def _read_throughput(
+    time: options.UpdateTime, scalars: Path | None, rows: int | None
+) -> tuple[Throughput, FloatArray | None]:
     """Return the time of an update and, if it is fitted to measured updates, these, (updates, 4).
 
     `rows` are those of each microbatch; None: of each batch, as few as its microbatches can have.
@@ -219,7 +212,7 @@ def _read_throughput(time: UpdateTime, scalars: Path | None, rows: int | None) -
             requirement = "--samples-per-second or --throughput must give the time of an update"
             raise UsageError(f"{requirement}, got neither; pass one of them")
         return model, None
-    if time != UpdateTime():
+    if time != options.UpdateTime():
         option = "--communication-seconds" if time.samples_per_second is None else "--samples-per-second"
         raise UsageError(f"--throughput takes the place of {option}, got both; leave out one of them")
     measured = updates_in(scalars, rows)

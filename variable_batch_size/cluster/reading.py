@@ -1,14 +1,33 @@
-"""Read a capacity trace from a file of any known format."""
+"""Read a capacity trace from a file of any known format: a new one is a file in `readers/`, and a line here."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Final
 
 from variable_batch_size._validation import MAX_INT, check_choice, check_int, check_number, value_error
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.cluster.readers.bamboo_counts import BambooCountsReader
+from variable_batch_size.cluster.readers.bamboo_events import BambooEventsReader
 from variable_batch_size.cluster.readers.base import Options, Reader, Text, split
-from variable_batch_size.cluster.readers.table import READERS
+from variable_batch_size.cluster.readers.eth import EthReader
+from variable_batch_size.cluster.readers.gcloud import GcloudReader
+from variable_batch_size.cluster.readers.own import OwnReader
+from variable_batch_size.cluster.readers.parcae import ParcaeReader
+from variable_batch_size.cluster.readers.skypilot import SkyPilotReader
 from variable_batch_size.trace.csv_file import SIZE_COLUMNS
+
+READERS: Final[Mapping[str, Reader]] = {
+    "csv": OwnReader(),
+    "skypilot": SkyPilotReader(),
+    "bamboo-events": BambooEventsReader(),
+    "bamboo-counts": BambooCountsReader(),
+    "gcloud": GcloudReader(),
+    "parcae": ParcaeReader(),
+    "eth": EthReader(),
+}
+"""The readers by the names of their formats, no two of which recognize the same file."""
 
 
 def read(

@@ -20,8 +20,8 @@ from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.evaluation.simulated_time import RunTime, SimulatedTime
 from variable_batch_size.rules.base import needs_noise
+from variable_batch_size.simulation.engine import Overheads
 from variable_batch_size.simulation.noise_curve import NoiseCurve
-from variable_batch_size.simulation.overheads import Overheads
 from variable_batch_size.simulation.simulate import simulate
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 

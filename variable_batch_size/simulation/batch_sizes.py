@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, final
+from typing import TypeAlias, final
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.base import ControlInput
@@ -23,33 +23,10 @@ from variable_batch_size.trace.batch_trace import BatchTrace
 InputOf: TypeAlias = Callable[[int | None], ControlInput]  # the batch size that was chosen last -> input
 
 
-class BatchSizes(Protocol):
-    """Chooses the batch size of the next updates."""
-
-    @property
-    def end(self) -> float:
-        """The number of updates after which the training ends."""
-        ...
-
-    def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Return the decision in effect before an update, then the pending ones.
-
-        Args:
-            pending: those before the update before; a checkpoint has them.
-            input_of: returns the input of a controller, from the batch size that was chosen last.
-            restarted: whether it is the first update after a start of the training.
-        """
-        ...
-
-    def next_change(self, pending: Decisions, updates: int) -> float:
-        """Return the first update after number `updates` before which `advance` has to be called again."""
-        ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class ControllerSizes:
-    """The decisions of a controller."""
+    """The decisions of a controller; `advance` returns the one in effect before an update, then the pending ones."""
 
     trace: AdaptiveTrace
 
@@ -59,7 +36,13 @@ class ControllerSizes:
         return math.inf
 
     def advance(self, pending: Decisions, input_of: InputOf, restarted: bool) -> Decisions:
-        """Call the controller if a decision is due, and drop the decisions that are over."""
+        """Call the controller if a decision is due, and drop the decisions that are over.
+
+        Args:
+            pending: those before the update before; a checkpoint has them.
+            input_of: returns the input of the controller, from the batch size that was chosen last.
+            restarted: whether it is the first update after a start of the training.
+        """
         if not pending:
             return first_decisions(self.trace, input_of(self.trace.start))
         now = input_of(pending[-1].batch_size)
@@ -70,7 +53,7 @@ class ControllerSizes:
         return in_effect(pending, now.updates)
 
     def next_change(self, pending: Decisions, updates: int) -> float:
-        """Return the update of the next call of the controller, or at which the next decision takes effect."""
+        """Return the first update after number `updates` before which `advance` has to be called again."""
         every = self.trace.every
         asked = math.inf if every is None else (updates // every + 1) * every
         return min([asked, *(decision.begins for decision in pending[1:2])])
@@ -98,3 +81,6 @@ class TraceSizes:
         """Return the step at which the next run of equal sizes begins."""
         step = self.trace.constant_until(updates)
         return math.inf if step is None else step
+
+
+BatchSizes: TypeAlias = ControllerSizes | TraceSizes

@@ -22,11 +22,10 @@ from variable_batch_size.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.rules.base import Rule, check_reference, needs_noise
 from variable_batch_size.rules.selection import rules_for_groups
 from variable_batch_size.simulation.batch_sizes import BatchSizes, ControllerSizes, TraceSizes
-from variable_batch_size.simulation.engine import Engine, merge_intervals
+from variable_batch_size.simulation.engine import Engine, Overheads, merge_intervals
 from variable_batch_size.simulation.model import Model
 from variable_batch_size.simulation.nodes import ROUNDING, present_nodes, staying_nodes
 from variable_batch_size.simulation.noise_curve import NoiseCurve
-from variable_batch_size.simulation.overheads import Overheads
 from variable_batch_size.simulation.run import Prices, Run, cost_until, with_prices
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 

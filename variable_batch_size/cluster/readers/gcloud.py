@@ -22,8 +22,8 @@ class GcloudReader(Reader):
     and all rows are sorted by time; rows at one time stay in the order of the file, and the last one counts. Every day
     has 24 hours: the hour that a clock repeats at the end of summer time looks like rows that go back.
 
-    In a gap the number of the row before it holds. With `max_gap` it holds for at most so many seconds, after which
-    there are 0 nodes until the next row.
+    In a gap the number of the row before it holds, with `max_gap` for at most this time: then there are 0 nodes until
+    the next row.
 
     Source: `github.com/uclasystem/bamboo`, `traces/gcloud/` (Thorpe et al., NSDI 2023).
     """
