@@ -172,8 +172,7 @@ class CapacityTrace:
         """Return the trace whose nodes are limited to [min, max].
 
         Raises:
-            TypeError: if a limit is not an integer.
-            ValueError: if a limit is negative, or `max` < `min`.
+            TypeError, ValueError: if a limit is not an integer >= 0, or `max` < `min`.
         """
         low = check_int(min, "min", 0, MAX_INT)
         high = MAX_INT if max is None else check_int(max, "max", low, MAX_INT)
@@ -183,8 +182,7 @@ class CapacityTrace:
         """Return the trace of the devices of nodes with `per_node` each; a price is that of a device.
 
         Raises:
-            TypeError: if `per_node` is not an integer.
-            ValueError: if `per_node` is < 1.
+            TypeError, ValueError: if `per_node` is not an integer >= 1.
         """
         number = check_int(per_node, "per_node", 1, MAX_INT // max(1, int(self._nodes.max())))
         prices = None if self._prices is None else self._prices / number
@@ -197,8 +195,7 @@ class CapacityTrace:
         [15, 2]
 
         Raises:
-            TypeError: if `devices`, the number of a machine, is not an integer.
-            ValueError: if it is < 1.
+            TypeError, ValueError: if `devices`, the number of a machine, is not an integer >= 1.
         """
         number = check_int(devices, "devices", 1, MAX_INT)
         prices = None if self._prices is None else self._prices * number
@@ -208,8 +205,7 @@ class CapacityTrace:
         """Return the trace as it is when sampled at 0, `every`, 2 `every`, ... seconds.
 
         Raises:
-            TypeError: if `every` is not a number.
-            ValueError: if `every` is not > 0.
+            TypeError, ValueError: if `every` is not a number > 0.
         """
         interval = check_positive(every, "every", "pass seconds")
         first = np.ceil(self._seconds / interval)  # (rows,): the first reading after a change, up to rounding
@@ -224,8 +220,7 @@ class CapacityTrace:
         """Return the trace with all times multiplied by `factor`: 1 / 1440 makes a minute of a day.
 
         Raises:
-            TypeError: if `factor` is not a number.
-            ValueError: if `factor` is not > 0.
+            TypeError, ValueError: if `factor` is not a number > 0.
         """
         ratio = check_positive(factor, "factor", "pass a positive number")
         return CapacityTrace(self._seconds * ratio, self._nodes, self._end * ratio, self._prices)
