@@ -17,7 +17,7 @@ from helpers.capacity_files import COLLECTION, PLACES, TEXTS, meaning, parcae_li
 from helpers.commands import run
 from helpers.pages import DOCS
 from helpers.properties import examples
-from variable_batch_size.cluster import CapacityTrace, read
+from variable_batch_size.cluster import CapacityTrace, LogError, read
 from variable_batch_size.cluster.readers.base import Text
 from variable_batch_size.cluster.reading import READERS
 
@@ -46,6 +46,15 @@ def error_of(path, *arguments, **options) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- the contract
+
+
+def test_a_damaged_file_is_not_a_wrong_argument(file):
+    for text in ("seconds,nodes\n0,x\n", "", "nothing known"):
+        with pytest.raises(LogError):
+            read(file(text))
+    with pytest.raises(ValueError, match=r"^format must be") as caught:
+        read(file("seconds,nodes\n0,1\n9,1\n"), "sky")
+    assert not isinstance(caught.value, LogError)
 
 
 def test_every_format_has_a_golden_file_and_a_docstring():
