@@ -40,21 +40,11 @@ _RESTORE, _EXIT = "Checkpoint.restore()", "the save after a signal"  # calls tha
 class Checkpoint:
     """The checkpoints of one training in a folder: saves them, and restores the newest intact one.
 
-    Create it on every rank and call its methods on all ranks after the same updates; every rank must see the same
-    folder to restore. A checkpoint is a folder `update-00001234`, which `read_checkpoint` reads, in the format
-    `vbs-checkpoint`, version 1. `checkpoint.json` has the position (epoch, step, samples, updates), the fingerprint of
-    the trace, reported values, all states, and where which tensor is, with the SHA-256 of its bytes. The states are
-    those of rank 0's parts, including the buffers of the model, and every rank's host RNG states (torch, NumPy and
-    `random`). Tensors are in files of the layout of safetensors, such as `tensors-0.safetensors`. If the parameters
-    and the state of the optimizer, which are the same on all ranks, take 8 MiB or more, several ranks write, about
-    equally much each. Rank 0 writes alone if the ranks are replicas of PyTorch/XLA or cannot write to the same folder
-    when this object is created.
-
-    In a world of the same size the host's random numbers resume, for example those of dropout: `restore()` sets the RNG
-    states, and within an epoch they are set again when the sampler is next read, because loaders and evaluations draw
-    from them in between. Let a dataset that is read by workers draw from
-    `torch.Generator().manual_seed(self.epoch * len(self) + index)`, because new workers have other seeds; the loop sets
-    `dataset.epoch`. RNG states of devices are not saved.
+    Create it on every rank, which communicates, and call its methods on all ranks after the same updates; every rank
+    must see the same folder to restore. A checkpoint is a folder `update-00001234` in the format `vbs-checkpoint`,
+    version 1, of JSON and safetensors, which `read_checkpoint` reads: the states of rank 0's parts, the shards of all
+    ranks, and the host's random numbers, which resume in a world of the same size. docs/checkpoints.md has who writes
+    what, the format, and what a dataset needs that workers read.
 
     Args:
         dir: folder of the checkpoints, a path or a URL, as "gs://bucket/runs/a" (extra `cloud`); created if needed, and

@@ -46,14 +46,11 @@ class CustomSampler(Sampler[list[int]]):
     """A batch sampler that deals one rank its microbatches of every update.
 
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
-    `DataLoader(dataset, batch_sampler=sampler)`. Each item is a list of the indices of one microbatch. A step of B
-    samples takes ceil(B / (`minibatch_size` * `num_replicas`)) rounds, in each of which every rank computes a
-    microbatch; their sizes differ by at most one. With fewer samples than microbatches there is one for each sample. If
-    a `CustomOptimizer` measures the gradient noise, or has parameters of a batch normalization, the result depends on
-    the split, which then is ceil(B / `minibatch_size`) microbatches in every world. With a fixed shape there are full
-    ones and partial ones whose sizes divide `minibatch_size`, in which each sample is repeated, so that the mean loss
-    over the rows is the mean over the samples. A rank without a share in a step replays one of its microbatches, which
-    `CustomOptimizer` weighs with 0.
+    `DataLoader(dataset, batch_sampler=sampler)`: each item is a list of the indices of one microbatch. A step of B
+    samples takes ceil(B / (`minibatch_size` * `num_replicas`)) rounds of microbatches whose sizes differ by at most
+    one. Where the result depends on the cut, as with measured noise or batch normalization, there are
+    ceil(B / `minibatch_size`) microbatches in every world; with a fixed shape, full ones and a rest in which samples
+    are repeated. A rank without a share replays a microbatch, which `CustomOptimizer` weighs with 0.
 
     Every microbatch must reach `optimizer.step()`, in order. To resume a training call `load_state_dict`; never skip
     microbatches.
