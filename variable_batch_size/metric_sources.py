@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Set
 from typing import Protocol, final
 
-from variable_batch_size.backend import Agreement, Backend, XlaBackend, detect
+from variable_batch_size.backend import Backend, XlaBackend, detect
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
 from variable_batch_size.microbatching import Microbatch

@@ -157,7 +157,7 @@ def test_updates_reads_by_update() -> None:
 
 def test_the_record_is_a_trace(tmp_path: Path) -> None:
     model, sampler, optimizer = build(small())
-    with pytest.raises(ValueError, match=r"^the trace so far needs at least one update, but there was"):
+    with pytest.raises(AttributeError, match=r"^the trace so far needs at least one update, but there was"):
         _ = sampler.trace
     for batch in sampler:
         train(model, optimizer, batch)

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from helpers.agreements import agreements, in_threads, message_of
-from variable_batch_size.backend import Agreement, parting
-from variable_batch_size.backend.agreement import AbsentRankError
+from variable_batch_size.backend import parting
+from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.backend.course import Groups
 
 Result = TypeVar("Result")

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
+from helpers.pages import DOCS
 from helpers.processes import spawn
+from variable_batch_size.checkpoint import format
 from variable_batch_size.checkpoint.format import encode
 
 UPDATES, LAST = 3, 6
@@ -97,6 +99,14 @@ def test_a_training_resumes_from_a_checkpoint_of_a_version(version: int, tmp_pat
     weights = train((1, 0), LAST, tmp_path / "saved")
     for one, other in zip(weights, train((1, 0), LAST), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_page_has_the_list_of_keys_and_no_other_key_is_written() -> None:
+    page = (DOCS / "checkpoints.md").read_text()
+    page = page[page.index("- `checkpoint.json`") : page.index("- `tensors-0.safetensors`")]
+    assert not [key for key in format.KEYS if f"`{key}`" not in page]
+    with pytest.raises(ValueError, match=r"^the keys of a checkpoint's JSON must be in KEYS, got color; add them$"):
+        format.dumps({"color": 1})
 
 
 def write(rank: int, folder: Path) -> None:

@@ -22,8 +22,8 @@ from variable_batch_size.cluster.readers.base import Text
 from variable_batch_size.cluster.reading import READERS
 
 every_format = pytest.mark.parametrize("name", READERS)
-with_numbers = pytest.mark.parametrize("name", [name for name in READERS if PLACES[name].number])
-with_times = pytest.mark.parametrize("name", [name for name in READERS if PLACES[name].time])
+with_numbers = pytest.mark.parametrize("name", [name for name in READERS if name in PLACES and PLACES[name].number])
+with_times = pytest.mark.parametrize("name", [name for name in READERS if name in PLACES and PLACES[name].time])
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -301,3 +304,14 @@ def test_set_epoch_rejects_an_epoch_that_the_trace_does_not_cover() -> None:
     assert sampler.epoch == 1
     with pytest.raises(ValueError, match="got -1; count epochs from 0"):
         sampler.set_epoch(-1)
+
+
+def test_a_copy_is_read_by_itself() -> None:
+    sampler = vbs.CustomSampler(100, 8, num_replicas=1, rank=0, minibatch_size=4)
+    microbatches = iter(sampler)
+    next(microbatches)
+    for other in (copy.copy(sampler), copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        number = len(sampler)
+        assert len(list(itertools.islice(other, 7))) == 7
+        assert len(sampler) == number
+        assert [*other] == [*vbs.CustomSampler(100, 8, num_replicas=1, rank=0, minibatch_size=4)]

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, final
 import torch.distributed as dist
 from torch import Tensor
 
-from variable_batch_size.backend import Agreement, Backend, World
+from variable_batch_size.backend import Backend, World
+from variable_batch_size.backend.agreement import Agreement
 
 Result = TypeVar("Result")
 

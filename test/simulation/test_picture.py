@@ -15,7 +15,7 @@ from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.cluster import CapacityTrace, synthetic
 from variable_batch_size.cluster.capacity_trace import bin_means
 from variable_batch_size.simulation import Overheads, Run, plot_runs, plot_sweep, simulate, sweep
-from variable_batch_size.simulation.run import COLUMNS
+from variable_batch_size.simulation.result import COLUMNS
 
 CAPACITY = CapacityTrace([0, 60, 90], [4, 2, 4], 180, prices=[1.0, 3.0, 1.0])
 ARGUMENTS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from variable_batch_size.adaptive import ConstantBatch, ControlInput, PerDevice, Throughput
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.simulation import NoiseCurve, Overheads, Run, simulate
-from variable_batch_size.simulation.run import cost_until, with_prices
+from variable_batch_size.simulation.result import cost_until, with_prices
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.trace.runs import TraceEndError
 

@@ -134,10 +134,10 @@ def _explain(error: AttributeError | ValueError, controller: object, input: Cont
     name = without_addresses(str(controller))
     if isinstance(error, AttributeError):
         unknown = [part for part in ("noise", "throughput") if getattr(input, part) is None]
-        if error.obj is None and unknown:
+        if error.obj is None and unknown:  # the controller has read None.sigma2, for example
             requirement = f"{name} must say in its class what it reads: needs_noise = True, needs_throughput = True"
             return AttributeError(f"{requirement}, got None as {' and '.join(unknown)} ({error}); add it")
-    elif input.noise is not None and math.isnan(input.noise.sigma2) and "NaN" in str(error):
+    elif input.noise is not None and math.isnan(input.noise.sigma2) and "NaN" in str(error):  # int(nan)
         requirement = f"{name} must return a batch size before the first estimate of the noise, too, when it is nan"
         return value_error(requirement, error, "return input.batch_size, or a first size, if it is")
     return None

@@ -123,10 +123,10 @@ class DecidedTrace:
         """Return the batch sizes of the first `updates` steps.
 
         Raises:
-            ValueError: if there are none.
+            AttributeError: if there are none; it is raised by a property, which `hasattr` then finds missing.
         """
         if updates == 0:
-            raise ValueError("the trace so far needs at least one update, but there was none; train first")
+            raise AttributeError("the trace so far needs at least one update, but there was none; train first")
         first_step, size = self.trace.runs
         made = first_step < updates  # (runs,)
         return BatchTrace(first_step[made], size[made], updates)

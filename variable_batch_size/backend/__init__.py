@@ -4,7 +4,6 @@
 No other folder calls a collective.
 """
 
-from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.detection import current_world, detect
 from variable_batch_size.backend.distributed import DistributedBackend
@@ -13,7 +12,6 @@ from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
 
 __all__ = [
-    "Agreement",
     "Backend",
     "DistributedBackend",
     "LocalBackend",

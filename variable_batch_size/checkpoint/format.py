@@ -1,7 +1,7 @@
 """The format of a checkpoint, `vbs-checkpoint` version 1: one JSON text, and files of tensors in safetensors' layout.
 
-This module is the one list of the JSON's keys. Values that JSON has not are objects with the key "$", which names
-their type. Nothing of what is read is executed.
+`KEYS` is the one list of the JSON's keys. Values that JSON has not are objects with the key "$", which names their
+type. Nothing of what is read is executed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ FORMAT: Final = "vbs-checkpoint"
 VERSION: Final = 1
 MANIFEST: Final = "checkpoint.json"
 RANDOM: Final = "random"  # the key of the RNG states, with which the names of their tensors begin
+
+# A key that readers may ignore, and for which they have a default, is added without another version.
+KEYS: Final = {
+    *("format", "version", "seal", "library", "torch"),  # of the JSON itself
+    *("epoch", "step", "samples", "updates", "reads_epoch", "world", "batch_size"),  # the position
+    *("trace", "dataset_size", "seed", "shuffle", "drop_last"),  # what the samples follow from
+    *("best", "metrics"),  # what was reported
+    *("state", RANDOM, "tensors", "files"),  # states, and where their tensors are
+}
 
 Json: TypeAlias = Any
 
@@ -227,6 +236,8 @@ def _free(name: str, taken: Mapping[str, object]) -> str:
 def dumps(contents: Mapping[str, Json]) -> str:
     """Return the text of a checkpoint's JSON, with the version of the format, and sealed by its SHA-256."""
     facts = {"format": FORMAT, "version": VERSION, **contents}
+    if unknown := facts.keys() - KEYS:
+        raise ValueError(f"the keys of a checkpoint's JSON must be in KEYS, got {', '.join(sorted(unknown))}; add them")
     return _sealed(facts)
 
 

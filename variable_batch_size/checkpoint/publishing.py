@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from variable_batch_size._log import log
-from variable_batch_size.backend import Agreement
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint import notices
 from variable_batch_size.checkpoint.best import Criterion
 from variable_batch_size.checkpoint.folder import CheckpointFolder

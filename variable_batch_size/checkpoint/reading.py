@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from variable_batch_size._validation import value_error
-from variable_batch_size.backend import Agreement
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint import format, rng_states, tensor_file
 from variable_batch_size.checkpoint.format import Json, VersionError
 from variable_batch_size.checkpoint.manifest import (

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.checkpoint import format, rng_states
 from variable_batch_size.checkpoint.format import Json
 from variable_batch_size.checkpoint.manifest import versions

@@ -106,15 +106,17 @@ def read(file: IO[bytes], extent: Extent, facts: Mapping[str, Json]) -> Tensor:
     Raises:
         ValueError: if the file has other bytes there.
     """
-    kind, shape = DTYPES[facts["dtype"]], facts["shape"]
-    if math.prod(shape) * kind.itemsize != extent.end - extent.begin:
+    dtype, shape = DTYPES[facts["dtype"]], facts["shape"]
+    if math.prod(shape) * dtype.itemsize != extent.end - extent.begin:
         raise ValueError("a tensor has another size than its shape")
-    tensor = torch.empty(shape, dtype=kind)
+    tensor = torch.empty(shape, dtype=dtype)
     contents = _bytes_of(tensor)
     file.seek(extent.begin)
     if _read_into(file, contents) != len(contents) or hashlib.sha256(contents).hexdigest() != extent.sha256:
         raise ValueError("the bytes of a tensor have another checksum")
-    return torch.empty_strided(shape, facts["stride"], dtype=kind).copy_(tensor) if "stride" in facts else tensor
+    if "stride" not in facts:
+        return tensor
+    return torch.empty_strided(shape, facts["stride"], dtype=dtype).copy_(tensor)
 
 
 def check(file: IO[bytes], entry: FileEntry, extents: Sequence[Extent]) -> None:

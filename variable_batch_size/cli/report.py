@@ -89,7 +89,7 @@ def publish(
     mode: Mode | None = None,
     output: Path | None = None,
 ) -> int:
-    """Write the report of a folder's records and plan, or of a table, print what is in it, and return their number."""
+    """Write the report of a folder's records and plan, or of a table, print it, and return the number of records."""
     from variable_batch_size.evaluation.analysis import Analysis
     from variable_batch_size.evaluation.plan import Plan
     from variable_batch_size.evaluation.record import read_records
@@ -97,22 +97,20 @@ def publish(
     from variable_batch_size.evaluation.table import SUFFIX
 
     records, plan = read_records(place), Plan.read(place)
-    others, planned = 0, len(plan.keys) or len(records)
-    if plan.keys:
-        records, found = [record for record in records if record.key in plan.keys], len(records)
-        others = found - len(records)
-    if not records:
+    planned = [record for record in records if record.key in plan.keys] if plan.keys else records
+    if not planned:
         return 0
-    analysis = Analysis(records, metric, baseline, _targets(records, data_dir), mode)
+    analysis = Analysis(planned, metric, baseline, _targets(planned, data_dir), mode)
     folder = output or str(place).removesuffix(SUFFIX)
-    path = write_analysis(analysis, folder, plan.command, planned, table)
+    number, all_planned, others = len(planned), len(plan.keys) or len(records), len(records) - len(planned)
+    path = write_analysis(analysis, folder, plan.command, all_planned, table)
     left_out = f"; {others:,} others in the folder are not in its plan.json" if others else ""
-    typer.echo(f"report: {path} ({len(records):,} of {planned:,} trainings{left_out})")
+    typer.echo(f"report: {path} ({number:,} of {all_planned:,} trainings{left_out})")
     if recommend:
         _print_recommendations(analysis)
-        if len(records) < planned:
-            typer.echo(f"\n{planned - len(records):,} trainings are still to come: all of this may change.")
-    return len(records)
+        if number < all_planned:
+            typer.echo(f"\n{all_planned - number:,} trainings are still to come: all of this may change.")
+    return number
 
 
 def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple[str, float]]:

@@ -222,8 +222,8 @@ class CapacityTrace:
         Raises:
             TypeError, ValueError: if `factor` is not a number > 0.
         """
-        ratio = check_positive(factor, "factor", "pass a positive number")
-        return CapacityTrace(self._seconds * ratio, self._nodes, self._end * ratio, self._prices)
+        factor = check_positive(factor, "factor", "pass a positive number")
+        return CapacityTrace(self._seconds * factor, self._nodes, self._end * factor, self._prices)
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> CapacityTrace:

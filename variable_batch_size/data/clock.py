@@ -187,5 +187,7 @@ class Clock:
             )
         samples = check_int(state["samples"], "samples")
         pending = position.step == epoch.end_step and bool(state["end_pending"])
-        here = epoch, position.step
-        self._state = _State(self.plan, *here, samples, here, end_pending=pending, commits=self.commits)
+        committed = epoch, position.step
+        self._state = _State(
+            self.plan, epoch, position.step, samples, committed, end_pending=pending, commits=self.commits
+        )

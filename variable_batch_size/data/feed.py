@@ -296,7 +296,7 @@ class Feed:
     def adopt(self, resumed: Resumed, *, followed: bool = False) -> None:
         """Take the position and the plan of a saved state; `followed`: an optimizer counts from there."""
         self._followed, self._cut_is_known = self._followed or followed, True
-        self.plans.adopt(resumed)
+        self.plans.restore(resumed)
         self.clock.follow(resumed.clock)
 
     def _order_of_samples(self) -> dict[str, Any]:

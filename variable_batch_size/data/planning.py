@@ -112,7 +112,7 @@ class PlanState:
             state = {**behind.state_dict(), "fixed_shape": self.plan.fixed_shape}
             self.plan = replace(self.plan, trace=decided.trace).resume(state)
             self._replan()
-        self._decide(decided)  # after the plan, which a thread that sees it reads
+        self._publish(decided)  # after the plan, which a thread that sees it reads
 
     def skip_to(self, updates: int | None) -> None:
         """Note that the training will skip to this number of updates; None: it will not."""
@@ -176,16 +176,16 @@ class PlanState:
             return str(state["past"])
         return replace(self.plan, trace=DecidedTrace.after_constant(self._decided.adaptive, step).trace).past(step)
 
-    def adopt(self, resumed: Resumed) -> None:
+    def restore(self, resumed: Resumed) -> None:
         """Take the plan of a saved state, and what is decided."""
         self.plan, self.decided_at = resumed.clock.plan, resumed.clock.step
-        self._decide(resumed.decided)
+        self._publish(resumed.decided)
 
     def state(self) -> dict[str, Any]:
         """Return what a controller has decided, as plain numbers; of a fixed trace, nothing."""
         return {} if self.decided is None else {"growth": self.decided.state_dict()}
 
-    def _decide(self, decided: DecidedTrace | None) -> None:
+    def _publish(self, decided: DecidedTrace | None) -> None:
         with self._changed:
             self._decided, self._skipped = decided, None
             self._changed.notify_all()

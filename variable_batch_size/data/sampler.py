@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence, Sized
+from copy import deepcopy
 from typing import Any, final
 
 import numpy as np
@@ -186,7 +187,7 @@ class CustomSampler(Sampler[list[int]]):
         """The batch trace; of a controller, the batch sizes of the updates so far.
 
         Raises:
-            ValueError: if a controller has chosen them, and there was no update yet.
+            AttributeError: if a controller has chosen them, and there was no update yet.
         """
         return self._feed.plans.trace(self.clock.step)
 
@@ -214,6 +215,9 @@ class CustomSampler(Sampler[list[int]]):
                 of that epoch are committed.
         """
         self._feed.set_epoch(check_int(epoch, "epoch", 0, remedy="count epochs from 0"))
+
+    def __copy__(self) -> CustomSampler:
+        return deepcopy(self)  # what is read of one must not move the other
 
     def __iter__(self) -> Iteration:
         """Return an iterator over the rest of this epoch, from the last committed update on."""

@@ -11,7 +11,7 @@ import numpy as np
 from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, type_error
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.simulation.run import Run, cost_until
+from variable_batch_size.simulation.result import Run, cost_until
 
 
 class SimulatedTime(Protocol):

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.adaptive.decided_trace import describe
-from variable_batch_size.backend import Agreement, Backend, detect
+from variable_batch_size.backend import Backend, detect
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.course import differing
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.loop import Loop

@@ -18,7 +18,8 @@ from variable_batch_size.adaptive.decided_trace import (
 )
 from variable_batch_size.adaptive.decisions import Decision, is_due
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
-from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.deal import Step
 from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.loop import Loop

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.optim.accumulation import Aside
 from variable_batch_size.optim.ddp_sync import check_forward, check_members, check_ranks, reset
 from variable_batch_size.optim.replay import call_before_forward

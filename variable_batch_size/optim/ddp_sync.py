@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from variable_batch_size.backend import Agreement, Backend, DistributedBackend
+from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.optim.accumulation import NOTHING, Aside
 from variable_batch_size.optim.backward_check import versions
 from variable_batch_size.optim.sync import RESTART, Sync, Watch

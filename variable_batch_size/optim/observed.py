@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.loop import Loop, Phase, Watcher

@@ -16,7 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 
 FIRST_UPDATE = "the first update of a training, of a restored state, or with other parameters"
 READ_EVERY = 16  # updates between two reads of the flag on a device, each of a value that is as many updates old

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from variable_batch_size.backend import Agreement, Backend, DistributedBackend
+from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.optim.accumulation import Aside
 from variable_batch_size.optim.callers import uncompiled
 from variable_batch_size.optim.sharded_squares import Squares

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from variable_batch_size.backend import Agreement, Backend
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.deal import Step
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.accumulation import (

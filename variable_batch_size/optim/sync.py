@@ -13,8 +13,8 @@ from weakref import finalize, ref
 from torch import OutOfMemoryError, Tensor
 from torch.nn import Module
 
-from variable_batch_size.backend import Agreement, Backend
-from variable_batch_size.backend.agreement import AbsentRankError
+from variable_batch_size.backend import Backend
+from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.optim.accumulation import Aside
 
 RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"

@@ -1,6 +1,6 @@
 """The table of rules: name -> class, one line a rule.
 
-The index of the package, the named optimizers, `CustomOptimizer(rule="...")`, the contract suite, the guided tour and
+The index of this folder, the named optimizers, `CustomOptimizer(rule="...")`, the contract suite, the guided tour and
 the docs read it, so a new rule is a file in this folder and a line (with its import) here.
 """
 

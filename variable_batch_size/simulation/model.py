@@ -144,7 +144,7 @@ class Model:
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # (samples, devices) -> seconds
 
     def equal_updates(self, size: int, devices: int, before: Position) -> EqualUpdates:
-        """Return the next updates of one batch size.
+        """Return the next updates of one batch size, from the position `before` them.
 
         Raises:
             ValueError: if the batch size is larger than the dataset.
@@ -153,14 +153,14 @@ class Model:
             requirement = f"a batch must have at most the {self.dataset_size} samples of the dataset"
             raise value_error(requirement, f"{size} on {devices} devices", "limit it with bounds=, or use fewer nodes")
 
-        def gain(batch_size: int) -> float:
+        def progress(batch_size: int) -> float:
             noise = self.noise_at(before.progress, before.updates, batch_size)
             reference = self.ref_batchsize or batch_size
             scaling = self.rule(RuleInput(batch_size, reference, before.updates, before.samples, noise))
             return check_number(scaling.progress, f"the progress of {self.rule}", "let the rule return a number >= 0")
 
         return EqualUpdates(
-            size, self.dataset_size, before.used, lambda batch_size: self.seconds(batch_size, devices), gain
+            size, self.dataset_size, before.used, lambda batch_size: self.seconds(batch_size, devices), progress
         )
 
     def seconds(self, batch_size: int, devices: int) -> float:

@@ -26,7 +26,7 @@ from variable_batch_size.simulation.engine import Engine, Overheads, merge_inter
 from variable_batch_size.simulation.model import Model
 from variable_batch_size.simulation.nodes import ROUNDING, present_nodes, staying_nodes
 from variable_batch_size.simulation.noise_curve import NoiseCurve
-from variable_batch_size.simulation.run import Prices, Run, cost_until, with_prices
+from variable_batch_size.simulation.result import Prices, Run, cost_until, with_prices
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
 MAX_STEPS = 10**8  # of a batch trace: more are a mistake in a unit, or in the throughput

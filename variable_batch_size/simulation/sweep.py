@@ -11,7 +11,7 @@ import numpy as np
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray, type_error, value_error
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.simulation.run import Run, cost_until, with_prices
+from variable_batch_size.simulation.result import Run, cost_until, with_prices
 from variable_batch_size.simulation.simulate import simulate
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
             [1, 2**53], if the first entry does not start at 0, if the thresholds do not increase, or if `unit` or
             `sequence_length` is not valid.
     """
-    sequence_length = _check_unit(unit, sequence_length)
+    sequence_length = _divisor_of(unit, sequence_length)
     if not isinstance(schedule, str):
         raise type_error("a schedule must be a string", schedule, f"write it like {EXAMPLE}")
     words = schedule.replace(",", " ").split()
@@ -106,7 +106,7 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
     return entries if unit == "steps" else first_steps(entries)
 
 
-def _check_unit(unit: Unit, sequence_length: int | None) -> int:
+def _divisor_of(unit: Unit, sequence_length: int | None) -> int:
     """Return how many of the unit a threshold is divided by: the length of a sequence for tokens, otherwise 1."""
     check_choice(unit, "unit", ("steps", "samples", "tokens"))
     if unit == "tokens":
