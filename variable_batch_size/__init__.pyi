@@ -27,7 +27,7 @@ from .optim.named import RootHalfLifeRuleOptimizer as RootHalfLifeRuleOptimizer
 from .optim.named import RootRuleOptimizer as RootRuleOptimizer
 from .optim.named import SqrtSDERuleOptimizer as SqrtSDERuleOptimizer
 from .optim.named import SurgeRuleOptimizer as SurgeRuleOptimizer
-from .optim.normalization import check_model as check_model
+from .optim.normalization import check_batch_norm as check_batch_norm
 from .optim.optimizer import CustomOptimizer as CustomOptimizer
 from .optim.updates import remaining_epochs as remaining_epochs
 from .optim.updates import updates as updates

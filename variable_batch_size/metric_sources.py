@@ -91,7 +91,7 @@ class TrainingSource:
 
     def settle(self) -> None:
         """Let the optimizer commit what an exception has kept it from."""
-        self._optimizer.settle()
+        self._optimizer._settle()
 
     def discard(self) -> None:
         """Forget the microbatch of the last value."""

@@ -77,7 +77,7 @@ class Accumulator:
         self._committed: dict[str, _Sum] = {}  # of this rank since then, up to the last commit
         self._pending: dict[str, _Sum] = {}  # the same, with the values that do not count yet
         if isinstance(source, CustomOptimizer):
-            source.watch(self)
+            source._watch(self)
 
     def reset(self) -> None:
         """Start again with no samples."""

@@ -126,7 +126,7 @@ def test_reads_the_progress_two_updates_later(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_progress_can_be_read_later() -> None:
     run = training().run(2)
-    later, present = run.optimizer.progress_later(), run.optimizer.progress
+    later, present = run.optimizer._progress_later(), run.optimizer.progress
     run.run(1)
     assert later() == present < run.optimizer.progress
 

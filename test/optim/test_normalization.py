@@ -33,7 +33,7 @@ def sampler_of(sizes: Any, dataset_size: int = 99, minibatch_size: int = 32, **o
 def warned(model: nn.Module, sampler: vbs.CustomSampler) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        vbs.check_model(model, sampler)
+        vbs.check_batch_norm(model, sampler)
     return [str(warning.message) for warning in found]
 
 
@@ -121,4 +121,4 @@ def test_a_checkpoint_and_broadcast_parameters_see_the_model(tmp_path: Path) -> 
 @pytest.mark.parametrize(("model", "sampler"), [(None, sampler_of(8)), (mlp(), None), (mlp().parameters(), [1])])
 def test_refuses_other_arguments(model: Any, sampler: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a (torch\.nn\.Module|vbs\.CustomSampler), got"):
-        vbs.check_model(model, sampler)
+        vbs.check_batch_norm(model, sampler)

@@ -118,7 +118,7 @@ class Checkpoint:
         self._last_update, self._saved_time = optimizer.updates, time.monotonic()
         self._events = Events(self._folder.path, world)
         self._events.add("start", optimizer.updates)
-        optimizer.watch(self._events)
+        optimizer._watch(self._events)
 
     @property
     def latest(self) -> Path | None:
@@ -318,7 +318,7 @@ class Checkpoint:
     def _close(self, error: BaseException | None) -> None:
         try:
             if error is None:
-                self._optimizer.settle()
+                self._optimizer._settle()
                 self._publisher.raise_error("Checkpoint.close()")
                 self._agreement.compare("Checkpoint.close()")
                 missed = self._every is not None and not self._stepped and self._optimizer.updates > self._last_update

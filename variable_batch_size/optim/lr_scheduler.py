@@ -89,7 +89,7 @@ class ProgressScheduler:
         self._optimizer, self._by, self._total = optimizer, by, _check_total(total)
         self._steps = 0  # number of steps of the scheduler
         self._updates = optimizer.updates  # at the last call of `step`
-        self._progress = optimizer.progress_later()()  # as the schedule reads it, `DELAY` updates ago
+        self._progress = optimizer._progress_later()()  # as the schedule reads it, `DELAY` updates ago
         self._pending: deque[tuple[int, Callable[[], float]]] = deque()  # (updates, function that reads the progress)
 
     def step(self) -> None:
@@ -176,7 +176,7 @@ class ProgressScheduler:
         """
         while self._pending and not updates - DELAY < self._pending[0][0] < updates:
             self._progress = self._pending.popleft()[1]()
-        self._pending.append((updates, self._optimizer.progress_later()))
+        self._pending.append((updates, self._optimizer._progress_later()))
 
     def _reference_updates(self) -> Fraction | float:
         if self._by == "progress":

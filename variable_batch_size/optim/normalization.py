@@ -28,7 +28,7 @@ class _Smallest(NamedTuple):
     batch_size: int  # samples of its step
 
 
-def check_model(model: torch.nn.Module, sampler: CustomSampler) -> None:
+def check_batch_norm(model: torch.nn.Module, sampler: CustomSampler) -> None:
     """Warn, once for a model, if its batch normalization gets very small microbatches in the present epoch.
 
     With a fixed shape the remainder of a step is split into microbatches of few distinct samples, which are repeated:
@@ -64,7 +64,7 @@ def check_model(model: torch.nn.Module, sampler: CustomSampler) -> None:
 
 
 def check_known(model: torch.nn.Module, sampler: CustomSampler) -> None:
-    """Check a model as `check_model` does, and that the optimizer of the sampler has cut the steps for it.
+    """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it.
 
     Raises:
         ValueError: if not.
@@ -75,7 +75,7 @@ def check_known(model: torch.nn.Module, sampler: CustomSampler) -> None:
             "are cut, but it was created without; pass model= to the optimizer, or call "
             "vbs.broadcast_parameters(model) before it is created"
         )
-    check_model(model, sampler)
+    check_batch_norm(model, sampler)
 
 
 def _remedies(sampler: CustomSampler, smallest: _Smallest) -> str:

@@ -94,7 +94,7 @@ class ObservedOptimizer(OptimizerWrapper):
         """Whether a step has begun and is not complete: it is accumulating, or an exception has interrupted it."""
         return self._loop.phase not in (Phase.BETWEEN_STEPS, Phase.UNSETTLED)
 
-    def progress_later(self) -> Callable[[], float]:
+    def _progress_later(self) -> Callable[[], float]:
         """Return a function that returns the present progress, to be called later without waiting for a device."""
         return self._updater.progress.later()
 
@@ -107,7 +107,7 @@ class ObservedOptimizer(OptimizerWrapper):
         """
         return self._loop.microbatch()
 
-    def watch(self, watcher: Watcher) -> None:
+    def _watch(self, watcher: Watcher) -> None:
         """Notify `watcher`, which is held weakly, when a step is committed and when one is discarded."""
         self._loop.watchers.add(watcher)
 

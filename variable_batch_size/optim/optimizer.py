@@ -138,7 +138,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._replays.keep(self._loop.upcoming())
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        self.settle()
+        self._settle()
         self._loop.check_phase(caller, Phase.BETWEEN_STEPS)
         rules = self._updater.rules_for(number)
         self._updater.clear()
@@ -176,7 +176,7 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
             ValueError: if the trace ends before the epoch does.
         """
-        self.settle()
+        self._settle()
         self._loop.check_phase("set_epoch()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP)
         self._loop.set_epoch(epoch)
         self._clear()
@@ -194,7 +194,7 @@ class CustomOptimizer(ObservedOptimizer):
             RuntimeError: if the exception came when the inner optimizer's step had begun: only a state repairs that; or
                 if ranks that have to discard the step do not.
         """
-        self.settle()
+        self._settle()
         self._loop.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
         self._updater.gradient.sync.check_discard(self._agreement, timeout)
         self._clear()
@@ -279,7 +279,7 @@ class CustomOptimizer(ObservedOptimizer):
         """
         updater, loop = self._updater, self._loop
         if loop.settled:  # an update that an exception has interrupted later was made
-            self.settle()
+            self._settle()
         loop.check_receiving()
         if closure is not None:
             run_closure(closure, scaled=getattr(self, "found_inf", None) is not None)
@@ -294,7 +294,7 @@ class CustomOptimizer(ObservedOptimizer):
             loop.running = False
         self._settle_gradients()  # before the graph ends, of which they would be results
         self._backend.mark_step()
-        self.settle()
+        self._settle()
         return updated
 
     step.hooked = True  # type: ignore[attr-defined]  # torch then runs its global hooks in the inner step only
@@ -307,7 +307,7 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             RuntimeError: in the middle of a step, or if a microbatch of a loop that has ended did not reach `step()`.
         """
-        self.settle()
+        self._settle()
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         self._loop.feed.check_left_over()
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
@@ -328,7 +328,7 @@ class CustomOptimizer(ObservedOptimizer):
         Raises:
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.
         """
-        self.settle()
+        self._settle()
         sampler, resumed, position = self._loop.sampler, None, state_dict.get("vbs")
         if position is not None:
             check_state(position)
@@ -343,7 +343,7 @@ class CustomOptimizer(ObservedOptimizer):
             )
         check_hyperparameters(self.inner, state_dict)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "vbs"})
-        self.mark_stepped()
+        self._mark_stepped()
         self._updater.gradient.sync.restart()
         self._clear()
         self._loop.restart()
@@ -379,7 +379,7 @@ class CustomOptimizer(ObservedOptimizer):
         loop.commit(updated=updated)
         return updated
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Complete what follows from the last update, if an exception has interrupted it; all methods do it first."""
         loop, commits = self._loop, self._loop.clock.commits
         self._settle_gradients()

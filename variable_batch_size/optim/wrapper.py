@@ -140,7 +140,7 @@ class OptimizerWrapper(Optimizer):
         """
         change()
 
-    def mark_stepped(self) -> None:
+    def _mark_stepped(self) -> None:
         """Tell schedulers of torch that the run which saved a state has made steps; otherwise their first one warns."""
         self._opt_called = self.inner._opt_called = True  # type: ignore[attr-defined]
 
