@@ -137,9 +137,6 @@ class Rendezvous:
 
     A rank that has returned cannot be waited for: the others raise.
 
-    Args:
-        size: number of ranks.
-
     Attributes:
         left: whether a rank has returned.
     """

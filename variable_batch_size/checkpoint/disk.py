@@ -42,10 +42,6 @@ class DiskFolder(CheckpointFolder):
 
     A locked file `.lock` tells others at once that the process which has locked it has ended. Where there is no
     `flock`, and of a process on another host, whose end a network file system may not notice, only the `Lease` counts.
-
-    Args:
-        path: path of the folder; `lock` creates it.
-        run: see `Lease`.
     """
 
     def __init__(self, path: Path, run: str | None = None) -> None:

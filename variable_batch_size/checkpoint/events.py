@@ -28,10 +28,6 @@ _PROGRESS_SECONDS = 60.0
 class Events:
     """Adds lines to the file of a folder, on rank 0.
 
-    Args:
-        folder: the folder of the checkpoints.
-        world: this rank, and the number of ranks.
-
     Attributes:
         reached: the last update of the run before this one, of which the file tells; 0 if there was none.
         ended: whether that run has told its end; otherwise it may have made more updates.

@@ -38,12 +38,7 @@ class Entry(NamedTuple):
 
 
 class CheckpointFolder(ABC):
-    """The checkpoints in one folder, which has at most one writer.
-
-    Args:
-        path: path of the folder; `lock` creates it.
-        run: see `Lease`.
-    """
+    """The checkpoints in one folder, which has at most one writer."""
 
     def __init__(self, path: Path, run: str | None = None) -> None:
         self.path, self._lease = path, Lease(path, run)

@@ -164,11 +164,7 @@ class Lease:
         return number
 
     def holder(self, names: Iterable[str] | None = None) -> Holder | None:
-        """Return who has locked the folder last, or None.
-
-        Args:
-            names: of the files in the folder, if they are known.
-        """
+        """Return who has locked the folder last, or None."""
         while locks := _locks(self._names() if names is None else names):
             if self._own is not None and locks[0] == _name(self._own.number):
                 return self._own

@@ -25,11 +25,7 @@ _INSERTED = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)") 
 
 @final
 class Names:
-    """The names in a checkpoint of what one model and its optimizers have.
-
-    Args:
-        model: the model, as it is trained.
-    """
+    """The names in a checkpoint of what one model and its optimizers have."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = _unwrapped(model)

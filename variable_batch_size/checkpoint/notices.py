@@ -14,13 +14,7 @@ UNCALLED_STEP = (
 
 
 def damaged(folder: Path, reasons: Mapping[str, str], restored: Path) -> str:
-    """Return the warning that these checkpoints are damaged, and what is restored instead.
-
-    Args:
-        folder: folder of the checkpoints.
-        reasons: by the names of the checkpoints, what is wrong with them.
-        restored: the checkpoint that is restored.
-    """
+    """Return the warning that these checkpoints are damaged, and what is restored instead."""
     names, verb = list(reasons), "is" if len(reasons) == 1 else "are"
     subject = f"Checkpoint {names[0]}" if len(names) == 1 else f"Checkpoints {', '.join(names)}"
     why = ", ".join(dict.fromkeys(reasons.values()))

@@ -30,12 +30,7 @@ _REVISIONS = 1000  # of one update, by one writer
 
 @final
 class StoreFolder(CheckpointFolder):
-    """The checkpoints in one folder of an object store.
-
-    Args:
-        path: path of the folder, a UPath.
-        run: see `Lease`.
-    """
+    """The checkpoints in one folder of an object store."""
 
     def __init__(self, path: Path, run: str | None = None) -> None:
         super().__init__(path, run)
@@ -148,11 +143,6 @@ def path_of(location: str | os.PathLike[str]) -> Path:
 
 
 def folder_at(location: str | os.PathLike[str], run: str | None = None) -> CheckpointFolder:
-    """Return the checkpoints at a location.
-
-    Args:
-        location: a path or a URL.
-        run: see `Lease`.
-    """
+    """Return the checkpoints at a location."""
     path = path_of(location)
     return DiskFolder(path, run) if is_on_disk(path) else StoreFolder(path, run)

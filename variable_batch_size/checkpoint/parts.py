@@ -86,9 +86,6 @@ class Parts:
         """Return the names of tensors that are equal on all ranks: what optimizers update, and what they keep for it.
 
         Other parameters may differ, because the first update compares those of the optimizers only.
-
-        Args:
-            tensors: by their names in a checkpoint.
         """
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, CustomOptimizer)}
         updated = {identity(one) for part in optimizers.values() for one in parameters_of(part.param_groups)}

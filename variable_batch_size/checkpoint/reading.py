@@ -261,10 +261,6 @@ class StoredState(NamedTuple):
     def check_outside(self, optimizer: str, parameters: Mapping[int, Tensor]) -> None:
         """Check that an optimizer in the checkpoint had these parameters that no module among the parts has.
 
-        Args:
-            optimizer: name of the part.
-            parameters: by their numbers in the optimizer.
-
         Raises:
             ValueError: if it had others, or of other shapes.
         """
@@ -311,12 +307,6 @@ def read_first(
     paths: Iterable[Path], likes: Mapping[str, DTensor], agreement: Agreement, what: str
 ) -> tuple[StoredState | None, dict[str, str]]:
     """Return the first of these checkpoints that is intact on all ranks, and what is wrong with earlier ones, by name.
-
-    Args:
-        paths: of the checkpoints, the same on all ranks.
-        likes: see `StoredState.read`.
-        agreement: of all ranks.
-        what: the call that all of them make.
 
     Raises:
         RuntimeError: on every rank, if ranks read different checkpoints.

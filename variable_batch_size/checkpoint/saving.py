@@ -145,9 +145,6 @@ class Copies:
     """Copies of tensors in host memory, which is kept: allocating fresh pages takes longer than copying into them.
 
     A copy is valid until the next one is taken. A checkpoint is written from it while the training goes on.
-
-    Args:
-        backend: brings tensors to the host.
     """
 
     def __init__(self, backend: Backend) -> None:

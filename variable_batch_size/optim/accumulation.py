@@ -21,13 +21,7 @@ from variable_batch_size.optim.tensors import are_parts, is_narrow, local, scala
 
 
 def multiply(gradients: Sequence[Tensor], factor: Any, backend: Backend) -> None:
-    """Multiply gradients in place by a float or a 0-D tensor; a static graph has no special cases 0 and 1.
-
-    Args:
-        gradients: the gradients; none is allowed.
-        factor: the factor.
-        backend: backend of the optimizer.
-    """
+    """Multiply gradients in place by a float or a 0-D tensor; a static graph has no special cases 0 and 1."""
     if not gradients or (isinstance(factor, float) and factor == 1 and not backend.static_graph):
         return
     parts = local(gradients)
@@ -39,12 +33,6 @@ def products(gradients: Sequence[Tensor], factor: float, backend: Backend, place
 
     There the gradient of a linear layer, as backward leaves it, is a view of its transpose. Changed in place, both
     would be results of the graph: 1.4 times the time of a backward that is dominated by linear layers, on XLA:CPU.
-
-    Args:
-        gradients: the gradients; none is allowed.
-        factor: the factor.
-        backend: backend of the optimizer.
-        place: see `Backend.scalars`.
     """
     if not gradients or not backend.static_graph:
         multiply(gradients, factor, backend)

@@ -43,10 +43,6 @@ class BiasCorrection:
     C <- beta C + (1 - beta) is the recursion of the average itself: a sum of positive numbers. It stays exact if beta
     is so close to 1 that 1 - (product) would cancel, and beta = 0 is no special case, as it is for a sum of logarithms.
     Before that update, and with any other optimizer, scalings are returned unchanged.
-
-    Args:
-        inner: the optimizer.
-        backend: its backend.
     """
 
     def __init__(self, inner: Optimizer, backend: Backend) -> None:

@@ -22,10 +22,6 @@ class HookedDDPSync(Sync):
     """A DistributedDataParallel with a communication hook of the user sums: each loss carries its weight.
 
     The hook averages over the ranks, as those of torch do, so that the weights are multiplied by their number.
-
-    Args:
-        backend: sums what travels with the gradients.
-        module: the DistributedDataParallel.
     """
 
     in_backward = True

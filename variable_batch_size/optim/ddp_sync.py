@@ -35,10 +35,6 @@ _ELSEWHERE = "call model.module for another optimizer's loss"
 class DDPSync(Sync):
     """A DistributedDataParallel sums in the last `backward()` of a step.
 
-    Args:
-        backend: sums what travels with the gradients.
-        module: the DistributedDataParallel.
-
     Raises:
         ValueError: if `module` has other ranks than `backend`.
     """

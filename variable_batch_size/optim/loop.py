@@ -80,11 +80,6 @@ class Loop:
 
     An update is committed at one moment, when the clock advances. What shows that it has happened is either derived
     from the clock or settled afterwards (`settle`), again if an interrupt comes in between.
-
-    Args:
-        sampler: deals the microbatches.
-        backend: backend of the optimizer.
-        **cut: see `Feed.attach`.
     """
 
     def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
@@ -213,9 +208,6 @@ class Loop:
 
     def receive(self, parameters: Sequence[Tensor]) -> Microbatch:
         """Count the next microbatch as received, and return it.
-
-        Args:
-            parameters: those that have its gradients.
 
         Raises:
             RuntimeError: if it cannot be the one that the sampler dealt.

@@ -26,9 +26,6 @@ class StepMeans:
     mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. The sums travel in the message
     of the gradients. Nothing is read from a device.
 
-    Args:
-        backend: backend of the optimizer.
-
     Attributes:
         names: names of the values, those of the first update; None before it.
     """
@@ -182,9 +179,6 @@ class TokenCount:
     G = (sum_j d_j S_j) / (sum_j d_j c_j) over the microbatches j of all ranks: S_j is the gradient of the sum of the
     losses of a microbatch, c_j its count, and d_j its distinct samples divided by its rows, so that repeated rows count
     once and replays not at all. In a mean of the means S_j / c_j a token would weigh less in a longer microbatch.
-
-    Args:
-        backend: backend of the optimizer.
 
     Attributes:
         used: whether the steps of this training have counts; None before the first one.

@@ -41,9 +41,6 @@ class HyperparameterScaling:
     def applied(self, scalings: Sequence[Scaling]) -> Iterator[None]:
         """Scale each parameter group within a block that calls `inner.step()`.
 
-        Args:
-            scalings: one for each parameter group.
-
         Raises:
             ValueError: if a factor is for a hyperparameter that no group has, a beta leaves [0, 1), or parameters of
                 one group of an Adam have made different numbers of updates and a factor is on its betas.
@@ -70,13 +67,7 @@ class HyperparameterScaling:
         self._bias_correction.commit()
 
     def _lr_of(self, index: int, group: Group, scaling: Scaling) -> Group:
-        """Return the lr of a group for the step, if it has one; without the factor that is left to `DeferredLrFactor`.
-
-        Args:
-            index: that of the group.
-            group: the group.
-            scaling: its factors.
-        """
+        """Return the lr of a group for the step, if it has one; without the factor that is left to `DeferredLrFactor`."""
         if "lr" not in group:
             return {}
         lr, factor = group["lr"], scaling.lr
@@ -102,10 +93,6 @@ class DeferredLrFactor:
     This equals a factor on lr if the change of the parameters is proportional to lr. It needs a copy of the scaled
     parameters during the step. It is the first post-hook of the step, so that hooks which are registered later see the
     final parameters; pre-hooks see the reference lr.
-
-    Args:
-        inner: the optimizer.
-        backend: its backend.
     """
 
     def __init__(self, inner: Optimizer, backend: Backend) -> None:

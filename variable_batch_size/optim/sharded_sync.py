@@ -271,10 +271,6 @@ class SameForwards:
     """Compares the ranks at the first forward of each part of a model, whose parameters FSDP2 gathers from all of them.
 
     Ranks that differ would wait for one another in torch, or mistake the parameters of one part for those of another.
-
-    Args:
-        parts: by name.
-        agreement: of all ranks.
     """
 
     def __init__(self, parts: Iterable[tuple[str, Any]], agreement: Agreement) -> None:

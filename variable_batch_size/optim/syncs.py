@@ -86,13 +86,7 @@ def backend_for(
 
 
 def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: bool) -> Sync:
-    """Return what sums the gradients of a model.
-
-    Args:
-        module: the model, if it is known.
-        backend: of the ranks that share a batch.
-        sharded_accumulation: see `ShardedSync`.
-    """
+    """Return what sums the gradients of a model."""
     if isinstance(module, DistributedDataParallel):
         of_user = not is_reduced(module) and module._comm_hooks
         return HookedDDPSync(backend, module) if of_user else DDPSync(backend, module)

@@ -72,13 +72,7 @@ def shard_of(tensor: DTensor) -> list[int]:
 
 
 def check_whole(tensors: Sequence[Tensor], what: str, remedy: str) -> None:
-    """Raise TypeError if a tensor is sharded.
-
-    Args:
-        tensors: the tensors.
-        what: what needs whole ones, in words.
-        remedy: what to do.
-    """
+    """Raise TypeError if a tensor is sharded."""
     if are_parts(tensors):
         raise TypeError(f"{what} needs whole tensors, but the model is sharded (its parameters are DTensors); {remedy}")
 
