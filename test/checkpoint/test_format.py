@@ -38,14 +38,16 @@ KINDS = [kind for kind in format.DTYPES.values() if is_copied(kind)]
 def through_json(value: Any) -> Any:
     """A value as it is read from a checkpoint with one file."""
     encoded = format.encode(value)
-    text = format.dumps({"value": encoded.json, "facts": {k: format.described(t) for k, t in encoded.tensors.items()}})
+    text = format.dumps(
+        {"state": encoded.json, "tensors": {k: format.described(t) for k, t in encoded.tensors.items()}}
+    )
     file = io.BytesIO()
     entry, extents = tensor_file.write(file, "file", encoded.tensors)
     read = format.loads(text)
     assert entry.bytes == len(file.getvalue())
     assert tensor_file.is_intact(file, entry, [*extents.values()])
-    tensors = {name: tensor_file.read(file, extent, read["facts"][name]) for name, extent in extents.items()}
-    return format.decode(read["value"], tensors.__getitem__)
+    tensors = {name: tensor_file.read(file, extent, read["tensors"][name]) for name, extent in extents.items()}
+    return format.decode(read["state"], tensors.__getitem__)
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -269,8 +271,8 @@ def test_what_no_checkpoint_can_hold_is_named_with_its_place(value: Any) -> None
 
 
 def test_any_change_of_the_text_is_seen() -> None:
-    text = format.dumps({"a": [1, {"b": 0.1}], "c": "\u00e9"})
-    assert format.loads(text)["a"] == [1, {"b": 0.1}]
+    text = format.dumps({"state": [1, {"b": 0.1}], "trace": "\u00e9"})
+    assert format.loads(text)["state"] == [1, {"b": 0.1}]
     for place in range(len(text)):
         changed = chr(ord(text[place]) ^ 1)
         for other in (text[:place], text[:place] + text[place + 1 :], text[:place] + changed + text[place + 1 :]):

@@ -67,7 +67,7 @@ class HyperparameterScaling:
         self._bias_correction.commit()
 
     def _lr_of(self, index: int, group: Group, scaling: Scaling) -> Group:
-        """Return the lr of a group for the step, if it has one; without the factor that is left to `DeferredLrFactor`."""
+        """Return the lr of a group for the step, if it has one, without the factor left to `DeferredLrFactor`."""
         if "lr" not in group:
             return {}
         lr, factor = group["lr"], scaling.lr
