@@ -113,7 +113,7 @@ def test_reads_the_progress_two_updates_later(monkeypatch: pytest.MonkeyPatch) -
 
         return read
 
-    monkeypatch.setattr(run.optimizer, "progress_later", later)
+    monkeypatch.setattr(run.optimizer, "_progress_later", later)
     scheduler = vbs.ProgressScheduler(counter(run.optimizer), run.optimizer)
     for _ in range(4):
         run.run(1)
