@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, final
 
@@ -19,6 +21,7 @@ from helpers.agreements import agreements, in_threads, message_of
 from variable_batch_size.backend import parting
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.backend.course import Groups
+from variable_batch_size.world import World
 
 Result = TypeVar("Result")
 LONG = 3_000  # updates; no rank makes that many
@@ -200,6 +203,17 @@ def test_the_interval_between_looks_keeps_their_cost_small() -> None:
     assert agreement._interval(agreement._looked_time + 0.3) == 2
 
 
+class Member:
+    """A party whose store is a file."""
+
+    leave: Any
+
+    def drop_store(self) -> None: ...
+
+
+joined: list[Member] = []
+
+
 def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_ended() -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     clients = [dist.TCPStore("localhost", server.port, is_master=False) for _ in range(2)]
@@ -213,7 +227,30 @@ def test_ranks_make_their_last_updates_although_the_process_with_the_store_has_e
     with pytest.raises(AbsentRankError, match=r"come to save\(\), but the process that holds the store, .*, has ended"):
         late.gather("save()", "")
     late.leave.detach()  # it would print a warning of torch
-    parting._last.clear()
+    parting._last_joined.clear()
+
+
+def join(path: str) -> None:
+    store = dist.FileStore(path, 9)
+    joined.append(Member())
+    joined[-1].leave = parting.register_leave(joined[-1], World(0, 1), store, in_memory=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # of Python 3.12 and later
+@pytest.mark.parametrize("before", [False, True])
+def test_a_fork_leaves_at_its_end_also_if_its_parent_has_joined(before: bool, tmp_path: Path) -> None:
+    if before:
+        join(str(tmp_path / "parent"))
+    child = multiprocessing.get_context("fork").Process(target=join, args=(str(tmp_path / "child"),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert dist.FileStore(str(tmp_path / "child"), 9).check([f"{parting.LEFT}/0"])
+    assert not before or not dist.FileStore(str(tmp_path / "parent"), 9).check([f"{parting.LEFT}/0"])
+    for member in joined:
+        member.leave()
+    joined.clear()
+    parting._last_joined.clear()
 
 
 # ----------------------------------------------------------------------------------------- ranks that differ hear of it

@@ -251,5 +251,7 @@ def test_accepts_a_state_of_another_trace_form_world_and_minibatch_size() -> Non
 
 def test_rejects_a_position_outside_the_plan() -> None:
     state = {**CASE.sampler().state_dict(), "epoch": 1, "first_step": 8, "step": 40}
-    with pytest.raises(ValueError, match=r"epoch 1 has the steps 8 to 15 and the state is at step 40; restore"):
+    with pytest.raises(
+        ValueError, match=r"epoch 1 begins at step 8 and ends before step 16, and the state is at step 40; restore"
+    ):
         CASE.sampler().load_state_dict(state, strict=False)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.course import Course, Groups, difference
-from variable_batch_size.backend.parting import LEFT, has_ended, identity, leaves
+from variable_batch_size.backend.parting import LEFT, has_ended, identity, register_leave
 
 _MAX_SHARE = 0.005  # largest share of an update's time to spend on looks into the store
 _MAX_INTERVAL = 0.5  # seconds between two looks, unless one update takes longer
@@ -78,7 +78,7 @@ class Agreement:
             found = [json.loads(text) for text in backend._gather_bytes(own.encode())]
             self._store = dist.PrefixStore(f"{_BASE}/{found[0][0]}", store)
             self._processes = [process for _, process in found]  # by rank
-            self.leave = leaves(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
+            self.leave = register_leave(self, self.world, self._store, in_memory=isinstance(store, dist.HashStore))
             look = WeakMethod(self._look_while_waiting)
             backend.while_waiting = lambda *waits: (alive := look()) and alive(*waits)
 

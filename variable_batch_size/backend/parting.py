@@ -31,26 +31,26 @@ class Party(Protocol):
         """Let go of the store, and of its threads."""
 
 
-_open: WeakSet[Party] = WeakSet()  # with another store than one in memory, which ends with all ranks
-_last: list[tuple[dist.Store, World, int]] = []  # store, ranks and process of the last one
+_open_parties: WeakSet[Party] = WeakSet()  # with another store than one in memory, which ends with all ranks
+_last_joined: list[tuple[dist.Store, World, int]] = []  # store, ranks and process of the last one
 
 
-def leaves(party: Party, world: World, store: dist.Store, *, in_memory: bool) -> finalize[Any, Any]:
-    """Return a function that lets other ranks know that this one has ended; called at the end of the process at last.
+def register_leave(party: Party, world: World, store: dist.Store, *, in_memory: bool) -> finalize[Any, Any]:
+    """Return a function that tells the other ranks that this one has ended; it also runs when the process exits.
 
     Args:
-        party: it is called when this is forgotten.
+        party: what takes part for this rank; the function also runs when it is garbage-collected.
         world: this rank, and the number of ranks.
-        store: what ranks agree through.
-        in_memory: whether that ends with the process of all ranks.
+        store: the store through which the ranks agree.
+        in_memory: whether the store is in the memory of this process, so that no rank can outlive it.
     """
-    leave = finalize(party, _leave, store, world.rank, os.getpid())  # once
+    leave = finalize(party, _leave, store, world.rank, os.getpid())  # a second call does nothing
     if not in_memory:
-        if not _last:
-            atexit.register(_leave_all)  # it is called before what modules have registered
-            Finalize(None, _leave_all, exitpriority=1)  # the forks of multiprocessing end without atexit
-        _last[:] = [(store, world, os.getpid())]
-        _open.add(party)
+        if not _last_joined or _last_joined[0][2] != os.getpid():  # a fork has no finalizers of multiprocessing yet
+            atexit.register(_leave_all)  # registered late, so that it runs before the handlers of imported modules
+            Finalize(None, _leave_all, exitpriority=1)  # processes that multiprocessing forks skip atexit
+        _last_joined[:] = [(store, world, os.getpid())]
+        _open_parties.add(party)
     return leave
 
 
@@ -63,10 +63,10 @@ def _leave(store: dist.Store, rank: int, pid: int) -> None:
 
 def _leave_all() -> None:
     """Leave; rank 0, whose process holds the store as a rule, waits for a moment until the others exit, too."""
-    ends, parties = time.monotonic() + _SECONDS_AT_EXIT, list(_open)
+    ends, parties = time.monotonic() + _SECONDS_AT_EXIT, list(_open_parties)
     for party in parties:
         party.leave()
-    for store, world, pid in _last:
+    for store, world, pid in _last_joined:
         with suppress(RuntimeError):
             exited = store.add(_EXITED, int(os.getpid() == pid))
             while world.rank == 0 and os.getpid() == pid and exited < world.size and time.monotonic() < ends:
@@ -74,8 +74,8 @@ def _leave_all() -> None:
                 exited = store.add(_EXITED, 0)
     for party in parties:
         party.drop_store()
-    _open.clear()
-    _last.clear()
+    _open_parties.clear()
+    _last_joined.clear()
 
 
 def identity() -> str:

@@ -219,8 +219,10 @@ class CapacityTrace:
     def scaled(self, factor: float) -> CapacityTrace:
         """Return the trace with all times multiplied by `factor`: 1 / 1440 makes a minute of a day.
 
+        Prices per hour stay, so that the cost changes with the times.
+
         Raises:
-            TypeError, ValueError: if `factor` is not a number > 0.
+            TypeError, ValueError: if `factor` is not a finite number > 0.
         """
         factor = check_positive(factor, "factor", "pass a positive number")
         return CapacityTrace(self._seconds * factor, self._nodes, self._end * factor, self._prices)

@@ -181,12 +181,12 @@ class Clock:
         epoch = self.plan.epoch(position.epoch)
         if not epoch.first_step <= position.step <= epoch.end_step:
             raise ValueError(
-                f"a saved position must exist in the plan that resumes, but here epoch {position.epoch} has the steps "
-                f"{epoch.first_step} to {epoch.end_step - 1} and the state is at step {position.step}; restore it "
-                f"with the trace and the dataset size that it was saved with"
+                f"a saved position must exist in the plan that resumes, but here epoch {position.epoch} begins at step "
+                f"{epoch.first_step} and ends before step {epoch.end_step}, and the state is at step {position.step}; "
+                f"restore it with the trace and the dataset size that it was saved with"
             )
         samples = check_int(state["samples"], "samples")
-        pending = position.step == epoch.end_step and bool(state["end_pending"])
+        pending = position.step == epoch.end_step and bool(state["end_pending"])  # only at the end of an epoch
         committed = epoch, position.step
         self._state = _State(
             self.plan, epoch, position.step, samples, committed, end_pending=pending, commits=self.commits

@@ -79,7 +79,7 @@ class HookedDDPSync(Sync):
         super().clear()
         self._forward = False
 
-    def check_discard(self, agreement: Agreement | None, timeout: float) -> None:
+    def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
         """Check that all ranks discard the step: buckets that have left cannot be called back."""
         assert agreement is not None  # the optimizer has created it
         agreement.gather("discard_step()", "", timeout)

@@ -137,11 +137,11 @@ class DDPSync(Sync):
         if others:
             self._all_reduce(others)
 
-    def check_discard(self, agreement: Agreement | None, timeout: float) -> None:
-        """Check that all ranks discard the step: buckets that have left cannot be called back.
+    def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
+        """Wait until all ranks discard the step, then reset the reducer: buckets that were sent cannot be taken back.
 
         Raises:
-            RuntimeError: if not.
+            RuntimeError: if a rank makes another call, has ended, or does not come within `timeout` seconds.
         """
         assert agreement is not None  # the optimizer has created it
         agreement.gather("discard_step()", "", timeout)

@@ -196,7 +196,7 @@ class CustomOptimizer(ObservedOptimizer):
         """
         self._settle()
         self._loop.check_phase("discard_step()", Phase.BETWEEN_STEPS, Phase.INSIDE_STEP, Phase.INTERRUPTED)
-        self._updater.gradient.sync.check_discard(self._agreement, timeout)
+        self._updater.gradient.sync.prepare_discard(self._agreement, timeout)
         self._clear()
         self._loop.restart()
 

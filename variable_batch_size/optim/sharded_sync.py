@@ -157,7 +157,7 @@ class ShardedSync(Sync):
         if others:
             self._all_reduce(others)
 
-    def check_discard(self, agreement: Agreement | None, timeout: float) -> None:
+    def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
         """Check that all ranks discard the step: what was summed cannot be called back."""
         assert agreement is not None  # the optimizer has created it
         agreement.gather("discard_step()", "", timeout)

@@ -113,8 +113,8 @@ class Sync(ABC):
         self._begun = False
         self.clear()
 
-    def check_discard(self, agreement: Agreement | None, timeout: float) -> None:
-        """Check that the step can be discarded.
+    def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
+        """Prepare to discard the step, and check that it can be.
 
         Args:
             agreement: of all ranks, if there is one.

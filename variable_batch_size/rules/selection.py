@@ -21,17 +21,17 @@ def rules_for_groups(rule: Rule | str | Sequence[Rule | str], groups: int) -> tu
         ValueError: for an unknown name, a name of a rule that takes arguments, or a sequence of another length.
     """
     if isinstance(rule, str) or not isinstance(rule, Sequence):
-        return (_rule(rule),) * groups
+        return (_as_rule(rule),) * groups
     if len(rule) != groups:
         raise value_error(
             "a sequence of rules must hold one for each parameter group",
             f"{len(rule)} for {groups}",
             "pass as many, or one rule for all; to add a group later, add it to the inner optimizer and wrap it again",
         )
-    return tuple(map(_rule, rule))
+    return tuple(map(_as_rule, rule))
 
 
-def _rule(rule: Rule | str) -> Rule:
+def _as_rule(rule: Rule | str) -> Rule:
     if not isinstance(rule, str):
         check_rule(rule)
         return rule

@@ -144,10 +144,11 @@ class Model:
     _seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # (samples, devices) -> seconds
 
     def equal_updates(self, size: int, devices: int, before: Position) -> EqualUpdates:
-        """Return the next updates of one batch size, from the position `before` them.
+        """Return the next updates of `size` samples on a number of devices, from the position `before` on.
 
         Raises:
-            ValueError: if the batch size is larger than the dataset.
+            TypeError: if the progress of the rule is not a number.
+            ValueError: if the batch size exceeds the dataset, or the progress is not finite and >= 0.
         """
         if self.dataset_size is not None and size > self.dataset_size:
             requirement = f"a batch must have at most the {self.dataset_size} samples of the dataset"

@@ -91,7 +91,7 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
             [1, 2**53], if the first entry does not start at 0, if the thresholds do not increase, or if `unit` or
             `sequence_length` is not valid.
     """
-    sequence_length = _divisor_of(unit, sequence_length)
+    divisor = _divisor_of(unit, sequence_length)
     if not isinstance(schedule, str):
         raise type_error("a schedule must be a string", schedule, f"write it like {EXAMPLE}")
     words = schedule.replace(",", " ").split()
@@ -102,12 +102,12 @@ def parse_schedule(schedule: str, unit: Unit = "steps", sequence_length: int | N
     entries: list[tuple[int, int]] = []
     for number, word in enumerate(words, 1):
         minimum = entries[-1][0] + 1 if entries else 0
-        entries.append(_parse_entry(word, number, minimum, unit, sequence_length))
+        entries.append(_parse_entry(word, number, minimum, unit, divisor))
     return entries if unit == "steps" else first_steps(entries)
 
 
 def _divisor_of(unit: Unit, sequence_length: int | None) -> int:
-    """Return how many of the unit a threshold is divided by: the length of a sequence for tokens, otherwise 1."""
+    """Return what thresholds are divided by: the tokens of a sample for unit="tokens", otherwise 1."""
     check_choice(unit, "unit", ("steps", "samples", "tokens"))
     if unit == "tokens":
         remedy = "pass the number of tokens in a sample"
@@ -118,7 +118,7 @@ def _divisor_of(unit: Unit, sequence_length: int | None) -> int:
     return 1
 
 
-def _parse_entry(word: str, number: int, minimum: int, unit: Unit, sequence_length: int) -> tuple[int, int]:
+def _parse_entry(word: str, number: int, minimum: int, unit: Unit, divisor: int) -> tuple[int, int]:
     """Return the threshold and the batch size of one entry, whose threshold must be at least `minimum`.
 
     A threshold in tokens is returned in samples, rounded down.
@@ -130,7 +130,7 @@ def _parse_entry(word: str, number: int, minimum: int, unit: Unit, sequence_leng
         remedy = f"write the schedule like {EXAMPLE}"
         raise value_error(f"schedule entry {number} must be {form}", f"{word!r:.60}", remedy)
     where = f"schedule entry {number} ({word!r:.60})"
-    first = threshold // sequence_length
+    first = threshold // divisor
     if number == 1 and first != 0:
         raise value_error(f"{where} must start at {unit[:-1]} 0", threshold, "begin the schedule with 0:batch_size")
     name = "tokens // sequence_length" if unit == "tokens" else unit[:-1]
