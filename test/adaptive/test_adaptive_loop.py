@@ -241,7 +241,7 @@ def test_another_optimizer_goes_on_asking() -> None:
 @pytest.mark.parametrize("before", [{"every": 20, "delay": 9}, {"every": 1, "delay": 30}, {"every": None, "delay": 5}])
 @pytest.mark.parametrize("after", [{"every": 3, "delay": 5}, {"every": 7, "delay": 20}, {"every": None, "delay": 5}])
 @pytest.mark.parametrize("stop", [23, 40])
-@pytest.mark.filterwarnings("ignore:Resumed with another controller")
+@pytest.mark.filterwarnings("ignore:Resumed with another AdaptiveTrace")
 def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int) -> None:
     state, weights, first = trained(small(**before), [(1, stop)])
     _, _, runs = part(small(**after), World(), None, state, 120, weights)
@@ -279,7 +279,7 @@ def test_a_resumed_run_may_have_another_controller_or_other_bounds() -> None:
         (vbs.AdaptiveTrace(ConstantBatch(7), every=None), 7),
         (vbs.AdaptiveTrace(ConstantBatch(7), start=20, every=None), 7),
     ):
-        with pytest.warns(UserWarning, match=r"^Resumed with another controller: batch sizes were chosen by C"):
+        with pytest.warns(UserWarning, match=r"^Resumed with another AdaptiveTrace: batch sizes were chosen by C"):
             _, _, runs = part(replace(constant, trace=trace), World(), None, state, 30, weights)
         assert runs == [(0, 20), (9, size)]
 

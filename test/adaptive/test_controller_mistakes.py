@@ -67,7 +67,7 @@ def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, ev
     before = vbs.AdaptiveTrace(ConstantBatch(16), every=every, delay=9)
     after = vbs.AdaptiveTrace(Smoothed(NoiseScale(), 0.5), start=16, every=5, delay=9)
     state, weights, _ = trained(Setting(before, 4, False, "linear"), [(1, stop)])
-    with pytest.warns(UserWarning, match="^Resumed with another controller"):
+    with pytest.warns(UserWarning, match="^Resumed with another AdaptiveTrace"):
         _, _, runs = part(Setting(after, 4, False, "linear"), World(), None, state, 90, weights)
     assert runs[0] == (0, 16)
     assert len(runs) > 1

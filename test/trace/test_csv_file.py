@@ -206,6 +206,7 @@ INVALID = {
         "got field",
         "fix the line",
     ),
+    "a wrong row before an unclosed quote": (HEAD + '5,5\n1,"5\n', "row 1 (a.csv:2)", "must be 0", "got 5", "fix"),
 }
 
 

@@ -210,7 +210,7 @@ def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
     before, now = (state["decides"], state["asked"]), _describe(adaptive)
     if before != now:
         warnings.warn(
-            f"Resumed with another controller: batch sizes were chosen by {', '.join(before)}, and are by "
+            f"Resumed with another AdaptiveTrace: batch sizes were chosen by {', '.join(before)}, and are by "
             f"{', '.join(now)} from now on",
             UserWarning,
             stacklevel=5,

@@ -39,7 +39,12 @@ def read_csv(path: str, renumber: bool) -> IntArray:
     size_column = _column(header, SIZE_COLUMNS, where)
     if renumber:
         step_column = None
-    rows = list(lines)
+    rows: list[tuple[int, list[str]]] = []
+    try:
+        rows.extend(lines)
+    except ValueError:  # no valid CSV; an earlier row may be wrong, too
+        _read_rows(rows, header, step_column, size_column, path)
+        raise
     sizes = _read_columns(rows, step_column, size_column, len(header))
     if sizes is None:
         sizes = np.array(_read_rows(rows, header, step_column, size_column, path))  # (steps,)
