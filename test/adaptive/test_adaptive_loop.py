@@ -119,11 +119,13 @@ def test_a_loader_that_reads_too_far_is_told_which_delay_to_pass(every: int, ahe
     assert read_all(small(every=every, delay=ahead + 4, bounds=(1, 9)), ahead) == 60
 
 
-def test_a_list_of_the_sampler_in_another_thread_does_not_hang() -> None:
+@pytest.mark.parametrize("created_in_the_thread", [False, True])
+def test_a_list_of_the_sampler_in_another_thread_does_not_hang(created_in_the_thread: bool) -> None:
     errors: list[BaseException] = []
+    _, created, _ = build(small(every=3, delay=4))
 
     def read() -> None:
-        _, sampler, _ = build(small(every=3, delay=4))
+        sampler = build(small(every=3, delay=4))[1] if created_in_the_thread else created
         try:
             list(sampler)
         except RuntimeError as error:

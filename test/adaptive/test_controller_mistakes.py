@@ -109,7 +109,7 @@ def test_a_loader_in_a_thread_waits_says_so_and_ends_when_nobody_reads(monkeypat
     sampler = vbs.CustomSampler(100, trace, num_replicas=1, rank=0, minibatch_size=4)
     optimizer = vbs.CustomOptimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), sampler, 4)
     sizes: list[int] = []
-    thread = threading.Thread(target=lambda: sizes.extend(map(len, sampler)))
+    thread = threading.Thread(target=lambda: sizes.extend(map(len, sampler)), daemon=True)
     with warnings.catch_warnings(record=True, action="always") as told:
         thread.start()
         while not told:

@@ -39,8 +39,8 @@ class PlanState:
     """The plan of a sampler, as far as it is known.
 
     A loader may read in a thread of its own, ahead of the training: where the batch size is not decided yet, it waits
-    in `known_plan`. The thread of the training cannot wait for itself and gets an error: that of the last update, or
-    the one that created the sampler before there was any.
+    in `known_plan`. The thread of the training cannot wait for itself and gets an error. Before the first update nobody
+    knows which one it is: only a daemon, as the thread of a loader is, waits then.
 
     Args:
         plan: the plan.
@@ -57,7 +57,8 @@ class PlanState:
         self.decided_at = 0
         self._skipped: DecidedTrace | None = None  # where an epoch was chosen that is not trained yet
         self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
-        self._changed, self._trainer = threading.Condition(), threading.get_ident()
+        self._changed = threading.Condition()
+        self._trainer: int | None = None  # the thread of the last update
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which no loader waits for."""
@@ -68,7 +69,7 @@ class PlanState:
         """Take the state of another one; its clocks are copies, too."""
         clocks = state.pop("clocks")
         vars(self).update(state, _clocks=weakref.WeakSet(clocks))
-        self._changed, self._trainer = threading.Condition(), threading.get_ident()
+        self._changed, self._trainer = threading.Condition(), None
 
     @property
     def decided(self) -> DecidedTrace | None:
@@ -106,13 +107,19 @@ class PlanState:
 
     def grow(self, decided: DecidedTrace) -> None:
         """Plan with what was decided since; what lies before the position of any clock is the same."""
-        self._trainer = threading.get_ident()
         if self._decided is None or decided.trace is not self._decided.trace:
             behind = min(self._clocks, key=lambda clock: clock.position)
             state = {**behind.state_dict(), "fixed_shape": self.plan.fixed_shape}
             self.plan = replace(self.plan, trace=decided.trace).resume(state)
             self._replan()
         self._publish(decided)  # after the plan, which a thread that sees it reads
+
+    def mark_trainer(self) -> None:
+        """Note that this thread trains."""
+        self._trainer = threading.get_ident()
+
+    def _is_of_training(self, thread: threading.Thread) -> bool:
+        return not thread.daemon if self._trainer is None else thread.ident == self._trainer
 
     def skip_to(self, updates: int | None) -> None:
         """Note that the training will skip to this number of updates; None: it will not."""
@@ -144,7 +151,7 @@ class PlanState:
             if step < end_step or (step == epoch.end_step and plan.ends_whatever_follows(epoch)):
                 return plan, epoch, end_step
             assert decided is not None
-            if threading.get_ident() == self._trainer:
+            if self._is_of_training(threading.current_thread()):
                 raise _reads_too_far(decided.adaptive.delay, step, end_step, ahead)
             if abandoned() or not threading.main_thread().is_alive():
                 raise AbandonedError

@@ -84,6 +84,7 @@ class ControllerRunner:
 
     def _decide(self, decided: DecidedTrace, step: Step, agreement: Agreement, updates: int) -> None:
         plans, world, before = self._loop.feed.plans, self._world, decided
+        plans.mark_trainer()
         if self._stopwatch is not None:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
             self._stopwatch.after_update(world.size, rows, -(-step.num_microbatches // world.size))
