@@ -15,14 +15,7 @@ LOGGER = logging.getLogger("variable_batch_size")
 
 
 def log(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
-    """Log a message with the attributes `rank` and `update`, where they are known.
-
-    Args:
-        message: a sentence.
-        level: of `logging`.
-        rank: of this process.
-        update: number of updates that the training has made.
-    """
+    """Log a sentence with the attributes `rank` and `update` (updates made so far), where they are known."""
     _show()
     LOGGER.log(level, message, extra={"rank": rank, "update": update})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
-from typing import Protocol, final
+from typing import TypeAlias, final
 
 from variable_batch_size.backend import Backend, XlaBackend, detect
 from variable_batch_size.backend.agreement import Agreement
@@ -16,45 +16,9 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 SAMPLES = "samples"  # reserved name: the number of samples, which is a sum and not a mean
 
 
-class Source(Protocol):
-    """The microbatches to which an `Accumulator` adds values, one after another.
-
-    Attributes:
-        backend: how ranks communicate.
-    """
-
-    backend: Backend
-
-    @property
-    def agreement(self) -> Agreement:
-        """Through which the hosts exchange their sums; every rank has to ask for it."""
-
-    def starts_over(self) -> bool:
-        """Return whether the next value is the first one of a new pass, so that earlier ones do not count any more."""
-
-    def weights(self, names: Set[str]) -> dict[str, int]:
-        """Count a value of each name; return the samples that it stands for, with `SAMPLES` once a microbatch.
-
-        Raises:
-            RuntimeError: if there is no such microbatch, or it has a value of such a name.
-        """
-
-    def end_add(self) -> bool:
-        """Handle that these values were added; return whether all values of the pass count from now on."""
-
-    def settle(self) -> None:
-        """Let what is committed count."""
-
-    def discard(self) -> None:
-        """Handle that values were dropped."""
-
-    def missing(self) -> int:
-        """Return how many values a name lacks before sums may be read."""
-
-
 @final
 class TrainingSource:
-    """The microbatches of an optimizer, which tells the accumulator when their step is committed."""
+    """The microbatches of an optimizer, which calls the accumulator when it commits their step."""
 
     def __init__(self, optimizer: CustomOptimizer) -> None:
         self.backend = optimizer.backend
@@ -64,15 +28,18 @@ class TrainingSource:
 
     @property
     def agreement(self) -> Agreement:
-        """That of the optimizer."""
+        """That of the optimizer, through which the hosts exchange their sums."""
         return self._optimizer.agreement
 
     def starts_over(self) -> bool:
-        """Return False: the user decides that, by `set_epoch` or `reset`."""
+        """Return whether earlier values do not count any more: no, the user decides by `set_epoch` or `reset`."""
         return False
 
     def weights(self, names: Set[str]) -> dict[str, int]:
-        """Weigh values of the microbatch that the next `step()` counts."""
+        """Return the samples that a value of each name stands for, with `SAMPLES` once a microbatch.
+
+        The microbatch is the one that the next `step()` counts. Raise RuntimeError if it has a value of such a name.
+        """
         microbatch = self._current_microbatch()
         known = self._names if microbatch == self._microbatch else frozenset()
         if twice := sorted(known & names):
@@ -86,7 +53,7 @@ class TrainingSource:
         return weights
 
     def end_add(self) -> bool:
-        """Return False: the optimizer commits."""
+        """Return whether all values of the pass count from now on: no, the optimizer commits."""
         return False
 
     def settle(self) -> None:
@@ -98,7 +65,7 @@ class TrainingSource:
         self._microbatch, self._names = None, frozenset()
 
     def missing(self) -> int:
-        """Return 0: a name may have values for some microbatches only."""
+        """Return how many values a name lacks: none, it may have values for some microbatches only."""
         return 0
 
     def _current_microbatch(self) -> Microbatch:
@@ -116,9 +83,6 @@ class EvaluationSource:
     """The batches of a sampler: the i-th value of a name is that of batch i, and values count when a pass is complete.
 
     It counts values, because batches that the sampler has yielded may only be prefetched.
-
-    Raises:
-        ValueError: if the sampler deals for another rank or world than the backend's.
     """
 
     def __init__(self, sampler: EvaluationSampler, backend: Backend | None) -> None:
@@ -180,3 +144,6 @@ class EvaluationSource:
     def missing(self) -> int:
         """Return the largest number of batches for which a name has no value; 0 before the first value."""
         return max((len(self._sampler) - values for values in self._added.values()), default=0)
+
+
+Source: TypeAlias = TrainingSource | EvaluationSource

@@ -12,15 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from variable_batch_size._validation import check_int, type_error, value_error
+from variable_batch_size._validation import check_int
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.evaluation_sampler import EvaluationSampler
 from variable_batch_size.metric_sources import SAMPLES, EvaluationSource, Source, TrainingSource
 from variable_batch_size.optim.consistency import check_names
+from variable_batch_size.optim.means import check_mean
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 _WITHOUT_FLOAT64 = ("mps", "xla")  # device types that lack float64, or emulate it
@@ -163,7 +163,7 @@ class Accumulator:
 
     def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
         number = old.samples + samples
-        value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(mean, dtype=torch.float64)
+        value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(float(mean), dtype=torch.float64)
         if value.device.type not in _WITHOUT_FLOAT64:
             (total,) = old.parts or (torch.zeros((), dtype=torch.float64, device=value.device),)
             return _Sum(number, (torch.add(total, value, alpha=samples) if samples else total,))
@@ -221,15 +221,7 @@ def _check(name: str, mean: Tensor | float) -> None:
             f"the name {SAMPLES!r} is reserved for the number of samples, which is counted by itself; choose another "
             f"name"
         )
-    if isinstance(mean, Tensor):
-        if mean.numel() != 1:
-            raise value_error(
-                f"{name} must be a mean over the rows of the microbatch",
-                f"a tensor of shape {tuple(mean.shape)}",
-                "pass its .mean()",
-            )
-    elif isinstance(mean, bool) or not isinstance(mean, (int, float, np.floating, np.integer)):
-        raise type_error(f"{name} must be a number or a tensor with one element", mean, "pass a mean over the rows")
+    check_mean(name, mean)
 
 
 def compensated_add(high: Tensor, low: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

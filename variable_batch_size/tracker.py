@@ -48,12 +48,6 @@ class ScalarsFile:
 
     An existing file is continued: the first values of an update after 0 drop its rows from that update on. Update 0
     drops nothing, because hyperparameters are logged there at each start.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ValueError: if the file exists and has not been written by this class.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,11 +104,7 @@ class ScalarsFile:
 
 
 def read_scalars(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the rows of a `ScalarsFile`, without a truncated last row; of a missing file, none.
-
-    Raises:
-        ValueError: if the file is another one.
-    """
+    """Return the columns and the rows of a `ScalarsFile`, without a truncated last row; of a missing file, none."""
     if not path.exists():
         return ["update"], []
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -142,9 +132,9 @@ class Tracker:
     """A writer of scalars, to TensorBoard events and `scalars.csv` in one folder, with a progress bar.
 
     Files are opened at the first `log`, which an optimizer calls on rank 0 only; on other ranks, the `tracker` of an
-    optimizer writes nothing. Call `close()` at the end, or use it
-    in a `with` statement: rows of the last updates wait for a device until then. A training that resumes from an
-    earlier update in the same folder replaces the rows after that update: the first `log` of an update after 0 does.
+    optimizer writes nothing. Call `close()` at the end, or use it in a `with` statement: rows of the last updates wait
+    for a device until then. A training that resumes from an earlier update in the same folder replaces the rows after
+    that update: the first `log` of an update after 0 does.
 
     Args:
         logdir: folder of the files. Default: no files are written.

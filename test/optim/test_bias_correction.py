@@ -148,7 +148,7 @@ def test_the_terms_are_exact_for_betas_close_to_one(factors: list[float], beta: 
     scaling = HyperparameterScaling(adam, vbs.backend.LocalBackend())
     products = [Fraction(1), Fraction(1)]
     for factor in factors:
-        with scaling.applied([vbs.rules.Scaling(one_minus_beta=factor)]):
+        with scaling.apply([vbs.rules.Scaling(one_minus_beta=factor)]):
             products = [p * Fraction(1 - factor * (1 - b)) for p, b in zip(products, (0.9, beta), strict=True)]
     (found,) = scaling.state_dict()["bias_correction"]
     assert found[0] == len(factors)

@@ -28,7 +28,7 @@ def scaling_of(groups: list[Group]) -> HyperparameterScaling:
 def scaled(groups: list[Group], scaling: Scaling) -> list[Group]:
     """Return the hyperparameters within the step, and check that the same objects are back after it."""
     before = [dict(group) for group in groups]
-    with scaling_of(groups).applied(len(groups) * [scaling]):
+    with scaling_of(groups).apply(len(groups) * [scaling]):
         within = [dict(group) for group in groups]
     assert all(group[name] is old[name] for group, old in zip(groups, before, strict=True) for name in old)
     return within
@@ -72,7 +72,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 
 def test_restores_the_values_after_an_exception() -> None:
     group = {"lr": 0.1, "betas": (0.9, 0.99)}
-    with pytest.raises(LookupError), scaling_of([group]).applied([Scaling(lr=2, one_minus_beta=0.5)]):
+    with pytest.raises(LookupError), scaling_of([group]).apply([Scaling(lr=2, one_minus_beta=0.5)]):
         raise LookupError
     assert group == {"lr": 0.1, "betas": (0.9, 0.99)}
 
@@ -121,19 +121,19 @@ def test_rejects_a_power_that_takes_beta2_out_of_its_range(power: float) -> None
 
 def test_each_group_has_its_own_scaling() -> None:
     groups = [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
-    with scaling_of(groups).applied([Scaling(lr=2), Scaling(lr=3, eps=0.5)]):
+    with scaling_of(groups).apply([Scaling(lr=2), Scaling(lr=3, eps=0.5)]):
         assert groups == [{"lr": 0.2, "eps": 1e-8}, {"lr": 0.2 * 3, "eps": 5e-9}]
     assert groups == [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2, "eps": 1e-8}]
     with (
         pytest.raises(ValueError, match="no parameter group has weight_decay"),
-        scaling_of(groups).applied([Scaling(), Scaling(weight_decay=2)]),
+        scaling_of(groups).apply([Scaling(), Scaling(weight_decay=2)]),
     ):
         pass
 
 
 def test_rejects_and_restores_values_that_change_within_the_step() -> None:
     group = {"lr": 0.1}
-    with pytest.raises(RuntimeError, match="lr changed inside"), scaling_of([group]).applied([Scaling(lr=2)]):
+    with pytest.raises(RuntimeError, match="lr changed inside"), scaling_of([group]).apply([Scaling(lr=2)]):
         group["lr"] *= 0.9
     assert group == {"lr": 0.1}
 
@@ -150,10 +150,10 @@ def test_a_deferred_factor_equals_a_factor_on_lr(factor: float) -> None:
     initial = torch.tensor([1.0, -2.0], dtype=torch.float64)
     found, expected = (initial.clone().requires_grad_() for _ in range(2))
     deferred, plain = momentum_sgd([found]), momentum_sgd([expected])
-    applied = HyperparameterScaling(deferred, LocalBackend(), deferred_lr=True).applied
+    scaling = HyperparameterScaling(deferred, LocalBackend(), deferred_lr=True)
     for gradient in (torch.tensor([1.0, 3.0]), torch.tensor([-2.0, 0.5])):
         found.grad, expected.grad = (gradient.double() for _ in range(2))
-        with applied([Scaling(lr=torch.tensor(factor, dtype=torch.float64))]):
+        with scaling.apply([Scaling(lr=torch.tensor(factor, dtype=torch.float64))]):
             assert deferred.param_groups[0]["lr"] == 0.5
             deferred.step()
         plain.param_groups[0]["lr"] = 0.5 * factor
@@ -168,9 +168,9 @@ def test_a_deferred_factor_comes_before_later_hooks_and_ends_with_its_step() -> 
     scaling = HyperparameterScaling(inner, LocalBackend(), deferred_lr=True)
     seen: list[float] = []
     inner.register_step_post_hook(lambda *_: seen.append(weight.item()))
-    with scaling.applied([Scaling(lr=torch.tensor(0.5))]):
+    with scaling.apply([Scaling(lr=torch.tensor(0.5))]):
         inner.step()
-    with pytest.raises(LookupError), scaling.applied([Scaling(lr=torch.tensor(0.5))]):
+    with pytest.raises(LookupError), scaling.apply([Scaling(lr=torch.tensor(0.5))]):
         raise LookupError
     inner.step()
     assert seen == [-0.5, -1.5]

@@ -38,13 +38,9 @@ def run_child(work: Callable[..., int], args: Sequence[Any], environment: Mappin
     Args:
         work: picklable function; its result is the exit code of the process after a normal interpreter shutdown. An
             exception ends the process without a shutdown.
-        args: picklable arguments of `work`.
-        environment: environment variables to set in the new process.
 
     Raises:
-        TypeError: if `work` or `args` cannot be pickled.
         SystemExit: with the exit code of the child if it is not 0; with 143 if a signal asked it to stop.
-        RuntimeError: if an exception or another signal ended the child.
     """
     preemption = active_preemption()
     signals = preemption.signals if preemption else ()
@@ -136,9 +132,6 @@ class Rendezvous:
     """Barrier on the host for the ranks of one process, without a timeout.
 
     A rank that has returned cannot be waited for: the others raise.
-
-    Attributes:
-        left: whether a rank has returned.
     """
 
     def __init__(self, size: int) -> None:
@@ -146,11 +139,7 @@ class Rendezvous:
         self._change = threading.Condition()
 
     def wait(self) -> None:
-        """Return when all ranks have called it.
-
-        Raises:
-            RuntimeError: if a rank has left, or leaves during the call.
-        """
+        """Return when all ranks have called it."""
         with self._change:
             barrier = self._barriers
             self._arrived += 1

@@ -29,11 +29,6 @@ class NumbersAsInputs(TorchFunctionMode):
 
     These are the numbers in sums, products and quotients, and in `addcmul`, `addcdiv` and `lerp`: all that change from
     one step to the next in the optimizers of torch, except in their `foreach` implementations.
-
-    Args:
-        inner: the optimizer.
-        send: returns a number as a 0-D tensor that fits another tensor.
-        device_type: type of the devices that compile graphs.
     """
 
     def __init__(self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str = "xla") -> None:

@@ -10,8 +10,7 @@ devices execute work that the host has queued. Each rank reserves, in the store,
 next looks for a request. A rank that wants to meet writes the request first and then reads the reservations: all ranks
 meet after the last reserved update. A rank that reserves too late sees the request when it looks next.
 
-torch's own collectives over a store are private, keep the only connection of a process while they wait, which stops
-the threads that write, and leave their keys.
+torch's own collectives over a store are private, block the only connection of a process, and leave their keys.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Agreement:
 
     Attributes:
         world: this rank, and the number of ranks.
-        leave: function that lets ranks which wait for this one know that it has ended.
+        leave: lets ranks that wait for this one know that it has ended.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -264,6 +263,9 @@ class Agreement:
             self._store.set(self._key(_REQUESTED), "")
         else:
             self._reserve(self._updates + self._interval(began))
+        # A rank writes its reservation before it looks for a request, and a rank that wants to meet writes its request
+        # before it reads the reservations. So either the first one sees the request, or the second one sees the
+        # reservation: no rank passes the update of the meeting.
         if self._store.check([self._key(_REQUESTED)]):
             self._reserve(self._updates)  # this rank makes no further update before it knows the next meeting
             last = max(map(self._reserved_by, range(self.world.size)))
@@ -328,10 +330,7 @@ class Agreement:
     ) -> None:
         """Wait for the keys of ranks, or for `ready` in their place, which rank 0 writes when it has seen these.
 
-        The other arguments are those of `gather`.
-
-        Raises:
-            AbsentRankError: if a rank has ended, or does not come.
+        Raise AbsentRankError if a rank has ended or does not come. The other arguments are those of `gather`.
         """
         wanted, began, pause = [ready] if ready else [*keys.values()], time.monotonic(), 0.0
         patience, looks = self._patience if patience is None else patience, began + _SECONDS_TO_LOOK

@@ -41,10 +41,7 @@ class Course:
 def difference(first: str, other: str, rank: int) -> str:
     """Return the sentence for how another rank differs from rank 0; "" if it does not, or it is too long ago to know.
 
-    Args:
-        first: result of `Course.after` on rank 0.
-        other: that on the other rank, for the same update.
-        rank: the other rank.
+    `first` and `other` are the results of `Course.after` on both ranks, for the same update.
     """
     if first == other or not (first and other):
         return ""

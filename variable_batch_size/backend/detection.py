@@ -61,12 +61,8 @@ def current_world() -> World:
     return World()
 
 
-def world_of(rank: int | None, num_replicas: int | None) -> World:
-    """Return the world that a user passes, by default that of the current thread.
-
-    Raises:
-        ValueError: if only one of the arguments is given.
-    """
+def resolve_world(rank: int | None, num_replicas: int | None) -> World:
+    """Return the world that a user passes, with rank and size; by default that of the current thread."""
     if rank is None and num_replicas is None:
         return current_world()
     if rank is None or num_replicas is None:

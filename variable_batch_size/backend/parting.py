@@ -5,11 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet, finalize
 
 import torch.distributed as dist
@@ -20,22 +19,11 @@ LEFT, _EXITED = "left", "exited"  # keys: how many ranks have done so; and left/
 _SECONDS_AT_EXIT = 3.0
 
 
-class Party(Protocol):
-    """What agrees through a store."""
-
-    @property
-    def leave(self) -> Callable[[], object]:
-        """Let ranks that wait for this one know that it has ended."""
-
-    def drop_store(self) -> None:
-        """Let go of the store, and of its threads."""
-
-
-_open_parties: WeakSet[Party] = WeakSet()  # with another store than one in memory, which ends with all ranks
+_open_parties: WeakSet[Any] = WeakSet()  # agreements with another store than one in memory, which ends with all ranks
 _last_joined: list[tuple[dist.Store, World, int]] = []  # store, ranks and process of the last one
 
 
-def register_leave(party: Party, world: World, store: dist.Store, *, in_memory: bool) -> finalize[Any, Any]:
+def register_leave(party: Any, world: World, store: dist.Store, *, in_memory: bool) -> finalize[Any, Any]:
     """Return a function that tells the other ranks that this one has ended; it also runs when the process exits.
 
     Args:

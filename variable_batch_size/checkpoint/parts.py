@@ -20,7 +20,7 @@ from variable_batch_size.checkpoint.reading import StoredState
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.wrapper import parameters_of
+from variable_batch_size.optim.wrapper import list_parameters
 
 
 @runtime_checkable
@@ -88,7 +88,7 @@ class Parts:
         Other parameters may differ, because the first update compares those of the optimizers only.
         """
         optimizers = {name: part for name, part in self._by_name.items() if isinstance(part, CustomOptimizer)}
-        updated = {identity(one) for part in optimizers.values() for one in parameters_of(part.param_groups)}
+        updated = {identity(one) for part in optimizers.values() for one in list_parameters(part.param_groups)}
         kept = tuple(f"{name}/state/" for name in optimizers)
         return {name for name, tensor in tensors.items() if name.startswith(kept) or identity(tensor) in updated}
 

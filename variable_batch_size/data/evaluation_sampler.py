@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from variable_batch_size._validation import IntArray, check_int
-from variable_batch_size.backend.detection import runs_on_xla, world_of
+from variable_batch_size.backend.detection import resolve_world, runs_on_xla
 from variable_batch_size.data.iteration import INDICES_PER_CHUNK
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import number_of_samples
@@ -71,7 +71,7 @@ class EvaluationSampler(Sampler[list[int]]):
         fixed_shape: bool | None = None,
     ) -> None:
         super().__init__()
-        self.world = world_of(rank, num_replicas)
+        self.world = resolve_world(rank, num_replicas)
         self.passes = 0
         remedy = "pass a dataset with a length and at least one sample"
         size = check_int(number_of_samples(dataset_size), "dataset_size", 1, remedy=remedy)

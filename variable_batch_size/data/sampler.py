@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare
-from variable_batch_size.backend.detection import world_of
+from variable_batch_size.backend.detection import resolve_world
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.feed import Feed
@@ -113,7 +113,7 @@ class CustomSampler(Sampler[list[int]]):
         max_samples: int | None = None,
     ) -> None:
         super().__init__()
-        world = world_of(rank, num_replicas)
+        world = resolve_world(rank, num_replicas)
         samples = number_of_samples(dataset_size)
         cut_is_known, fixed_shape = fixed_shape is not None, bool(fixed_shape)
         decided = None

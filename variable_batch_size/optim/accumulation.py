@@ -40,7 +40,7 @@ def products(gradients: Sequence[Tensor], factor: float, backend: Backend, place
     return list(torch._foreach_mul(list(gradients), backend.scalar(factor, gradients[0], place)))
 
 
-def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+def collect_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of those parameters that have one."""
     return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
@@ -66,17 +66,9 @@ NOTHING = Aside({}, 1.0)
 
 
 class Accumulation(ABC):
-    """Accumulates the weighted gradients of the microbatches of a step on this rank.
+    """Accumulates the weighted gradients of the microbatches of a step on this rank."""
 
-    Args:
-        parameters: all parameters of the optimizer, in the order of its groups.
-        backend: backend of the optimizer.
-
-    Attributes:
-        keeps_grad: whether `.grad` holds the microbatches of an incomplete step.
-    """
-
-    keeps_grad: bool
+    keeps_grad: bool  # whether `.grad` holds the microbatches of an incomplete step
 
     def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
         self.parameters = list(parameters)
@@ -97,7 +89,6 @@ class Accumulation(ABC):
         """Accumulate a microbatch, whose `backward()` has run.
 
         Args:
-            fresh: for each parameter, whether that `backward()` gave it a gradient.
             weight: weight of the microbatch in the gradient of the step; 0 for a replay.
             next_weight: that of the next microbatch of this rank in the same step; None after the last one.
             grad_scale: scale of the loss under a `GradScaler`, 0-D.
@@ -150,16 +141,15 @@ class Accumulation(ABC):
 
 @final
 class InPlaceAccumulation(Accumulation):
-    """Accumulates in `.grad` by Horner's scheme.
-
-    After microbatch j the accumulated gradient is multiplied by w_j / w_(j+1), and after the last one by its weight.
-    The accumulation of autograd in `.grad` is then the only buffer.
-    """
+    """Accumulates in `.grad` by Horner's scheme, which needs no other buffer."""
 
     keeps_grad = True
 
     def _add(self, weight: float, next_weight: float | None, grad_scale: Tensor | None) -> None:
         assert grad_scale is None, "a GradScaler needs BufferedAccumulation"
+        # sum_j w_j g_j = (...((g_1 w_1 / w_2 + g_2) w_2 / w_3 + g_3)...) w_J: `.grad` always lacks the weight of the
+        # last microbatch that is in it. The next `backward()` adds to it without a copy, equal weights cost nothing,
+        # and `finish` multiplies by w_J together with the factor of the update.
         if next_weight is None:
             self._weight = weight
         elif weight != next_weight or self._backend.static_graph:

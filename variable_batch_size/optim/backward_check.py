@@ -73,9 +73,7 @@ class _Gradients(NamedTuple):
 class BackwardCheck:
     """Checks that only `backward()` changes the gradients between two calls of `step()`.
 
-    Args:
-        parameters: all parameters of the optimizer.
-        sums: whether `step()` sums over several ranks, so that nothing else may.
+    `sums`: whether `step()` sums over several ranks, so that nothing else may.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, sums: bool = False) -> None:
@@ -100,11 +98,7 @@ class BackwardCheck:
         ]
 
     def before_backward(self) -> None:
-        """Check that the gradients are as `step()`, or the last `optimizer.backward()`, has left them.
-
-        Raises:
-            RuntimeError: if something else has changed one.
-        """
+        """Check that the gradients are as `step()`, or the last `optimizer.backward()`, has left them."""
         if not self._sums:
             self._left = {False: 0, True: 0}  # without hooks
             self.stop()
@@ -116,11 +110,7 @@ class BackwardCheck:
         return self._ours is not None
 
     def after_backward(self) -> None:
-        """Note the gradients that `optimizer.backward()` leaves.
-
-        Raises:
-            RuntimeError: if they are not those that autograd has accumulated: it was a DistributedDataParallel.
-        """
+        """Record the gradients that `optimizer.backward()` leaves."""
         if self._hooks and not self._compiled and not self._ends_with_accumulations():
             raise RuntimeError(
                 "the gradients must be summed over the ranks by step() alone, but within backward() something has "
@@ -153,14 +143,10 @@ class BackwardCheck:
         """Check that `backward()` has added the gradients of a microbatch, and nothing else has changed them.
 
         Args:
-            fresh: the result of `fresh()`.
             replay: whether the microbatch is a replay, which may have no gradients.
             accumulating: whether `.grad` holds earlier microbatches of the step.
             changed: whether something else may have changed them, as a sum in `backward()` does.
             unscaled: whether `GradScaler.unscale_` has changed them.
-
-        Raises:
-            RuntimeError: if there was no `backward()`, or gradients were cleared, replaced or changed.
         """
         if self._ours is not None:
             self._check_ours(self._ours, unscaled=unscaled)
@@ -194,11 +180,7 @@ class BackwardCheck:
         self._seen, self._ours, self._accumulated = _Gradients([None] * number, [-1] * number), None, {}
 
     def begin(self, *, several: bool) -> None:
-        """Decide whether the next update is watched by hooks.
-
-        Args:
-            several: whether it has several microbatches on this rank.
-        """
+        """Decide whether hooks watch the next update, which has several microbatches on this rank or one."""
         probed = self._probed.get(several, 0) > 0
         self._norms = [] if probed else None
         self._probed |= {several: self._probed.get(several, 0) - 1} if probed else {}

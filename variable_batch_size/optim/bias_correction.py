@@ -53,14 +53,7 @@ class BiasCorrection:
         self._members: dict[int, list[Tensor]] = {}  # index of the group -> its parameters that took part last
 
     def correct(self, scalings: Sequence[Scaling]) -> list[Scaling]:
-        """Return the scalings that torch's Adam needs to compute the correct update, one for each parameter group.
-
-        Args:
-            scalings: those of the rules; their betas are in [0, 1).
-
-        Raises:
-            ValueError: if the parameters of a group have made different numbers of updates.
-        """
+        """Return the scalings that torch's Adam needs to compute the correct update, one for each parameter group."""
         self._uncommitted = self._next_terms(scalings) if isinstance(self._inner, Adam) else {}
         groups = zip(self._inner.param_groups, scalings, strict=True)
         return [

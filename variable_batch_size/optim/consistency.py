@@ -23,7 +23,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.normalization import check_seen, remember
 from variable_batch_size.optim.participation import FIRST_UPDATE
-from variable_batch_size.optim.tensors import check_whole, local, shard_of
+from variable_batch_size.optim.tensors import check_whole, local, shard_coordinates
 from variable_batch_size.optim.update import Updater
 
 _NUMBERS = frozenset({bool, int, float})
@@ -74,14 +74,10 @@ def broadcast_tensors(tensors: Sequence[Tensor], backend: Backend) -> None:
 
 
 def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backend, agreement: Agreement) -> None:
-    """Compare the ranks before the first update; they also agree on the parameters that have gradients.
-
-    Raises:
-        RuntimeError: on every rank, if they differ.
-    """
+    """Compare the ranks before the first update; they also agree on the parameters that have gradients."""
     if agreement.world.size > 1:
-        of_update = facts_of_update(updater, inner, backend)  # before the sampler's, which noise has changed
-        facts = {**loop.clock.state_dict(), **of_update, **facts_of_sampler(loop.sampler)}
+        of_update = update_facts(updater, inner, backend)  # before the sampler's, which noise has changed
+        facts = {**loop.clock.state_dict(), **of_update, **sampler_facts(loop.sampler)}
         check_same(FIRST_UPDATE, facts, agreement)
         names = json.dumps(updater.gradient.step_means.names_of_step)
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
@@ -94,8 +90,7 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
 def compare_after_update(agreement: Agreement, loop: Loop, inner: Optimizer) -> None:
     """Let the ranks compare where they are, and by which hyperparameters; they wait for one another after an epoch.
 
-    Raises:
-        RuntimeError: some updates later, or at the end of the epoch, on every rank, if they differ.
+    If they differ, every rank raises RuntimeError some updates later, or at the end of the epoch.
     """
     if agreement.world.size > 1:
         groups = tuple(
@@ -108,15 +103,9 @@ def compare_after_update(agreement: Agreement, loop: Loop, inner: Optimizer) -> 
 
 
 def check_same(what: str, facts: Mapping[str, Any], agreement: Agreement) -> None:
-    """Check that these values are the same on every rank. Every rank has to call it.
+    """Raise RuntimeError on every rank if a value that JSON represents differs; every rank has to call it.
 
-    Args:
-        what: the call in which ranks compare them, in words.
-        facts: name -> value that JSON represents, in the same order on every rank.
-        agreement: exchanges them.
-
-    Raises:
-        RuntimeError: if one differs; on every rank, with its name, two values, and a rank that has each.
+    `what` is the call in which ranks compare them, in words for the error.
     """
     text, within = json.dumps(facts, default=str), what == FIRST_UPDATE
     if len(set(agreement.gather(what, hashlib.sha256(text.encode()).hexdigest(), within=within))) == 1:
@@ -135,7 +124,7 @@ def _check_replicas(parameters: Sequence[Tensor], backend: Backend, agreement: A
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if not sharded:
         return
-    part = json.dumps([shard_of(parameter) for parameter in sharded])
+    part = json.dumps([shard_coordinates(parameter) for parameter in sharded])
     known: dict[str, tuple[int, int]] = {}  # part -> the first rank that has it, and its checksum
     found = agreement.gather(FIRST_UPDATE, json.dumps([part, checksum(local(sharded), backend)]), within=True)
     for rank, (other, crc) in enumerate(map(json.loads, found)):
@@ -167,7 +156,7 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
     return crc
 
 
-def facts_of_sampler(sampler: CustomSampler) -> dict[str, Any]:
+def sampler_facts(sampler: CustomSampler) -> dict[str, Any]:
     """Return what samplers must have in common, by name."""
     plan, decided = sampler.plan, sampler._feed.plans.decided
     return {
@@ -183,7 +172,7 @@ def facts_of_sampler(sampler: CustomSampler) -> dict[str, Any]:
     }
 
 
-def facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
+def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what optimizers must have in common, by name."""
     return {
         "ref_batchsize": updater.ref_batchsize,

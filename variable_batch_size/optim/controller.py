@@ -42,12 +42,6 @@ class ControllerRunner:
     """Asks the controller of the sampler, if it has one, on rank 0, and plans with its decisions on all ranks.
 
     Of several optimizers of a sampler, the one that makes an update first does it.
-
-    Args:
-        updater: the updater, which knows noise and progress.
-        loop: the loop, which has the sampler.
-        backend: of the ranks that share a batch.
-        tracker: gets each decision, and what it was made from; None: nobody does.
     """
 
     def __init__(self, updater: Updater, loop: Loop, backend: Backend, tracker: Tracker | None) -> None:
@@ -61,15 +55,7 @@ class ControllerRunner:
         self._begun = False  # whether an update was made
 
     def after_update(self, step: Step, agreement: Agreement) -> None:
-        """Ask, answer and adopt what is due after an update.
-
-        Args:
-            step: the step of the update.
-            agreement: brings the decisions to all ranks, none of which waits for another before it needs one.
-
-        Raises:
-            RuntimeError: on every rank, if the controller has failed.
-        """
+        """Ask, answer and adopt what is due after an update."""
         plans, updates = self._loop.feed.plans, self._loop.clock.step
         if plans.decided is None or updates <= (before := plans.decided_at):
             return

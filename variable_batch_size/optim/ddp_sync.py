@@ -6,7 +6,7 @@ samples, although ranks have different numbers of microbatches. The buckets, the
 happens to unused parameters are those of DistributedDataParallel.
 
 If the noise is measured, the gradients of earlier microbatches are kept apart from `.grad`, so that a bucket holds
-those of the last one alone, of which the hook takes the square.
+those of the last one alone, and the hook takes their square.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend, DistributedBackend
-from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.optim.accumulation import NOTHING, Aside
 from variable_batch_size.optim.backward_check import versions
+from variable_batch_size.optim.replay import call_before_forward
 from variable_batch_size.optim.sync import RESTART, Sync, Watch
 from variable_batch_size.optim.tensors import is_narrow, squared_norm
 
@@ -33,11 +33,7 @@ _ELSEWHERE = "call model.module for another optimizer's loss"
 
 @final
 class DDPSync(Sync):
-    """A DistributedDataParallel sums in the last `backward()` of a step.
-
-    Raises:
-        ValueError: if `module` has other ranks than `backend`.
-    """
+    """A DistributedDataParallel sums in the last `backward()` of a step."""
 
     in_backward = True
 
@@ -59,11 +55,7 @@ class DDPSync(Sync):
         self._reduction.syncs.add(self)
 
     def use(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of these parameters from now on, all of the optimizer.
-
-        Raises:
-            ValueError: if one is not in the module.
-        """
+        """Sum the gradients of these parameters from now on, all of the optimizer."""
         check_members(self.module, parameters)
         self._parameters, self._own = list(parameters), {id(parameter) for parameter in parameters}
 
@@ -74,11 +66,7 @@ class DDPSync(Sync):
         return any(not other._own.isdisjoint(self._own) for other in others)
 
     def before(self, *, last: bool, weight: float, aside: Aside) -> None:
-        """Switch the reduction on before the last microbatch, and off before all others.
-
-        Raises:
-            RuntimeError: if the module has a static graph, and the step several microbatches on this rank.
-        """
+        """Switch the reduction on before the last microbatch, and off before all others."""
         if self._number < 0:
             self._number = next(_numbers)
         if self.replaced:
@@ -103,11 +91,7 @@ class DDPSync(Sync):
         return torch.stack(self._squares).sum() if self._squares else None
 
     def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Sum what travels with the gradients, which `backward()` has summed.
-
-        Raises:
-            RuntimeError: if it has not, or a rank does not take part.
-        """
+        """Sum what travels with the gradients, which `backward()` has summed."""
         self._watch.end()
         if self.replaced:
             raise RuntimeError(
@@ -137,20 +121,14 @@ class DDPSync(Sync):
         if others:
             self._all_reduce(others)
 
-    def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
-        """Wait until all ranks discard the step, then reset the reducer: buckets that were sent cannot be taken back.
-
-        Raises:
-            RuntimeError: if a rank makes another call, has ended, or does not come within `timeout` seconds.
-        """
-        assert agreement is not None  # the optimizer has created it
-        agreement.gather("discard_step()", "", timeout)
+    def reset(self) -> None:
+        """Let the module expect no gradients of an earlier forward."""
         reset(self.module)
 
     def restart(self) -> None:
         """Forget what an exception has interrupted: every rank loads a state."""
         super().restart()
-        reset(self.module)
+        self.reset()
 
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
@@ -160,11 +138,7 @@ class DDPSync(Sync):
         self._aside, self._squares = NOTHING, []
 
     def drop(self) -> None:
-        """Check that no rank has summed gradients that this one forgets.
-
-        Raises:
-            RuntimeError: if this one has.
-        """
+        """Check that no rank has summed gradients that this one forgets."""
         if self._summed:
             raise RuntimeError(
                 f"the sums of a DistributedDataParallel must be used on all ranks, but zero_grad() would drop them on "
@@ -174,12 +148,7 @@ class DDPSync(Sync):
     # The hook of the module asks for these. ----------------------------------------------------------------------
 
     def measure(self, members: Sequence[tuple[Tensor, Tensor]], *, last: bool) -> None:
-        """Take the square of the last microbatch.
-
-        Args:
-            members: parameters of a bucket, and their gradients.
-            last: whether it is the last bucket.
-        """
+        """Take the square of the last microbatch."""
         self._complete |= last
         if last:  # after what DistributedDataParallel does at the end of backward()
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -207,6 +176,65 @@ class DDPSync(Sync):
         return bool(self._aside.gradients)
 
 
+@final
+class HookedDDPSync(Sync):
+    """A DistributedDataParallel with a communication hook of the user sums: each loss carries its weight.
+
+    The hook averages over the ranks, as those of torch do, so that the weights are multiplied by their number.
+    """
+
+    in_backward = True
+    loss_weighed = "a communication hook of DistributedDataParallel"
+
+    def __init__(self, backend: Backend, module: DistributedDataParallel) -> None:
+        super().__init__(backend)
+        check_ranks(module, backend)
+        self.module: DistributedDataParallel = module
+        self._begins = False  # whether a forward begins
+        self._forward = False  # whether that of the last microbatch has begun
+        call_before_forward(module, self._begin)
+
+    def _begin(self) -> None:
+        self._begins = True
+
+    def use(self, parameters: Sequence[Tensor]) -> None:
+        """Sum the gradients of these parameters from now on, all of the optimizer."""
+        check_members(self.module, parameters)
+        if self.measures:
+            raise ValueError(
+                "a rule or a controller that reads the gradient noise needs a DistributedDataParallel without a "
+                "communication hook, because one takes the squares, but model= has one; create it without "
+                "register_comm_hook()"
+            )
+
+    def before(self, *, last: bool, weight: float, aside: Aside) -> None:
+        """Switch the reduction on before the last microbatch, and off before all others."""
+        self.module.require_backward_grad_sync = last
+        self._forward |= last and self._begins  # optimizer.backward() comes here, too
+        self._begins = False
+
+    def loss_weight(self, samples: float, batch_size: int) -> float:
+        """Return the factor on a microbatch's loss, if the ranks average."""
+        return self._backend.world.size * samples / batch_size
+
+    def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Sum what travels with the gradients, which `backward()` has summed."""
+        check_forward(self._forward)
+        if self.loss_scale is not None and gradients:
+            torch._foreach_div_(list(gradients), self.loss_scale)
+        if others:
+            self._all_reduce(others)
+
+    def clear(self) -> None:
+        """Forget the step, after its update or to start it over."""
+        super().clear()
+        self._forward = False
+
+    def reset(self) -> None:
+        """Let the module expect no gradients of an earlier forward."""
+        reset(self.module)
+
+
 def _as_laid_out(view: Tensor, parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter in a bucket, which has the strides of the parameter if that has no gaps."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
@@ -228,12 +256,7 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the anno
 
 @final
 class _Reduction:
-    """The communication hook of a module, which can have one, for all optimizers that train it.
-
-    Attributes:
-        syncs: those of the optimizers.
-        weight: of the last microbatch of this rank.
-    """
+    """The communication hook of a module, which can have one, for all optimizers that train it."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.syncs: WeakSet[DDPSync] = WeakSet()

@@ -27,12 +27,7 @@ KEYS = ("gradients", "square", "size", "counts")  # of `_Previous` in a state di
 
 @final
 class DifferencedEstimator:
-    """Compares the gradient of each update with that of the previous one, see `estimate_from_pair`.
-
-    Args:
-        backend: backend of the optimizer.
-        on_device: whether numbers are kept on the device, without a host sync.
-    """
+    """Compares the gradient of each update with that of the previous one, see `estimate_from_pair`."""
 
     def __init__(self, backend: Backend, *, on_device: bool) -> None:
         self._backend, self._on_device = backend, on_device
@@ -50,11 +45,7 @@ class DifferencedEstimator:
     ) -> tuple[Estimate, Number]:
         """Return the estimate from this update and the previous one, and 1 if it is valid; keep this gradient.
 
-        Args:
-            gradient: G; zeroed if the tensor `finite` is false.
-            square: |G|^2.
-            batch_size: B, in samples.
-            finite: whether G is finite.
+        `square` is |G|^2; G is zeroed if the tensor `finite` is false.
         """
         if isinstance(finite, Tensor):
             batch_size = batch_size * torch.ones_like(torch.as_tensor(square))  # a tensor, of the same dtype

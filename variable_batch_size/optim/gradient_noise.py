@@ -64,19 +64,13 @@ class GradientNoise:
     The calls of a step: `add` for each microbatch, `local_squares` before the all-reduce, `statistics` and `update`
     after it, `commit` after the weights have changed, and `clear`.
 
-    Args:
-        backend: backend of the optimizer.
-        on_device: whether numbers are kept on the device, without a host sync.
-        differenced: whether an update of a single microbatch is compared with the previous update, which takes one
-            more copy of the gradients. Otherwise it gives no estimate, and the averages stay.
-
-    Attributes:
-        measured: number of updates of this run that could give an estimate, as the host knows it.
+    `on_device`: numbers stay on the device, without a host sync. `differenced`: an update of a single microbatch is
+    compared with the previous update, which takes one more copy of the gradients; otherwise it gives no estimate.
     """
 
     def __init__(self, backend: Backend, *, on_device: bool, differenced: bool = False) -> None:
         self.on_device = on_device
-        self.measured = 0
+        self.measured = 0  # updates of this run that could give an estimate, as the host knows it
         self._backend = backend
         self._differenced = DifferencedEstimator(backend, on_device=on_device) if differenced else None
         self._squares: Tensor | None = None  # 0-D: sum of n_j |g_j|^2 over this rank's microbatches
@@ -84,12 +78,10 @@ class GradientNoise:
         self._uncommitted: NoiseState | None = None
 
     def add(self, gradients: Sequence[Tensor], factor: float, scale: Tensor | None = None) -> None:
-        """Add `factor * |g / scale|^2` for the gradients g of one microbatch.
+        """Add `factor * |g / scale|^2` for the gradients g that `backward()` of one microbatch has left.
 
-        Args:
-            gradients: g, as backward() left it.
-            factor: n_j / d^2, where g / d is the gradient of the mean loss; 0 for a replay.
-            scale: loss scale of a `GradScaler`, 0-D.
+        The factor is n_j / d^2 where g / d is the gradient of the mean loss; 0 for a replay. `scale`, of a
+        `GradScaler`, is 0-D.
         """
         if gradients and (factor or self._backend.static_graph):  # that of a replay may be non-finite: 0 * inf is nan
             self.add_square(squared_norm(gradients), factor, scale)
@@ -102,21 +94,12 @@ class GradientNoise:
         self._squares = square if self._squares is None else self._squares + square
 
     def local_squares(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the all-reduce sums.
-
-        Args:
-            gradients: gradients whose device and dtypes it gets.
-        """
+        """Return this rank's part of S = sum_j n_j |g_j|^2, (1,), which the all-reduce sums."""
         squares = gradients[0].new_zeros((), dtype=torch.float32) if self._squares is None else self._squares
         return squares.to(scalar_dtype(gradients)).view(1)
 
     def statistics(self, squares: Tensor, gradients: Sequence[Tensor]) -> Statistics:
-        """Return the statistics of the update.
-
-        Args:
-            squares: S, (1,), summed over the ranks.
-            gradients: G, reduced.
-        """
+        """Return the statistics of the update from S, (1,), and G, both summed over the ranks."""
         if not self.on_device:
             numbers = squares.item(), squared_norm(gradients).item()
             return Statistics(*numbers, all(map(math.isfinite, numbers)))
@@ -124,14 +107,9 @@ class GradientNoise:
         return Statistics(weighted_squares, square, torch.isfinite(weighted_squares + square))  # neither is negative
 
     def update(self, statistics: Statistics, gradient: Gradient, *, batch_size: int, groups: int, ref: int) -> Noise:
-        """Return the noise including this update; a non-finite update changes nothing.
+        """Return the noise including this update of J groups, the microbatches of all ranks.
 
-        Args:
-            statistics: of this update.
-            gradient: G of every parameter, None where it has none; zeroed if the tensor `statistics.finite` is false.
-            batch_size: B, in samples.
-            groups: J, the number of microbatches over all ranks.
-            ref: reference batch size, in samples.
+        A non-finite update changes nothing. `gradient` is zeroed if the tensor `statistics.finite` is false.
         """
         paired = groups == 1 and self._differenced is not None and self._differenced.has_previous(gradient)
         self.measured += groups > 1 or paired
@@ -177,7 +155,12 @@ class GradientNoise:
     def later(self) -> Callable[[], Noise]:
         """Return a function that returns the present noise; calling it later avoids a wait for the device."""
         state = self._state
-        return lambda: _on_host(state)
+
+        def read() -> Noise:
+            *averages, own_gain = _read(state)
+            return debias(np.array(averages), own_gain)
+
+        return read
 
     def noise(self) -> Noise:
         """Return the debiased averages, nan before the first estimate, and the last gain; reads them from a device."""
@@ -200,11 +183,6 @@ class GradientNoise:
 def _read(state: NoiseState) -> list[float]:
     averages, own_gain, packed = state
     return [*averages.tolist(), float(own_gain)] if packed is None else packed.cpu().tolist()
-
-
-def _on_host(state: NoiseState) -> Noise:
-    *averages, own_gain = _read(state)
-    return debias(np.array(averages), own_gain)
 
 
 _NOT_PROPORTIONAL_TO_LR = (ASGD, Adafactor, Rprop)  # optimizers whose parameter update is not
@@ -236,18 +214,9 @@ class UnmeasuredWarning:
 
 
 def create_gradient_noise(
-    inner: Optimizer,
-    rules: Sequence[Rule],
-    ref_batchsize: int | None,
-    estimator: Estimator | None,
-    backend: Backend,
+    inner: Optimizer, rules: Sequence[Rule], ref_batchsize: int | None, estimator: Estimator | None, backend: Backend
 ) -> GradientNoise | None:
-    """Return None if the noise is not measured.
-
-    Raises:
-        TypeError: if the factor on lr would stay on the device and cannot be used there.
-        ValueError: if there is no ref_batchsize, or parameters are on several devices.
-    """
+    """Return None if the noise is not measured."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     if estimator is None and not any(map(needs_noise, rules)):
         return None

@@ -118,7 +118,7 @@ class Loop:
         return self._progress.phase
 
     def enter(self, phase: Phase) -> None:
-        """Note where in the step the optimizer is."""
+        """Record where in the step the optimizer is."""
         self._progress = _Progress(self.clock.commits, self._round, phase)
 
     @property
@@ -149,11 +149,7 @@ class Loop:
         return self.clock.finished or self.step.rounds(self._world) > 1
 
     def check_phase(self, what: str, *allowed: Phase) -> None:
-        """Check that a method may be called now.
-
-        Raises:
-            RuntimeError: in another phase.
-        """
+        """Check that a method may be called now."""
         phase = self.phase
         if phase in allowed:
             return
@@ -174,22 +170,14 @@ class Loop:
         raise RuntimeError(f"{what} must be called {when}, but step {step} {state}; {_WAY_OUT[phase]}")
 
     def check_receiving(self) -> None:
-        """Check that `step()` may be called now; otherwise a microbatch that was read for it is lost.
-
-        Raises:
-            RuntimeError: after an exception.
-        """
+        """Check that `step()` may be called now; otherwise a microbatch that was read for it is lost."""
         allowed = Phase.BETWEEN_STEPS, Phase.INSIDE_STEP
         if self.phase not in allowed and self.feed.reading is not None:
             self.feed.reading.use = Use.STALE
         self.check_phase("step()", *allowed)
 
     def microbatch(self, ahead: int = 0) -> Microbatch:
-        """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step.
-
-        Raises:
-            RuntimeError: if all updates of the epoch are committed, and the next one was not read yet.
-        """
+        """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step."""
         if self.clock.finished:
             self._enter_next_epoch()
         (_, step, known), round_index = self._due(), self._round + ahead
@@ -207,11 +195,7 @@ class Loop:
             return None
 
     def receive(self, parameters: Sequence[Tensor]) -> Microbatch:
-        """Count the next microbatch as received, and return it.
-
-        Raises:
-            RuntimeError: if it cannot be the one that the sampler dealt.
-        """
+        """Count the next microbatch as received, and return it."""
         microbatch = self.microbatch()
         self.feed.lead(self.clock)
         reading = self.feed.reading
@@ -268,7 +252,7 @@ class Loop:
         return self._settled == self.clock.commits
 
     def settle(self) -> None:
-        """Tell the sampler and the watchers of the last commit."""
+        """Notify the sampler and the watchers of the last commit."""
         self.feed.follow()
         for watcher in list(self.watchers):
             watcher.commit(updated=self._updated)

@@ -63,12 +63,7 @@ class ProgressScheduler:
     """
 
     def __init__(
-        self,
-        scheduler: LRScheduler,
-        optimizer: CustomOptimizer,
-        by: By = "progress",
-        *,
-        total: float | None = None,
+        self, scheduler: LRScheduler, optimizer: CustomOptimizer, by: By = "progress", *, total: float | None = None
     ) -> None:
         if not isinstance(optimizer, CustomOptimizer):
             raise TypeError(

@@ -25,13 +25,10 @@ class StepMeans:
 
     mean = sum_j w_j v_j / sum_j w_j with w_j = n_j / B, or the counts of `step(count=)`. The sums travel in the message
     of the gradients. Nothing is read from a device.
-
-    Attributes:
-        names: names of the values, those of the first update; None before it.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.names: tuple[str, ...] | None = None
+        self.names: tuple[str, ...] | None = None  # those of the first update
         self._backend = backend
         self._current: dict[str, Tensor | float] = {}  # of the microbatch that the next `add` counts
         self._sums: dict[str, tuple[Any, Any]] = {}  # name -> sum of w v and of w, on this rank
@@ -42,13 +39,7 @@ class StepMeans:
 
     @uncompiled
     def log(self, values: Mapping[str, Any]) -> None:
-        """Note values of the current microbatch; several calls may add different names.
-
-        Raises:
-            TypeError: if a value is neither a number nor a tensor.
-            ValueError: if a tensor has not exactly one element, or a name is empty, "update" or begins with "vbs/".
-            RuntimeError: if a name has a value already, or was not logged in the first update.
-        """
+        """Record values of the current microbatch; several calls may add different names."""
         for name, value in values.items():
             self._check(name, value)
             self._current[name] = value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
@@ -67,11 +58,7 @@ class StepMeans:
         self._current = {}
 
     def message(self, like: Tensor) -> list[Tensor]:
-        """Return what the ranks have to sum, (2 * names,); nothing if nothing is logged.
-
-        Raises:
-            RuntimeError: if a name has a value for some microbatches only.
-        """
+        """Return what the ranks have to sum, (2 * names,); nothing if nothing is logged."""
         for name, number in self._microbatches.items():
             if number != self._added:
                 raise RuntimeError(
@@ -93,15 +80,10 @@ class StepMeans:
         return tuple(sorted(self._sums))
 
     def settle(self, message: list[Tensor], total: Tensor | None) -> None:
-        """Keep the sums over all ranks as those of the last update.
+        """Keep the sums over all ranks as those of the last update; `total`: the counts of the step, if any, 0-D.
 
-        Args:
-            message: the summed message.
-            total: the counts of the step, 0-D; None if its samples count.
-
-        Raises:
-            RuntimeError: on every rank, if a name has values for a part of the samples only, as on one rank; on a
-                device, where the host does not know it, its mean is nan.
+        Raise RuntimeError on every rank if a name has values for a part of the samples only, as on one rank. On a
+        device, where the host does not know it, the mean is nan.
         """
         self.names = self.names if self.names is not None else self.names_of_step
         self._last = None
@@ -163,13 +145,18 @@ class StepMeans:
                 f"the names must be those of the first update, {', '.join(self.names) or 'none'}, but {name!r} is new; "
                 f"log it from the first update on, on every rank"
             )
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                found = f"a tensor of shape {tuple(value.shape)}"
-                raise value_error(f"{name} must be a mean over the rows of the microbatch", found, "pass its .mean()")
-        elif isinstance(value, bool) or not isinstance(value, numbers.Real):
-            remedy = "pass a mean over the rows of the microbatch"
-            raise type_error(f"{name} must be a number or a tensor with one element", value, remedy)
+        check_mean(name, value)
+
+
+def check_mean(name: str, value: object) -> None:
+    """Raise an error unless a value of a microbatch is a number, or a tensor with one element."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            found = f"a tensor of shape {tuple(value.shape)}"
+            raise value_error(f"{name} must be a mean over the rows of the microbatch", found, "pass its .mean()")
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        remedy = "pass a mean over the rows of the microbatch"
+        raise type_error(f"{name} must be a number or a tensor with one element", value, remedy)
 
 
 @final
@@ -179,29 +166,18 @@ class TokenCount:
     G = (sum_j d_j S_j) / (sum_j d_j c_j) over the microbatches j of all ranks: S_j is the gradient of the sum of the
     losses of a microbatch, c_j its count, and d_j its distinct samples divided by its rows, so that repeated rows count
     once and replays not at all. In a mean of the means S_j / c_j a token would weigh less in a longer microbatch.
-
-    Attributes:
-        used: whether the steps of this training have counts; None before the first one.
-        weight: d_j c_j of the last microbatch.
-        last: sum of the d_j c_j of all ranks in the last update, 0-D; None without counts.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.used: bool | None = None
-        self.weight: Any = 0.0
-        self.last: Tensor | None = None
+        self.used: bool | None = None  # whether the steps of this training have counts, once there was one
+        self.weight: Any = 0.0  # d_j c_j of the last microbatch
+        self.last: Tensor | None = None  # sum of the d_j c_j of all ranks in the last update, 0-D
         self._backend = backend
         self._sum: Any = None  # of the weights of this rank's microbatches: a float, or 0-D on a device
         self._zero: Any = None  # with which it begins; kept, so that no graph changes
 
     def check(self, count: object, reduction: str, *, noise: bool) -> None:
-        """Check the argument of a step.
-
-        Raises:
-            TypeError: if the count is neither a number nor a tensor with one element.
-            ValueError: if it is negative, or `reduction` is not "sum", or the noise is measured.
-            RuntimeError: if some steps have a count and others have none.
-        """
+        """Check the argument of a step."""
         if self.used is not None and self.used != (count is not None):
             raise RuntimeError(
                 f"either every step() has a count, or none, but this one has {'one' if count is not None else 'none'}; "
@@ -260,10 +236,8 @@ class TokenCount:
     def settle(self, message: list[Tensor], gradients: list[Tensor], batch_size: int) -> bool:
         """Turn gradients that were divided by the samples into those that are divided by the counts.
 
-        On a device the gradients become 0 if nothing was counted, because the host does not know it.
-
-        Returns:
-            False if nothing was counted on any rank, so that there is no gradient.
+        Return False if nothing was counted on any rank, so that there is no gradient. On a device, where the host does
+        not know it, the gradients become 0.
         """
         self.last = self.total(message)
         for total in message:

@@ -25,11 +25,7 @@ class NamedOptimizer(CustomOptimizer):
     rule_name: ClassVar[str]
 
     def __init__(
-        self,
-        inner: Optimizer,
-        sampler: CustomSampler,
-        ref_batchsize: int | None = None,
-        **options: Unpack[Options],
+        self, inner: Optimizer, sampler: CustomSampler, ref_batchsize: int | None = None, **options: Unpack[Options]
     ) -> None:
         super().__init__(inner, sampler, ref_batchsize, rule=self.rule_name, **options)
 

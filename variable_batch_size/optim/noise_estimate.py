@@ -40,12 +40,8 @@ def estimate_from_groups(
 
     sigma^2 = (S - B |G|^2) / (J - 1) and mu^2 = (J |G|^2 - S / B) / (J - 1). Arguments are numbers or arrays.
 
-    Args:
-        weighted_squares: S = sum_j n_j |g_j|^2.
-        squared_norm: |G|^2, with G = sum_j (n_j / B) g_j.
-        batch_size: B, in samples.
-        groups: J.
-        inverse_dof: 1 / (J - 1); 0 if J = 1, which makes the estimate 0.
+    S = sum_j n_j |g_j|^2 is `weighted_squares`, and G = sum_j (n_j / B) g_j. `inverse_dof` is 1 / (J - 1); 0 if J = 1,
+    which makes the estimate 0.
 
     >>> estimate_from_groups(weighted_squares=6.0, squared_norm=2.0, batch_size=2, groups=2, inverse_dof=1.0)
     Estimate(sigma2=2.0, mu2=1.0)
@@ -62,13 +58,6 @@ def estimate_from_pair(
     sigma^2 = n n' / (n + n') |G - G'|^2 and mu^2 = (n |G|^2 + n' |G'|^2 - 2 sigma^2) / (n + n'), which equals
     `estimate_from_groups` for G and G' as the two groups of one update (Qiao et al. 2021, arXiv 2008.12260, section
     3.1: consecutive gradients of a single replica). Arguments are numbers or arrays.
-
-    Args:
-        squared_norm: |G|^2.
-        batch_size: n, in samples.
-        previous_squared_norm: |G'|^2.
-        previous_batch_size: n', in samples.
-        squared_difference: |G - G'|^2.
     """
     both = batch_size + previous_batch_size
     sigma2 = batch_size * previous_batch_size / both * squared_difference
@@ -84,7 +73,7 @@ AVERAGES = ("sigma2", "mu2", "weight", "updates")
 
 
 class Coefficients(NamedTuple):
-    """What the averages of an update are made of, apart from its measurements; each (4,), see `averaged`."""
+    """What the averages of an update are made of, apart from its measurements; each (4,), see `update_averages`."""
 
     decay: Any
     constant: Any
@@ -99,12 +88,6 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
 
     Those of `estimate_from_groups` if it has several microbatches, or of `estimate_from_pair` if it is compared with
     the update before. Otherwise the averages stay.
-
-    Args:
-        batch_size: B, in samples.
-        groups: J.
-        one_minus_theta: weight of the estimate.
-        paired: whether the estimate is that of a pair.
     """
     weight = one_minus_theta if groups > 1 or paired else 0.0
     of_pair = weight if paired else 0.0
@@ -124,11 +107,7 @@ def coefficients(batch_size: int, groups: int, one_minus_theta: float, *, paired
 def update_averages(old: Any, decay: Any, constant: Any, terms: Iterable[tuple[Any, Number]]) -> Any:
     """Return the averages including one more estimate: theta average + (1 - theta) estimate, which is linear.
 
-    Args:
-        old: the averages before, (4,).
-        decay: factor on them, (4,).
-        constant: summand, (4,).
-        terms: coefficients, (4,), of a measurement.
+    The averages, their factor `decay`, the summand `constant` and the coefficients of the measurements are all (4,).
     """
     new = decay * old + constant
     for coefficient, measurement in terms:
@@ -140,11 +119,6 @@ def gain(averages: Vector, batch_size: Number, ref: Number) -> Number:
     """Return AdaScale's gain; min(1, B / ref) before the first estimate, and if all gradients were 0.
 
     Negative averages count as 0. There is no other bound: the gain does not depend on the scale of the loss.
-
-    Args:
-        averages: the averages, (4,).
-        batch_size: B, in samples.
-        ref: reference batch size, in samples.
     """
     ratio = batch_size / ref
     # Dividing by the sum of both keeps the quotients of small numbers from underflowing.

@@ -64,11 +64,7 @@ def check_batch_norm(model: torch.nn.Module, sampler: CustomSampler) -> None:
 
 
 def check_known(model: torch.nn.Module, sampler: CustomSampler) -> None:
-    """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Check a model as `check_batch_norm` does, and that the optimizer of the sampler has cut the steps for it."""
     if sampler.dealing.multiple_of > 1 and any(map(_normalizes, model.modules())):
         raise ValueError(
             "the optimizer of a model with batch normalization must know it, because the result depends on how steps "
@@ -107,14 +103,7 @@ def check_seen(parameters: Sequence[Tensor], sampler: CustomSampler) -> None:
 def cut_for(
     model: torch.nn.Module | None, parameters: Sequence[Tensor], *, measured: bool, alone: bool
 ) -> dict[str, bool]:
-    """Return how steps have to be cut for a training, see `CustomSampler.attach`.
-
-    Args:
-        model: the model, if it is known; those that were remembered and have one of the parameters count, too.
-        parameters: parameters of the optimizer.
-        measured: whether the noise is measured.
-        alone: whether the world has one rank.
-    """
+    """Return how steps have to be cut for a training, see `CustomSampler.attach`."""
     own = {*map(id, parameters)}
     models = [seen for seen in _seen if not own.isdisjoint(map(id, seen.parameters()))]
     parts = [part for one in (model, *models) if one is not None for part in one.modules()]

@@ -136,7 +136,8 @@ class ObservedOptimizer(OptimizerWrapper):
 
     def lr_factor(self) -> float:
         """Return the factor on lr times the factor on the gradient of the last update, of the first group."""
-        return self._updater.lr_factor
+        scaling = self._updater.last_scaling
+        return float(scaling.lr) * float(scaling.gradient)
 
     def current_lr(self) -> float:
         """Return the effective learning rate of the last update, of the first parameter group."""
@@ -148,4 +149,10 @@ class ObservedOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: if the noise is not measured.
         """
-        return self._updater.noise()
+        noise = self._updater.gradient_noise
+        if noise is None:
+            raise RuntimeError(
+                f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "
+                f'noise="microbatches" to the optimizer'
+            )
+        return noise.noise()

@@ -34,7 +34,13 @@ from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling import LearningRateCheck
 from variable_batch_size.optim.syncs import backend_for, sync_for, unwrap
 from variable_batch_size.optim.update import Updater
-from variable_batch_size.optim.wrapper import check_hyperparameters, check_kind, check_state, parameters_of, run_closure
+from variable_batch_size.optim.wrapper import (
+    check_hyperparameters,
+    check_kind,
+    check_state,
+    list_parameters,
+    run_closure,
+)
 from variable_batch_size.rules import Rule
 from variable_batch_size.tracker import Tracker
 
@@ -107,7 +113,7 @@ class CustomOptimizer(ObservedOptimizer):
         super().__init__(inner)
         check_objects(tracker, backend)
         rules = choose_rules(rule, inner, ref_batchsize, sampler)
-        parameters = parameters_of(inner.param_groups)
+        parameters = list_parameters(inner.param_groups)
         module, self._agreement = unwrap(model), None
         self._backend = backend or backend_for(module, parameters, sampler, process_group)
         noise = "microbatches" if noise is None and sampler._feed.plans.needs_noise else noise
@@ -125,7 +131,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._loop.feed.watch_gradients(parameters)
         self._lr_check = LearningRateCheck()
         self._backward_of: Reading | None = None  # during which backward() was called last
-        self._followed_up = 0  # commits of which the controller and the tracker have heard
+        self._followed_up = 0  # commits that the controller and the tracker have seen
         self.tracker = Tracker("runs") if tracker is None and (log_steps, log_samples) != (None, None) else tracker
         each = self._updater, self._loop, self._backend
         self._reporter = Reporter(self.tracker, log_steps, log_samples, *each)
@@ -146,11 +152,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._use_groups(rules)
 
     def _adopt_groups(self) -> None:
-        """Take the parameters from `param_groups`, whose lists may have been changed in place.
-
-        Raises:
-            RuntimeError: within a step.
-        """
+        """Take the parameters from `param_groups`, whose lists may have been changed in place between two steps."""
         if not self._updater.has_new_groups:
             return
         if self._loop.begun:
@@ -227,8 +229,8 @@ class CustomOptimizer(ObservedOptimizer):
     ) -> None:
         """Call `loss.backward()`, and see to it that nothing else changes the gradients of the step.
 
-        Call it once for each loss of a microbatch, before `step()`. A loop may call `loss.backward()` instead, of which
-        changes are seen in the first updates only.
+        Call it once for each loss of a microbatch, before `step()`. A loop may call `loss.backward()` instead; then
+        other changes of gradients are seen in the first updates only.
 
         Args:
             loss: the loss of the microbatch.
@@ -292,7 +294,7 @@ class CustomOptimizer(ObservedOptimizer):
             updated = self._accumulate(microbatch, count) and self._update()
         finally:
             loop.running = False
-        self._settle_gradients()  # before the graph ends, of which they would be results
+        self._settle_gradients()  # before the graph ends: they would be its results
         self._backend.mark_step()
         self._settle()
         return updated

@@ -29,32 +29,22 @@ _REMEDY = (
 
 
 class Participation(ABC):
-    """Determines which parameters take part in an update, the same on every rank.
+    """Determines which parameters, of all in the order of the groups, take part in an update; the same on every rank.
 
-    Args:
-        parameters: all parameters of the optimizer, in the order of its groups.
-        backend: backend of the optimizer.
+    A rank that has only a `replay` in the step says nothing about them.
     """
 
     def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
         self.parameters = list(parameters)
         self._backend = backend
 
-    @abstractmethod
-    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
-        """Agree on the parameters before the first update; every rank has to call it.
-
-        Args:
-            has_gradient: for each parameter, whether it has a gradient on this rank.
-            agreement: exchanges this.
-            replay: whether this rank has only a replay, which says nothing.
-
-        Raises:
-            RuntimeError: on every rank, if the ranks differ.
-        """
+    def agree(  # noqa: B027 (a no-op where nothing is agreed on)
+        self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool
+    ) -> None:
+        """Agree on the parameters before the first update; every rank has to call it."""
 
     @abstractmethod
-    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
         """Return, for each parameter, whether its gradient is summed over the ranks; the same on every rank."""
 
     def message(self, has_gradient: Sequence[bool], *, replay: bool) -> list[Tensor]:
@@ -62,11 +52,7 @@ class Participation(ABC):
         return []
 
     def settle(self, message: Sequence[Tensor]) -> tuple[bool, ...] | None:
-        """Return, for each parameter, whether it takes part, from the sums of `message`; None: all that were summed.
-
-        Raises:
-            RuntimeError: on every rank, if one had other parameters than agreed.
-        """
+        """Return, for each parameter, whether it takes part, from the sums of `message`; None: all that were summed."""
         return None
 
     def check(self) -> None:  # noqa: B027 (a no-op where nothing is agreed on)
@@ -84,10 +70,7 @@ class Participation(ABC):
 class AloneParticipation(Participation):
     """A world of one: the parameters that have a gradient take part."""
 
-    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
-        """Do nothing."""
-
-    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
         """Return `has_gradient`."""
         return tuple(has_gradient)
 
@@ -124,7 +107,7 @@ class AgreedParticipation(Participation):
         if self._members is None:
             self._members = first
 
-    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
         """Return the parameters on which the ranks have agreed."""
         assert self._members is not None
         return self._members
@@ -153,6 +136,9 @@ class AgreedParticipation(Participation):
 
     def settle_later(self, flag: Tensor) -> None:
         """Add up the flag, which is read `READ_EVERY` to twice as many updates later, or by `check`."""
+        # The sum over updates never returns to 0, so that one read covers all of them. The value that is read is the
+        # sum of `READ_EVERY` updates ago: the device has computed it, and the host does not wait. All ranks read the
+        # same sum after the same update, so that all of them raise.
         self._flags = flag if self._flags is None else self._flags + flag
         self._updates += 1
         if self._updates == READ_EVERY:
@@ -196,10 +182,7 @@ class AgreedParticipation(Participation):
 class CountedParticipation(Participation):
     """All parameters are summed, and those that any rank has used take part. The host reads the counts."""
 
-    def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
-        """Do nothing."""
-
-    def summed(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
+    def select(self, has_gradient: Sequence[bool]) -> tuple[bool, ...]:
         """Return True for all parameters."""
         return (True,) * len(self.parameters)
 
@@ -214,7 +197,7 @@ class CountedParticipation(Participation):
         return tuple(self._backend.host(counts).abs().bool().tolist())
 
 
-def participation(parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> Participation:
+def create_participation(parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> Participation:
     """Return the participation that fits the world."""
     if backend.world.size == 1:
         return AloneParticipation(parameters, backend)

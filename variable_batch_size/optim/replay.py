@@ -27,17 +27,12 @@ class _Buffer(NamedTuple):
 class Replays:
     """Undoes what the forward and backward of a replay change besides gradients.
 
-    Args:
-        module: the model, if it is known.
-        backend: of the optimizer. In one graph for all ranks, with a replay or without, nothing can be undone.
-
-    Attributes:
-        module: of which replays must not change the buffers; None if there are none, or none can be undone.
+    Nothing can be undone in one graph for all ranks, with a replay or without.
     """
 
     def __init__(self, module: Module | None, backend: Backend) -> None:
         bare = module.module if isinstance(module, DistributedDataParallel) else module
-        self.module = None if backend.static_graph or backend.world.size == 1 else bare
+        self.module = None if backend.static_graph or backend.world.size == 1 else bare  # whose buffers stay
         self._before: tuple[list[_Buffer], list[Tensor]] | None = None  # buffers, and random numbers
 
     def keep(self, microbatch: Microbatch | None) -> None:
@@ -76,25 +71,35 @@ class Replays:
         return list(dict.fromkeys(parameter.device for parameter in parameters if parameter.is_cuda))
 
 
-def call_before_forward(module: Module | None, method: Callable[[], None]) -> None:
-    """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives."""
+def call_before_forward(
+    module: Module | None, method: Callable[..., None], *args: object, first: bool = False, once: bool = False
+) -> None:
+    """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives.
+
+    `first`: before all other hooks; `once`: before one forward only.
+    """
     if module is None:
         return
-    owner = method.__self__  # type: ignore[attr-defined]
-    finalize(owner, module.register_forward_pre_hook(_Hook(WeakMethod(method))).remove).atexit = False
+    hook, owner = _Hook(WeakMethod(method), args), method.__self__  # type: ignore[attr-defined]
+    handle = module.register_forward_pre_hook(hook, prepend=first)
+    finalize(owner, handle.remove).atexit = False
+    if once:
+        hook.remove = handle.remove
 
 
 @final
 class _Hook:
     """Calls a method; a copy of the module has one that calls none."""
 
-    def __init__(self, method: Callable[[], Any] = lambda: None) -> None:
-        self._method = method
+    def __init__(self, method: Callable[[], Any] = lambda: None, args: tuple[object, ...] = ()) -> None:
+        self._method, self._args = method, args
+        self.remove: Callable[[], None] = lambda: None
 
     @uncompiled
     def __call__(self, module: Module, args: Any) -> None:
         if torch.is_grad_enabled() and (call := self._method()) is not None:
-            call()
+            self.remove()
+            call(*self._args)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()

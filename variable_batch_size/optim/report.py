@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -35,18 +35,6 @@ class Reporter:
     """Logs a row of scalars after each interval of updates or samples, and moves the progress bar after each update.
 
     Numbers on a device are read by a function that the tracker calls some updates later.
-
-    Args:
-        tracker: destination of the rows; None: nothing is done.
-        log_steps: number of updates between two rows. Default: 10, if there are no `log_samples`.
-        log_samples: number of samples between two rows.
-        updater: the updater, which knows the learning rate and the noise.
-        loop: the loop, which knows the position.
-        backend: of the ranks that share a batch; rank 0 of the job alone reports.
-
-    Raises:
-        TypeError: if a number is not an integer.
-        ValueError: if a number is < 1, or the tracker's folder holds the scalars of another training.
     """
 
     def __init__(
@@ -78,7 +66,8 @@ class Reporter:
         """All tags of the training that begin with "vbs/"."""
         updater = self._updater
         norm = ("grad_norm",) if updater.options.grad_norm else ()
-        return _add_tags([*_TAGS, *norm, *(() if updater.gradient_noise is None else _NOISE_TAGS)])
+        noise = () if updater.gradient_noise is None else _NOISE_TAGS
+        return [f"vbs/{name}" for name in (*_TAGS, *norm, *noise)]
 
     def after_update(self, step: Step) -> None:
         """Move the progress bar, and log a row if one is due."""
@@ -130,10 +119,7 @@ class Reporter:
         sizes = (step.batch_size, step.num_microbatches, world.size)
         scaling, lr, norm = updater.last_scaling, updater.reference_lr, updater.grad_norm
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
-        progress, means = (
-            updater.progress.later(),
-            updater.gradient.step_means.later(),
-        )
+        progress, means = updater.progress.later(), updater.gradient.step_means.later()
 
         def read() -> dict[str, float]:
             factor = _number(scaling.lr) * _number(scaling.gradient)
@@ -163,7 +149,3 @@ def _number(value: Any) -> float:
     if isinstance(value, Tensor):
         return float(value.cpu().item())  # `.item()` of an XLA tensor would end the graph
     return math.nan if value is None else float(value)
-
-
-def _add_tags(names: Iterable[str]) -> list[str]:
-    return [f"vbs/{name}" for name in names]

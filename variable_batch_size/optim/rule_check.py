@@ -30,12 +30,7 @@ class Chosen(NamedTuple):
 
 
 def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: CustomSampler) -> Chosen:
-    """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used.
-
-    Raises:
-        TypeError: if one cannot be used with the optimizer.
-        ValueError: if a name is unknown, or a rule needs a `ref_batchsize` and there is none.
-    """
+    """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used."""
     rule = "constant" if rule is None else rule
     rules = rules_for_groups(rule, len(inner.param_groups))
     reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
@@ -46,11 +41,7 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
 
 
 def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
-    """Check that a factor on lr in an update has its effect in this update.
-
-    Raises:
-        TypeError: if a rule scales the learning rate of an optimizer that does not apply it so.
-    """
+    """Check that a factor on lr in an update has its effect in this update."""
     scaling = [rule for rule in rules if not isinstance(rule, ConstantRule)]
     reads = {Rprop: "reads it in its first step only", ASGD: "applies it in the next step"}
     for kind, when in reads.items():
@@ -90,16 +81,8 @@ _MAY_STAY_ON_DEVICE = ("lr", "gradient", "progress")
 def scalings_of_groups(rules: Sequence[Rule], update: RuleInput, device: torch.device | None = None) -> list[Scaling]:
     """Return the scaling of each parameter group, with floats for factors.
 
-    Args:
-        rules: the rule of each group; several groups may share one, which is called once.
-        update: the input of the rules.
-        device: a device on which factors on lr and on the gradient, and the progress, may stay as 0-D tensors, because
-            the host does not read the noise there. Tensors are read otherwise.
-
-    Raises:
-        AttributeError: if a rule reads the noise, which is not measured.
-        TypeError: if a rule returns anything but a `Scaling` of numbers.
-        ValueError: if a factor is not finite.
+    On `device` the factors on lr and on the gradient, and the progress, may stay 0-D tensors, because the host does not
+    read the noise there. Other tensors are read.
     """
     by_rule: dict[int, Scaling] = {}
     for rule in rules:

@@ -23,11 +23,6 @@ class HyperparameterScaling:
     Around an Adam, lr, eps and a decoupled weight decay are also multiplied by what the bias correction needs if betas
     change, see `BiasCorrection`. A factor on lr that is a 0-D tensor is left to `DeferredLrFactor`
     where lr cannot be one itself.
-
-    Args:
-        inner: the optimizer.
-        backend: its backend.
-        deferred_lr: whether the factor on lr may be a 0-D tensor.
     """
 
     def __init__(self, inner: Optimizer, backend: Backend, *, deferred_lr: bool = False) -> None:
@@ -38,19 +33,15 @@ class HyperparameterScaling:
         self._deferred_lr = DeferredLrFactor(inner, backend) if deferred_lr and not self._lr_on_device else None
 
     @contextmanager
-    def applied(self, scalings: Sequence[Scaling]) -> Iterator[None]:
-        """Scale each parameter group within a block that calls `inner.step()`.
-
-        Raises:
-            ValueError: if a factor is for a hyperparameter that no group has, a beta leaves [0, 1), or parameters of
-                one group of an Adam have made different numbers of updates and a factor is on its betas.
-            RuntimeError: if the block changes a scaled hyperparameter.
-        """
+    def apply(self, scalings: Sequence[Scaling]) -> Iterator[None]:
+        """Scale each parameter group within a block that calls `inner.step()`."""
         groups = self._inner.param_groups
         _check_betas(groups, scalings)
         scalings = self._bias_correction.correct(scalings)
         pairs = enumerate(zip(groups, scalings, strict=True))
-        changes = [self._lr_of(index, group, scaling) | _changes(group, scaling) for index, (group, scaling) in pairs]
+        changes = [
+            self._scale_lr(index, group, scaling) | _changes(group, scaling) for index, (group, scaling) in pairs
+        ]
         _check_all_scaled(changes, scalings)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
         try:
@@ -66,8 +57,8 @@ class HyperparameterScaling:
                 self._deferred_lr.clear()
         self._bias_correction.commit()
 
-    def _lr_of(self, index: int, group: Group, scaling: Scaling) -> Group:
-        """Return the lr of a group for the step, if it has one, without the factor left to `DeferredLrFactor`."""
+    def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
+        """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
         if "lr" not in group:
             return {}
         lr, factor = group["lr"], scaling.lr
@@ -132,15 +123,7 @@ class LearningRateCheck:
         self._last: list[object] = []
 
     def check(self, groups: Sequence[Group], *, inside_step: bool) -> None:
-        """Compare the learning rates with those at the previous microbatch, once a microbatch.
-
-        Args:
-            groups: the parameter groups.
-            inside_step: whether the previous microbatch belongs to the same step.
-
-        Raises:
-            RuntimeError: if a learning rate changed inside a step.
-        """
+        """Compare the learning rates with those at the previous microbatch, once a microbatch."""
         rates = [_identity(group.get("lr")) for group in groups]
         if inside_step and rates != self._last:
             raise RuntimeError(
@@ -174,14 +157,9 @@ def _scaled_betas(group: Group, scaling: Scaling) -> Group:
     """Return the scaled betas of a group, or its alpha, by name; nothing if no beta is scaled."""
     if scaling.scales_betas and "betas" in group:
         return {"betas": scaling.scaled_betas(group["betas"])}
-    if scaling.scales_betas and _alpha_is_beta(group):
+    if scaling.scales_betas and "alpha" in group and "lambd" not in group:  # as in RMSprop; an exponent in ASGD
         return {"alpha": scaling.scaled_alpha(group["alpha"])}
     return {}
-
-
-def _alpha_is_beta(group: Group) -> bool:
-    """Return whether the group has an alpha that decays an average, as in RMSprop; in ASGD it is an exponent."""
-    return "alpha" in group and "lambd" not in group
 
 
 def _check_betas(groups: Sequence[Group], scalings: Sequence[Scaling]) -> None:

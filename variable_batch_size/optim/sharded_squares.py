@@ -8,25 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
-from weakref import WeakMethod, finalize, ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 
-from variable_batch_size.optim.callers import uncompiled
+from variable_batch_size.optim.replay import call_before_forward
 from variable_batch_size.optim.tensors import groups_of_parts, squared_norm
 
 
 @final
 class Squares:
-    """Takes the squares of a microbatch's gradients.
-
-    Args:
-        parts: modules with their parameter groups, see `param_groups`.
-        parameters: sharded parameters whose gradients count.
-    """
+    """Takes the squares of a microbatch's gradients."""
 
     def __init__(self, parts: Iterable[tuple[Any, Sequence[Any]]], parameters: Sequence[Tensor]) -> None:
         self._own = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -37,8 +31,7 @@ class Squares:
         self._seen: set[int] = set()  # in this step
         self._watched: set[int] = set()
         for part, groups in parts:
-            hook = _BeforeForward(WeakMethod(self._watch), groups)
-            finalize(self, part.register_forward_pre_hook(hook).remove).atexit = False
+            call_before_forward(part, self._watch, groups)
 
     def begin(self, *, measured: bool) -> None:
         """Forget the last microbatch."""
@@ -50,11 +43,7 @@ class Squares:
         self._seen.clear()
 
     def total(self) -> Tensor:
-        """Return the square of the last microbatch, 0-D, the same on ranks that have computed it together.
-
-        Raises:
-            RuntimeError: if a parameter has a gradient that was not seen.
-        """
+        """Return the square of the last microbatch, 0-D, the same on ranks that have computed it together."""
         self._seen |= self._found.keys()
         for number, parameter in enumerate(self._parameters if len(self._seen) < len(self._parameters) else ()):
             if parameter.grad is not None and number not in self._seen:
@@ -88,17 +77,6 @@ class Squares:
         if self._measured:
             ((parts, groups),) = groups_of_parts([gradient])
             self._found[number] = squared_norm(parts), groups
-
-
-@final
-class _BeforeForward:
-    def __init__(self, method: WeakMethod[Any], groups: Sequence[Any]) -> None:
-        self._method, self._groups = method, groups
-
-    @uncompiled
-    def __call__(self, module: Module, args: Any) -> None:
-        if torch.is_grad_enabled() and (call := self._method()) is not None:
-            call(self._groups)
 
 
 @final

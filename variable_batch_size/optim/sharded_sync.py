@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, final
-from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module
 
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.optim.accumulation import Aside
-from variable_batch_size.optim.callers import uncompiled
+from variable_batch_size.optim.replay import call_before_forward
 from variable_batch_size.optim.sharded_squares import Squares
 from variable_batch_size.optim.sync import Sync, Watch
 from variable_batch_size.optim.tensors import is_narrow
@@ -30,17 +28,7 @@ from variable_batch_size.optim.tensors import is_narrow
 
 @final
 class ShardedSync(Sync):
-    """FSDP2 sums in `backward()`.
-
-    Args:
-        backend: of the ranks that share a batch.
-        module: the root that `fully_shard` was applied to.
-        accumulates_shards: whether the sum of each microbatch is scattered; otherwise each rank accumulates whole
-            gradients, and the ranks sum once in a step.
-
-    Raises:
-        ValueError: if parts of the module are sharded over different ranks.
-    """
+    """FSDP2 sums in `backward()`."""
 
     in_backward = True
     loss_weighed = "a model that fully_shard() has sharded"
@@ -70,12 +58,7 @@ class ShardedSync(Sync):
             self._forwards = SameForwards(names, agreement)
 
     def use(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients of these parameters from now on, all of the optimizer.
-
-        Raises:
-            ValueError: if one is not sharded by the module, or the squares of microbatches are needed that are
-                accumulated before they are summed.
-        """
+        """Sum the gradients of these parameters from now on, all of the optimizer."""
         own = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
         for number, parameter in enumerate(parameters):
             if id(parameter) not in own:
@@ -94,11 +77,7 @@ class ShardedSync(Sync):
             self._squares = Squares([(part, param_groups(part)) for part in self._parts], parameters)
 
     def before(self, *, last: bool, weight: float, aside: Aside) -> None:
-        """Choose what the next `backward()` sums.
-
-        Raises:
-            RuntimeError: if a step has several microbatches, and their sum would be rounded to fewer than 32 bits.
-        """
+        """Choose what the next `backward()` sums."""
         if not last and self._narrow is not None:
             raise RuntimeError(
                 f"the gradients of several microbatches must be added with at least 32 bits, but FSDP2 adds them in "
@@ -108,6 +87,9 @@ class ShardedSync(Sync):
             )
         if self._groups[0].device.type == "cpu":
             self._watch.begin()
+        # By default each backward() scatters its sum, and replicas are summed in the last one only. Otherwise whole
+        # gradients stay on the rank until the last backward(), which sums them over all ranks. A GradScaler reads
+        # `.grad` after each microbatch, so that each backward() then sums over the replicas, too.
         now = last or self.scaled
         if not self._summed:
             self._only_sum()
@@ -123,7 +105,7 @@ class ShardedSync(Sync):
             part.set_force_sum_reduction_for_comms(True)
 
     def loss_weight(self, samples: float, batch_size: int) -> float:
-        """Return by what the loss of a microbatch is multiplied: its samples."""
+        """Return the factor on a microbatch's loss: its samples."""
         if self._squares is not None:
             if self._unread:
                 raise RuntimeError(
@@ -135,15 +117,11 @@ class ShardedSync(Sync):
         return samples
 
     def sum_weight(self, batch_size: int) -> float:
-        """Return by what the sum is multiplied: 1 / B."""
+        """Return the factor on the sum: 1 / B."""
         return 1 / batch_size
 
     def square(self) -> Tensor | None:
-        """Return the square of the gradient of the last microbatch, 0-D; None of a replay.
-
-        Raises:
-            RuntimeError: if it was not seen.
-        """
+        """Return the square of the gradient of the last microbatch, 0-D; None of a replay."""
         self._unread = False
         if self._squares is None or not self._weight:
             return None
@@ -157,16 +135,14 @@ class ShardedSync(Sync):
         if others:
             self._all_reduce(others)
 
-    def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
-        """Check that all ranks discard the step: what was summed cannot be called back."""
-        assert agreement is not None  # the optimizer has created it
-        agreement.gather("discard_step()", "", timeout)
+    def reset(self) -> None:
+        """Let FSDP2 expect a forward, whatever an exception has interrupted."""
         _reset(self.module, self._groups)
 
     def restart(self) -> None:
         """Forget what an exception has interrupted: every rank loads a state."""
         super().restart()
-        _reset(self.module, self._groups)
+        self.reset()
 
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
@@ -177,11 +153,7 @@ class ShardedSync(Sync):
             self._squares.clear()
 
     def drop(self) -> None:
-        """Check that no rank has summed gradients that this one forgets.
-
-        Raises:
-            RuntimeError: if this one has.
-        """
+        """Check that no rank has summed gradients that this one forgets."""
         if self._summed and any(parameter.grad is not None for parameter in self._parameters):
             raise RuntimeError(
                 "the gradients that FSDP2 has summed over the ranks cannot be dropped, because other ranks may have "
@@ -190,11 +162,7 @@ class ShardedSync(Sync):
 
 
 def data_parallel_group(module: FSDPModule) -> dist.ProcessGroup | None:
-    """Return the ranks over which a module is sharded and replicated; None if these are all.
-
-    Raises:
-        ValueError: if its parts are sharded over different ranks.
-    """
+    """Return the ranks over which a module is sharded and replicated; None if these are all."""
     meshes = {group.mesh_info.mesh: None for part in _parts(module) for group in param_groups(part)}
     if not meshes:
         raise ValueError("the model must have parameters, but fully_shard() found none; create them before")
@@ -276,23 +244,7 @@ class SameForwards:
     def __init__(self, parts: Iterable[tuple[str, Any]], agreement: Agreement) -> None:
         self._agreement = agreement
         for name, part in parts:
-            hook = _BeforeForward(WeakMethod(self._compare), name or "the root")
-            hook.handle = part.register_forward_pre_hook(hook, prepend=True)  # before that of FSDP2
-            finalize(self, hook.handle.remove).atexit = False
+            call_before_forward(part, self._compare, name or "the root", first=True, once=True)  # before that of FSDP2
 
     def _compare(self, name: str) -> None:
         self._agreement.gather(f"the first forward of {name} in a sharded model", "", _PATIENCE, within=True)
-
-
-@final
-class _BeforeForward:
-    handle: Any
-
-    def __init__(self, method: WeakMethod[Any], name: str) -> None:
-        self._method, self._name = method, name
-
-    @uncompiled
-    def __call__(self, module: Module, args: Any) -> None:
-        if torch.is_grad_enabled() and (call := self._method()) is not None:
-            self.handle.remove()
-            call(self._name)

@@ -18,39 +18,21 @@ from variable_batch_size.optim.accumulation import (
     BufferedAccumulation,
     InPlaceAccumulation,
     check_dense,
-    gradients_of,
+    collect_gradients,
     multiply,
 )
 from variable_batch_size.optim.backward_check import BackwardCheck
 from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
-from variable_batch_size.optim.participation import AloneParticipation, Participation, participation
+from variable_batch_size.optim.participation import AloneParticipation, Participation, create_participation
 from variable_batch_size.optim.sync import Sync
 from variable_batch_size.optim.tensors import is_narrow, local
 
 
 @final
 class StepGradient:
-    """Accumulates this rank's microbatches of one step, and sums them over the ranks, with all that travels with them.
-
-    Args:
-        parameters: all parameters of the optimizer, in the order of its groups.
-        backend: backend of the optimizer.
-        options: the checked options.
-        noise: the measured noise; None if it is not measured.
-        sync: sums over the ranks.
-
-    Attributes:
-        parameters: all parameters of the optimizer, in the order of its groups.
-        accumulation: this rank's share of the gradient.
-        check: what has changed the gradients since the last microbatch.
-        participation: which parameters take part in an update.
-        sync: sums over the ranks.
-        token_count: counts by which the gradient is divided, if they are not its samples.
-        step_means: means of logged values.
-        agreed: whether the ranks were compared.
-    """
+    """Accumulates this rank's microbatches of a step, and sums them over the ranks, with what travels with them."""
 
     accumulation: Accumulation
 
@@ -79,7 +61,7 @@ class StepGradient:
         if self.sync.in_backward:  # which finds unused parameters by itself
             self.participation: Participation = AloneParticipation(parameters, backend)
         else:
-            self.participation = participation(parameters, backend, find_unused=options.find_unused_parameters)
+            self.participation = create_participation(parameters, backend, find_unused=options.find_unused_parameters)
         self.agreed = False
         self._found_inf: Tensor | None = None  # 0-D: number of non-finite microbatches under a GradScaler
         self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
@@ -107,7 +89,7 @@ class StepGradient:
         """Prepare for a forward: that of a microbatch, or another one."""
         last, weight = False, 1.0
         if microbatch is not None:
-            last, weight = microbatch.ends_step, self._weight_of(microbatch)
+            last, weight = microbatch.ends_step, self._gradient_weight(microbatch)
         self._due = microbatch
         if last and self.sync.in_backward and self.accumulation.keeps_grad:
             self.check.check_kept()
@@ -118,12 +100,7 @@ class StepGradient:
             self.check.remember()
 
     def backward(self, loss: Tensor, scaler: GradScaler | None, **options: Any) -> None:
-        """Call `loss.backward()`, of a loss that is scaled if there is a `GradScaler`.
-
-        Raises:
-            RuntimeError: if something else has changed the gradients, or their graph is to be kept although
-                `backward()` sums them.
-        """
+        """Call `loss.backward()`, of a loss that is scaled if there is a `GradScaler`."""
         if options.get("create_graph") and self.sync.in_backward:
             raise RuntimeError(
                 "create_graph=True needs gradients that nothing changes in place, but a DistributedDataParallel or "
@@ -163,16 +140,11 @@ class StepGradient:
         """Accumulate a microbatch, whose `backward()` has run.
 
         Args:
-            microbatch: the microbatch.
             following: the next microbatch of this rank in the same step; None after the last one.
             inside_step: whether it is not the first one of the step.
             found_inf: under a `GradScaler`, whether the gradient is non-finite, 0-D.
             grad_scale: the scale of the loss under a `GradScaler` that has not yet divided by it, 0-D.
             count: of the microbatch, if its loss counts something else than samples; see `TokenCount`.
-
-        Raises:
-            TypeError: if a gradient is sparse.
-            RuntimeError: if there was no `backward()`, or something else has changed the gradients.
         """
         if not (self.agreed or inside_step):
             check_dense(self.parameters)
@@ -222,7 +194,7 @@ class StepGradient:
             found_inf = found_inf * (not self._replay)
             self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
             grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
-        self._square_factor = self._square_factor_of(microbatch)
+        self._square_factor = self._square_factor_for(microbatch)
         if summed or self.sync.keeps_apart:
             self._add_last_square(grad_scale)
         elif following is not None or found_inf is not None or self._backend.static_graph:
@@ -233,19 +205,15 @@ class StepGradient:
         weight = microbatch.samples / microbatch.batch_size if count is None else self.token_count.weight
         self.step_means.add(weight, like)
         if not summed:
-            next_weight = None if following is None else self._weight_of(following)
+            next_weight = None if following is None else self._gradient_weight(following)
             scale = None if self.sync.in_backward else grad_scale  # which the sum is divided by
-            own = self._weight_of(microbatch)
+            own = self._gradient_weight(microbatch)
             pair = (1.0, 1.0) if self.sync.loss_weighed else (own, next_weight)
             self.accumulation.add(fresh, *pair, scale)
         self.check.remember()
 
     def drop_current(self, *, inside_step: bool) -> None:
-        """Drop the gradients that have come since the last microbatch, as `zero_grad()` does.
-
-        Raises:
-            RuntimeError: if they cannot be separated from the microbatches of the step, which are in `.grad`, too.
-        """
+        """Drop the gradients that have come since the last microbatch, as `zero_grad()` does."""
         if not (inside_step and self.accumulation.keeps_grad):
             self.sync.drop()
             self.accumulation.drop_current()
@@ -266,22 +234,18 @@ class StepGradient:
         self.participation.agree(used, agreement, replay=self._replay)
 
     def reduce(self, step: Step, factor: float | None, squares: list[Tensor] | None = None) -> list[Tensor] | None:
-        """Return `factor` times the gradient, summed over the ranks.
+        """Return `factor` (None: there is none in any update) times the gradient, summed over the ranks.
 
-        It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted.
-
-        Args:
-            step: the accumulated step.
-            factor: a factor on all gradients; None if there is none in any update.
-            squares: gets the sum of the weighted squares over all ranks, (1,).
+        It is None if the update is skipped: a `GradScaler` found it non-finite, or nothing was counted. The list
+        `squares` gets the sum of the weighted squares over all ranks, (1,).
         """
         used = self.accumulation.has_gradient
         self._add_square()
         self.check.forget()
         if self.sync.in_backward:
-            shares = local(gradients_of(self.parameters))
+            shares = local(collect_gradients(self.parameters))
         else:
-            shares = local(self.accumulation.finish(factor, self.participation.summed(used)))
+            shares = local(self.accumulation.finish(factor, self.participation.select(used)))
         if not shares:
             raise RuntimeError(
                 "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
@@ -300,7 +264,7 @@ class StepGradient:
         self.step_means.settle(means, self.token_count.total(counts))
         if members is not None:
             self.accumulation.exclude(members)
-        gradients = gradients_of(self.parameters)
+        gradients = collect_gradients(self.parameters)
         counted = self.token_count.settle(counts, gradients, step.batch_size)
         if not counted or any(self._backend.host(found).item() for found in found_inf):
             return None
@@ -335,24 +299,24 @@ class StepGradient:
     def _add_square(self, grad_scale: Tensor | None = None) -> None:
         """Add the square of the last microbatch to those of the step, unless this was done."""
         if self._noise is not None and self._square_factor is not None:
-            self._noise.add(gradients_of(self.parameters), self._square_factor, grad_scale)
+            self._noise.add(collect_gradients(self.parameters), self._square_factor, grad_scale)
         self._square_factor = None
 
     def _add_last_square(self, grad_scale: Tensor | None) -> None:
-        """Add the square of the last microbatch, of which `.grad` holds the sum over the ranks."""
+        """Add the square of the last microbatch; `.grad` holds its sum over the ranks already."""
         square = self.sync.square()
         if self._noise is not None and self._square_factor and square is not None:
             self._noise.add_square(square, self._square_factor, grad_scale)
         self._square_factor = None
 
-    def _square_factor_of(self, microbatch: Microbatch) -> float | None:
+    def _square_factor_for(self, microbatch: Microbatch) -> float | None:
         """Return the factor on the square of a microbatch; None if that is of no use, on all ranks."""
         only = microbatch.samples == microbatch.batch_size and self._backend.world.size == 1
         if only and not self._backend.static_graph:  # without it the graph would be another one
             return None  # the only microbatch of a step gives no estimate
         return microbatch.samples / self._divisor(microbatch) ** 2
 
-    def _weight_of(self, microbatch: Microbatch) -> float:
+    def _gradient_weight(self, microbatch: Microbatch) -> float:
         """Return the factor on a microbatch's gradient such that the sum over the step is its mean over samples."""
         return microbatch.samples / (microbatch.batch_size * self._divisor(microbatch))
 

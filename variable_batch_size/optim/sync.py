@@ -23,29 +23,21 @@ RESTART = "so that the ranks may have made different updates; restart all ranks 
 class Sync(ABC):
     """Sums the gradients of a step over the ranks.
 
-    It learns before a microbatch whether that is the last one of this rank in the step, and asked for the sums after
-    it.
-
-    Attributes:
-        in_backward: whether the last `backward()` of a step leaves the sum in `.grad`.
-        loss_weighed: what needs losses that carry their weight, in words; empty if gradients are weighed.
-        keeps_apart: whether gradients may be apart from `.grad` before the last `backward()` of a step.
-        needs_counts: whether other ranks compute parts of the same samples, so that no rank knows its weight.
-        module: what sums then.
-        measures: whether the squares of microbatches are needed.
-        scaled: whether the losses of the step are scaled by a `GradScaler`, which reads `.grad` after each of them.
-        loss_scale: scale of the losses of the step under a `GradScaler`, 0-D, by which the sum in `backward()` divides.
+    `before` says whether the next microbatch is the last one of this rank in the step; `sum` comes after that one.
     """
 
-    in_backward: bool = False
-    loss_weighed: str = ""
-    keeps_apart: bool = False
-    needs_counts: bool = False
+    in_backward: bool = False  # whether the last `backward()` of a step leaves the sum in `.grad`
+    loss_weighed: str = ""  # what needs losses that carry their weight, in words; empty if gradients are weighed
+    keeps_apart: bool = False  # whether gradients may be apart from `.grad` before the last `backward()` of a step
+    needs_counts: bool = False  # whether ranks compute parts of the same samples, so that none knows its weight
     module: Module | None = None
 
     def __init__(self, backend: Backend) -> None:
-        self.measures, self.scaled = False, False
-        self.loss_scale: Tensor | None = None
+        self.measures = False  # whether the squares of microbatches are needed
+        self.scaled = (
+            False  # whether a `GradScaler` scales the losses of the step, and reads `.grad` after each of them
+        )
+        self.loss_scale: Tensor | None = None  # that scale, 0-D, by which a sum in `backward()` divides
         self._backend = backend
         self._begun = False  # whether the other ranks may have a sum that an exception has interrupted here
 
@@ -53,32 +45,20 @@ class Sync(ABC):
         """Let the ranks agree, before the first forward; every rank has to call it."""
 
     def use(self, parameters: Sequence[Tensor]) -> None:  # noqa: B027 (a no-op unless `in_backward`)
-        """Sum the gradients of these parameters from now on, all of the optimizer.
-
-        Raises:
-            ValueError: if it cannot.
-        """
+        """Sum the gradients of these parameters from now on, all of the optimizer."""
 
     def before(self, *, last: bool, weight: float, aside: Aside) -> None:  # noqa: B027 (a no-op unless `in_backward`)
         """Prepare for the forward and `backward()` of a microbatch, any number of times.
 
-        Args:
-            last: whether it is the last microbatch of this rank in the step.
-            weight: its weight in the gradient of the step, and that of what is accumulated in `.grad`.
-            aside: what is accumulated elsewhere.
+        `weight` is that of the microbatch, and of what is accumulated in `.grad`; the rest of the step is `aside`.
         """
 
     def loss_weight(self, samples: float, batch_size: int) -> float:
-        """Return by what the loss of a microbatch must be multiplied.
-
-        Args:
-            samples: those of the microbatch, divided by its rows if the loss is their sum.
-            batch_size: those of the step.
-        """
+        """Return the factor on a microbatch's loss; `samples` are divided by its rows if the loss is their sum."""
         return 1.0
 
     def sum_weight(self, batch_size: int) -> float:
-        """Return by what the sum of a step must be multiplied."""
+        """Return the factor on the sum of a step."""
         return 1.0
 
     def square(self) -> Tensor | None:
@@ -87,14 +67,9 @@ class Sync(ABC):
 
     @abstractmethod
     def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Sum what a step has given over the ranks, in place, after the last `backward()`.
+        """Sum this rank's gradients (unless `in_backward`), and what travels with them, over the ranks, in place.
 
-        Args:
-            gradients: this rank's share of the gradients; the sums if `in_backward`.
-            others: what travels with them.
-
-        Raises:
-            RuntimeError: if a rank does not take part.
+        It comes after the last `backward()` of the step.
         """
 
     def clear(self) -> None:
@@ -102,28 +77,24 @@ class Sync(ABC):
         self.loss_scale = None
 
     def drop(self) -> None:  # noqa: B027 (a no-op unless `in_backward`)
-        """Check that the gradients of the last `backward()` can be dropped on this rank alone.
-
-        Raises:
-            RuntimeError: if they were summed.
-        """
+        """Check that the gradients of the last `backward()` can be dropped on this rank alone."""
 
     def restart(self) -> None:
         """Forget a sum that was interrupted: every rank loads a state."""
         self._begun = False
         self.clear()
 
+    def reset(self) -> None:  # noqa: B027 (a no-op unless `in_backward`)
+        """Let the model expect a new forward."""
+
+    @final
     def prepare_discard(self, agreement: Agreement | None, timeout: float) -> None:
-        """Prepare to discard the step, and check that it can be.
-
-        Args:
-            agreement: of all ranks, if there is one.
-            timeout: seconds to wait for the other ranks, if all have to discard it.
-
-        Raises:
-            RuntimeError: if other ranks may have made its update.
-        """
-        if self._begun:
+        """Check that the step can be discarded: if `backward()` sums, all ranks have to within `timeout` seconds."""
+        if self.in_backward:  # what was summed cannot be called back
+            assert agreement is not None  # the optimizer has created it
+            agreement.gather("discard_step()", "", timeout)
+            self.reset()
+        elif self._begun:
             raise RuntimeError(
                 f"a step must be discarded before its gradients are summed over the ranks, but an exception came while "
                 f"they were, {RESTART}, or load a state on every rank"

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, detect
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.optim.ddp_hooked import HookedDDPSync
-from variable_batch_size.optim.ddp_sync import DDPSync, is_reduced
+from variable_batch_size.optim.ddp_sync import DDPSync, HookedDDPSync, is_reduced
 from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
 from variable_batch_size.optim.sync import PlainSync, Sync
 
@@ -28,12 +27,7 @@ _REFUSED = {
 
 
 def unwrap(model: Module | None) -> Module | None:
-    """Return a model as it was before `torch.compile`.
-
-    Raises:
-        TypeError: if it is no Module, or of a kind that cannot be trained.
-        ValueError: if only parts of it are sharded.
-    """
+    """Return a model as it was before `torch.compile`."""
     parts = [*model.modules()] if isinstance(model, Module) else [model]
     names = {kind.__name__ for part in parts for kind in type(part).__mro__}
     for name, remedy in _REFUSED.items():
@@ -54,17 +48,7 @@ def unwrap(model: Module | None) -> Module | None:
 def backend_for(
     module: Module | None, parameters: Sequence[Tensor], sampler: CustomSampler, process_group: dist.ProcessGroup | None
 ) -> Backend:
-    """Return the backend of the ranks that share a batch.
-
-    Args:
-        module: the model, if it is known.
-        parameters: parameters of the optimizer.
-        sampler: deals for them.
-        process_group: these ranks, if they were passed.
-
-    Raises:
-        ValueError: if the parameters are DTensors, and these ranks cannot be found.
-    """
+    """Return the backend of the ranks that share a batch."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if process_group is not None or not sharded:
         return detect(parameters, sampler.world, process_group)

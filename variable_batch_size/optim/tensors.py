@@ -35,11 +35,9 @@ def are_parts(tensors: Iterable[Tensor]) -> bool:
 
 
 def sum_over_parts(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor whose parts on several ranks are not still to be added, placed as another one.
+    """Return a tensor whose parts on several ranks are not still to be added, placed as its parameter `like`.
 
-    Args:
-        tensor: any tensor. The gradient of a parameter that several ranks have may still be the sum of theirs.
-        like: its parameter. Default: what must be added is replicated.
+    Without `like` the sum is replicated. The gradient of a replicated parameter may have to be added over ranks.
     """
     if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
@@ -64,7 +62,7 @@ def groups_of_parts(tensors: Iterable[Tensor]) -> list[tuple[list[Tensor], list[
     return [*found.values()]
 
 
-def shard_of(tensor: DTensor) -> list[int]:
+def shard_coordinates(tensor: DTensor) -> list[int]:
     """Return which part of a tensor this rank has: its coordinates in the dimensions of the mesh that split it."""
     coordinate = tensor.device_mesh.get_coordinate() or []
     pairs = zip(coordinate, tensor.placements, strict=True)

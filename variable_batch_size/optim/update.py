@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.deal import Step
-from variable_batch_size.optim.accumulation import gradients_of, multiply
+from variable_batch_size.optim.accumulation import collect_gradients, multiply
 from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
@@ -35,8 +35,8 @@ from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sync import Sync
 from variable_batch_size.optim.tensors import local, squared_norm
-from variable_batch_size.optim.wrapper import parameters_of, stepping
-from variable_batch_size.rules import Noise, Rule, RuleInput, Scaling
+from variable_batch_size.optim.wrapper import list_parameters, stepping
+from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.selection import rules_for_groups
 
 
@@ -46,9 +46,6 @@ class Progress:
 
     On a device the sum is stored as an integer part and a fractional part, so that float32 loses no digits in a long
     training.
-
-    Args:
-        value: initial value, in updates at the reference.
     """
 
     def __init__(self, value: float = 0.0) -> None:
@@ -81,35 +78,15 @@ class OtherSettingsWarning(UserWarning):
 
 @final
 class Updater:
-    """Makes an update of the gradient of each step; see `CustomOptimizer`.
+    """Makes an update of the gradient of each step; see `CustomOptimizer`."""
 
-    Attributes:
-        rules: the rule of each parameter group.
-        ref_batchsize: reference batch size, in samples; None if there is none.
-        options: the checked options.
-        rule_per_group: whether the user has passed a sequence of rules.
-        gradient: the gradient of the step.
-        gradient_noise: the measured noise; None if it is not measured.
-        progress: progress of the training, in updates at the reference.
-        last_scaling: scaling of the first parameter group in the last update.
-        reference_lr: learning rate of the first parameter group in the last update, before scaling.
-        grad_norm: norm of the gradient of the last update before clipping, 0-D; None if nobody asks for it.
-    """
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        backend: Backend,
-        chosen: Chosen,
-        options: UpdateOptions,
-        sync: Sync,
-    ) -> None:
+    def __init__(self, inner: Optimizer, backend: Backend, chosen: Chosen, options: UpdateOptions, sync: Sync) -> None:
         self.rules, self.ref_batchsize, self.rule_per_group = chosen
         self.options = options.validate()
         self.progress = Progress()
-        self.last_scaling = Scaling()
-        self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)
-        self.grad_norm: Tensor | None = None
+        self.last_scaling = Scaling()  # of the first parameter group in the last update
+        self.reference_lr: Any = inner.param_groups[0].get("lr", 1.0)  # its lr then, before scaling
+        self.grad_norm: Tensor | None = None  # of the last update before clipping, 0-D, if it is asked for
         self._inner, self._backend = inner, backend
         self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
         self.gradient_noise = create_gradient_noise(inner, self.rules, self.ref_batchsize, self.options.noise, backend)
@@ -123,7 +100,7 @@ class Updater:
     @property
     def parameters(self) -> list[Tensor]:
         """All parameters of the inner optimizer, in the order of its groups; one that is listed twice counts once."""
-        return parameters_of(self._inner.param_groups)
+        return list_parameters(self._inner.param_groups)
 
     @property
     def has_new_groups(self) -> bool:
@@ -147,11 +124,6 @@ class Updater:
         self._known = [list(group["params"]) for group in self._inner.param_groups]
         self.gradient.refresh(self.parameters, keep=keep)
 
-    @property
-    def lr_factor(self) -> float:
-        """The factor on lr times the factor on the gradient in the last update, of the first parameter group."""
-        return float(self.last_scaling.lr) * float(self.last_scaling.gradient)
-
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
         self.gradient.clear()
@@ -159,18 +131,13 @@ class Updater:
             self.gradient_noise.clear()
 
     def apply(self, step: Step, updates: int, samples: int, begin: Callable[[], None]) -> bool:
-        """Sum the gradients over the ranks, and step the inner optimizer.
+        """Sum the gradients over the ranks, and step the inner optimizer; return False if the update was skipped.
 
-        Args:
-            step: the accumulated step.
-            updates: number of updates before this one.
-            samples: number of samples of those updates.
-            begin: called right before the inner optimizer's step, which changes the weights.
-
-        Returns:
-            False if the update was skipped, because the host has read that a gradient is non-finite.
+        It is skipped if the host has read that a gradient is non-finite. `updates` and `samples` are those before this
+        update; `begin` is called right before the inner optimizer's step, which changes the weights.
         """
-        update = self._rule_input(step, updates, samples)
+        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
+        update = RuleInput(step.batch_size, reference, updates, samples)
         if self.gradient_noise is None:
             scalings = self._apply_known_rules(update, step)
         else:
@@ -186,19 +153,6 @@ class Updater:
             self.gradient_noise.commit()
             self._unmeasured.after_update(self.gradient_noise)
         return True
-
-    def noise(self) -> Noise:
-        """Return the gradient noise, averaged so far.
-
-        Raises:
-            RuntimeError: if it is not measured.
-        """
-        if self.gradient_noise is None:
-            raise RuntimeError(
-                f"noise() needs measured gradient noise, but {self.rules[0]} does not use it; pass "
-                f'noise="microbatches" to the optimizer'
-            )
-        return self.gradient_noise.noise()
 
     def state_dict(self) -> dict[str, Any]:
         """Return progress and, if there are any, participation, noise and bias correction."""
@@ -287,12 +241,12 @@ class Updater:
         if measured and not any(isinstance(factor, Tensor) or factor != 1 for factor in factors):
             return  # no rule that uses the noise has such a factor, as a rule
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
-            multiply(gradients_of(dict.fromkeys(group["params"])), factor, self._backend)
+            multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
     def _step_inner(self, scalings: Sequence[Scaling], begin: Callable[[], None]) -> None:
         lr = self._inner.param_groups[0].get("lr", 1.0)
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
-        with self._scaling.applied(scalings), stepping(self._inner):
+        with self._scaling.apply(scalings), stepping(self._inner):
             begin()
             self._inner.step()
 
@@ -311,10 +265,6 @@ class Updater:
         """
         noise, options = self.gradient_noise, self.options
         return noise is None and not (self.rule_per_group or options.max_grad_norm is not None or options.grad_norm)
-
-    def _rule_input(self, step: Step, updates: int, samples: int) -> RuleInput:
-        reference = step.batch_size if self.ref_batchsize is None else self.ref_batchsize
-        return RuleInput(step.batch_size, reference, updates, samples)
 
     def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: int) -> Scaling:
         """Multiply the factor on lr and the progress of a group by `finite`, 0-D, which is 0 or 1."""

@@ -56,12 +56,7 @@ class Updates(Generic[T]):
         return plan.epoch(self._optimizer.epoch if self._epoch is None else self._epoch).updates
 
     def __iter__(self) -> Iterator[Update[T]]:
-        """Set the epoch of the next update, and yield the updates that are left of it.
-
-        Raises:
-            RuntimeError: if an update was read, but did not reach `optimizer.step()` whole; or if the loader does not
-                read the optimizer's sampler, or ends within an update.
-        """
+        """Set the epoch of the next update, and yield the updates that are left of it."""
         optimizer, sampler = self._optimizer, self._optimizer.sampler
         epoch, feed = optimizer.epoch, sampler._feed
         last = feed.reading
@@ -175,7 +170,7 @@ def remaining_epochs(
 ) -> Iterator[int]:
     """Yield the number of each epoch that is left, after setting it on the sampler and on the optimizer.
 
-    After a restore it begins with the epoch under way, of which the loader yields the rest. It ends when
+    After a restore it begins with the epoch under way; the loader yields the rest of it. It ends when
     `optimizer.done` is True, or the training has reached `until`. That is only checked between epochs: to end at an
     update or a sample, pass `max_updates` or `max_samples` to the sampler; to end with a schedule, leave the loop over
     the loader when `scheduler.done` is True.

@@ -131,13 +131,7 @@ class OptimizerWrapper(Optimizer):
             self._change_groups("add_param_group()", len(self.param_groups) + 1, add)
 
     def _change_groups(self, caller: str, number: int, change: Callable[[], None]) -> None:
-        """Let `change` replace the parameter groups by this number of them.
-
-        Args:
-            caller: what asks for it, in an error.
-            number: number of parameter groups afterwards.
-            change: function that changes those of the inner optimizer.
-        """
+        """Let `change` replace the parameter groups by this number of them; `caller` asks for it, in an error."""
         change()
 
     def _mark_stepped(self) -> None:
@@ -151,18 +145,13 @@ class OptimizerWrapper(Optimizer):
         )
 
 
-def parameters_of(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+def list_parameters(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     """Return the parameters of the groups in their order, each once."""
     return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
 def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
-    """Run a closure of `step()` with gradients enabled.
-
-    Raises:
-        TypeError: if it cannot be called.
-        RuntimeError: if it is `scaled`: a `GradScaler` has looked for non-finite gradients already.
-    """
+    """Run a closure of `step()` with gradients enabled."""
     if not callable(closure):
         raise type_error("closure must be a function", closure, "pass a count as step(count=...)")
     if scaled:
@@ -175,11 +164,7 @@ def run_closure(closure: Callable[[], object], *, scaled: bool) -> None:
 
 
 def check_kind(inner: Optimizer, saved: str) -> None:
-    """Check that a state is that of an optimizer of this class: the moments of another one mean something else.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Check that a state is that of an optimizer of this class: the moments of another one mean something else."""
     if type(inner).__name__ != saved:
         raise ValueError(
             f"a state must be that of an optimizer of the same kind, but it was saved of {saved} and this is "
@@ -192,9 +177,6 @@ def check_hyperparameters(inner: Optimizer, state_dict: dict[str, Any]) -> None:
     """Check that a state has the groups and the hyperparameters of an optimizer, before anything of it is loaded.
 
     torch would miss a hyperparameter only in the next step. Flags may be missing: newer versions of torch add some.
-
-    Raises:
-        ValueError: if the groups have other sizes, or one lacks a hyperparameter that is a number or some numbers.
     """
     check_entries(state_dict, {"state": (dict,), "param_groups": (list,)})
     check_items(state_dict["param_groups"], (dict,), "param_groups")
@@ -255,11 +237,7 @@ OPTIONAL: Final[Kinds] = {
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Check the entries of a state, before anything of it is used.
-
-    Raises:
-        ValueError: if it is of another version, or an entry is missing or damaged.
-    """
+    """Check the entries of a state, before anything of it is used."""
     check_position(state.get("sampler", {}) if isinstance(state, Mapping) else {})
     check_entries(state, OWN)
     if not 0 <= state["progress"] < math.inf:
