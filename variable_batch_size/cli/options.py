@@ -167,7 +167,6 @@ class Reading:
         int | None, option("Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1)
     ] = None
     max_gap: Annotated[float | None, duration_option("Time without a row after which there are 0 nodes.")] = None
-
     cores_per_node: Annotated[
         int, option("Cores of a machine, if the log counts cores: 8 for eth with TPU_cores.", min=1)
     ] = 1

@@ -71,11 +71,11 @@ class Iteration:
         self._row, self._converted = 0, end
 
     def _next_deal(self) -> Deal:
-        end_step, planning = MAX_INT, self._feed.plans
-        if planning.decided is not None:
+        end_step, plans = MAX_INT, self._feed.plans
+        if plans.decided is not None:
             ahead = self.reading.counts.yielded - self.reading.counts.stepped + 1
             try:
-                known = planning.known_plan(
+                known = plans.known_plan(
                     self._epoch.number, self._next_step, ahead, abandoned=lambda: self.reading.use is Use.STALE
                 )
             except AbandonedError:
@@ -89,7 +89,7 @@ class Iteration:
             self._start_at(self._feed.clock.position, 0)
             self.reading.counts = ReadAhead()
             self.reading.counts.count_read()
-        if self._feed.equal_rounds and (self._deal is None or planning.decided is not None):  # else all were checked
+        if self._feed.equal_rounds and (self._deal is None or plans.decided is not None):  # else all were checked
             check_equal_rounds(self.plan, self._epoch, self._next_step, self.world, self.reading.dealing, end_step)
         deal = self.plan.deal(self._epoch, self._next_step, self.world, self.reading.dealing, end_step)
         self._next_step += len(deal.ends)

@@ -107,7 +107,8 @@ class PlanState:
 
     def grow(self, decided: DecidedTrace) -> None:
         """Plan with what was decided since; what lies before the position of any clock is the same."""
-        if self._decided is None or decided.trace is not self._decided.trace:
+        assert self._decided is not None
+        if decided.trace is not self._decided.trace:
             behind = min(self._clocks, key=lambda clock: clock.position)
             state = {**behind.state_dict(), "fixed_shape": self.plan.fixed_shape}
             self.plan = replace(self.plan, trace=decided.trace).resume(state)

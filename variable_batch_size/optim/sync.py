@@ -17,6 +17,7 @@ from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.optim.accumulation import Aside
 
+_SECONDS_TO_LOOK = 1.0
 RESTART = "so that the ranks may have made different updates; restart all ranks from the last checkpoint"
 
 
@@ -34,9 +35,7 @@ class Sync(ABC):
 
     def __init__(self, backend: Backend) -> None:
         self.measures = False  # whether the squares of microbatches are needed
-        self.scaled = (
-            False  # whether a `GradScaler` scales the losses of the step, and reads `.grad` after each of them
-        )
+        self.scaled = False  # whether a `GradScaler` scales the losses of the step, and reads `.grad` after each
         self.loss_scale: Tensor | None = None  # that scale, 0-D, by which a sum in `backward()` divides
         self._backend = backend
         self._begun = False  # whether the other ranks may have a sum that an exception has interrupted here
@@ -119,9 +118,6 @@ class PlainSync(Sync):
     def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Sum the shares, and what travels with them, by one collective for each dtype."""
         self._all_reduce([*gradients, *others])
-
-
-_SECONDS_TO_LOOK = 1.0
 
 
 @final
