@@ -1,4 +1,4 @@
-"""Messages for an operator: by Python's `logging`, the logger `variable_batch_size`.
+"""Messages for an operator, by the logger `variable_batch_size`; and the line that a warning is attributed to.
 
 Without any configuration the lines are seen: if neither this logger nor the root logger has a handler, they go to
 standard error with time, rank and update.
@@ -12,12 +12,25 @@ from functools import cache
 from typing import final
 
 LOGGER = logging.getLogger("variable_batch_size")
+_INSIDE = "variable_batch_size", "torch"  # packages
 
 
 def log(message: str, *, level: int = logging.INFO, rank: int | None = None, update: int | None = None) -> None:
     """Log a sentence with the attributes `rank` and `update` (updates made so far), where they are known."""
     _show()
     LOGGER.log(level, message, extra={"rank": rank, "update": update})
+
+
+def stacklevel_of_user() -> int:
+    """Return the `stacklevel` of a warning of the caller at the first line outside of this package and of torch.
+
+    How many frames lie in between varies: a scheduler of torch, a `GradScaler`, decorators and `torch.compile` add
+    their own. (`skip_file_prefixes` of `warnings.warn` needs Python 3.12.)
+    """
+    frame, level = sys._getframe(1), 1
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import linecache
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.strategies import Case, Run, cases, minibatch_sizes, sizes, together
+from variable_batch_size.adaptive import AdaptiveTrace, PerDevice
 from variable_batch_size.backend import Backend
 from variable_batch_size.testing import run_ranks
 from variable_batch_size.world import World
@@ -76,6 +78,24 @@ def test_the_future_of_the_trace_may_change(case: Case, data: st.DataObject) -> 
     with pytest.warns(UserWarning, match=rf"after update {stop} ") if is_other(case, other) else nullcontext():
         run.optimizer.load_state_dict(state)
     assert together([run.train().log]) == other.steps
+
+
+@pytest.mark.parametrize("traces", [(8, [8, 8, 8, 9] * 9), (AdaptiveTrace(PerDevice(8)), AdaptiveTrace(PerDevice(9)))])
+@pytest.mark.parametrize("by_optimizer", [False, True])
+def test_a_warning_of_a_restore_names_the_line_that_restores(traces: tuple[Any, Any], by_optimizer: bool) -> None:
+    def made(trace: Any) -> vbs.CustomSampler | vbs.CustomOptimizer:
+        sampler = vbs.CustomSampler(99, trace, num_replicas=1, rank=0)
+        inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+        return vbs.CustomOptimizer(inner, sampler) if by_optimizer else sampler
+
+    before, after = map(made, traces)
+    with pytest.warns(UserWarning, match="Resumed with another AdaptiveTrace|The batch trace differs") as caught:
+        after.load_state_dict(before.state_dict())
+    (warning,) = caught
+    assert (warning.filename, linecache.getline(__file__, warning.lineno).strip()) == (
+        __file__,
+        "after.load_state_dict(before.state_dict())",
+    )
 
 
 def after(case: Case, stop: int) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._extras import import_extra
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, value_error, without_addresses
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, limit_to_dataset
 from variable_batch_size.adaptive.base import ControlInput, needs_throughput
@@ -213,7 +214,7 @@ def warn_if_changed(adaptive: AdaptiveTrace, state: dict[str, Any]) -> None:
             f"Resumed with another AdaptiveTrace: batch sizes were chosen by {', '.join(before)}, and are by "
             f"{', '.join(now)} from now on",
             UserWarning,
-            stacklevel=5,
+            stacklevel=stacklevel_of_user(),
         )
 
 

@@ -27,7 +27,7 @@ from variable_batch_size.checkpoint.parts import Parts, Stateful
 from variable_batch_size.checkpoint.publishing import Publisher, Writer
 from variable_batch_size.checkpoint.reading import StoredState, read_first
 from variable_batch_size.checkpoint.saving import Saver
-from variable_batch_size.optim.callers import uncompiled
+from variable_batch_size.optim.hooks import uncompiled
 from variable_batch_size.optim.normalization import check_known
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.preemption import EXIT_CODE, signal_notice

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeGuard, final
 
 from torch import Tensor
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import IntArray
 from variable_batch_size.adaptive.decided_trace import warn_if_changed
 from variable_batch_size.data.clock import Clock, Position
@@ -278,7 +279,7 @@ class Feed:
             warnings.warn(
                 f"The batch trace differs from that of the saved run after update {state['step']} (allowed)",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
 
     def clock_at(self, state: dict[str, Any]) -> Resumed:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.adaptive.base import needs_throughput
 from variable_batch_size.adaptive.decided_trace import (
@@ -21,7 +22,6 @@ from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.deal import Step
-from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.update import Updater
 from variable_batch_size.tracker import Tracker

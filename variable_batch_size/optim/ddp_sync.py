@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.optim.accumulation import NOTHING, Aside
 from variable_batch_size.optim.backward_check import versions
-from variable_batch_size.optim.replay import call_before_forward
+from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.sync import RESTART, Sync, Watch
 from variable_batch_size.optim.tensors import is_narrow, squared_norm
 

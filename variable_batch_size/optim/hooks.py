@@ -1,29 +1,13 @@
-"""The caller of an update: the line that a warning is attributed to, and what `torch.compile` leaves alone.
-
-How many frames lie between that line and a warning varies: a scheduler of torch, a `GradScaler`, decorators and
-`torch.compile` add their own. (`skip_file_prefixes` of `warnings.warn` needs Python 3.12.)
-"""
+"""Code that runs outside of compiled graphs: a function by itself, and a method before each forward of a module."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
+from weakref import WeakMethod, finalize
 
 import torch
-
-_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-
-
-def stacklevel_of_user() -> int:
-    """Return the `stacklevel` of a warning of the caller at the first line outside of this package and of torch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    return level
-
+from torch.nn import Module
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,3 +16,37 @@ def uncompiled(function: Function) -> Function:
     """Return a function that runs outside of the graphs of its callers; what it calls may be compiled by itself."""
     disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def call_before_forward(
+    module: Module | None, method: Callable[..., None], *args: object, first: bool = False, once: bool = False
+) -> None:
+    """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives.
+
+    `first`: before all other hooks; `once`: before one forward only.
+    """
+    if module is None:
+        return
+    hook, owner = _Hook(WeakMethod(method), args), method.__self__  # type: ignore[attr-defined]
+    handle = module.register_forward_pre_hook(hook, prepend=first)
+    finalize(owner, handle.remove).atexit = False
+    if once:
+        hook.remove = handle.remove
+
+
+@final
+class _Hook:
+    """Calls a method; a copy of the module has one that calls none."""
+
+    def __init__(self, method: Callable[[], Any] = lambda: None, args: tuple[object, ...] = ()) -> None:
+        self._method, self._args = method, args
+        self.remove: Callable[[], None] = lambda: None
+
+    @uncompiled
+    def __call__(self, module: Module, args: Any) -> None:
+        if torch.is_grad_enabled() and (call := self._method()) is not None:
+            self.remove()
+            call(*self._args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()

@@ -14,7 +14,7 @@ from variable_batch_size._validation import check_number, type_error, value_erro
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.accumulation import multiply
-from variable_batch_size.optim.callers import uncompiled
+from variable_batch_size.optim.hooks import uncompiled
 
 _WHOLE = 1e-3  # tolerance for the weights of a step, which sum to 1
 

@@ -22,13 +22,13 @@ from variable_batch_size.data.reading import Reading
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
-from variable_batch_size.optim.callers import uncompiled
 from variable_batch_size.optim.controller import ControllerRunner
+from variable_batch_size.optim.hooks import call_before_forward, uncompiled
 from variable_batch_size.optim.loop import Loop, Phase
 from variable_batch_size.optim.normalization import cut_for
 from variable_batch_size.optim.observed import ObservedOptimizer
 from variable_batch_size.optim.options import AccumulationKind, Estimator, Reduction, UpdateOptions, check_objects
-from variable_batch_size.optim.replay import Replays, call_before_forward
+from variable_batch_size.optim.replay import Replays
 from variable_batch_size.optim.report import Reporter
 from variable_batch_size.optim.rule_check import check_applies_lr, choose_rules
 from variable_batch_size.optim.scaling import LearningRateCheck

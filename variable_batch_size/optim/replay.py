@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, final
-from weakref import WeakMethod, finalize
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.microbatching import Microbatch
-from variable_batch_size.optim.callers import uncompiled
 
 
 class _Buffer(NamedTuple):
@@ -69,37 +66,3 @@ class Replays:
     def _cuda_devices(self) -> list[torch.device]:
         parameters = [] if self.module is None else self.module.parameters()
         return list(dict.fromkeys(parameter.device for parameter in parameters if parameter.is_cuda))
-
-
-def call_before_forward(
-    module: Module | None, method: Callable[..., None], *args: object, first: bool = False, once: bool = False
-) -> None:
-    """Call a method before each forward of a module, if any, that gradients follow, as long as its object lives.
-
-    `first`: before all other hooks; `once`: before one forward only.
-    """
-    if module is None:
-        return
-    hook, owner = _Hook(WeakMethod(method), args), method.__self__  # type: ignore[attr-defined]
-    handle = module.register_forward_pre_hook(hook, prepend=first)
-    finalize(owner, handle.remove).atexit = False
-    if once:
-        hook.remove = handle.remove
-
-
-@final
-class _Hook:
-    """Calls a method; a copy of the module has one that calls none."""
-
-    def __init__(self, method: Callable[[], Any] = lambda: None, args: tuple[object, ...] = ()) -> None:
-        self._method, self._args = method, args
-        self.remove: Callable[[], None] = lambda: None
-
-    @uncompiled
-    def __call__(self, module: Module, args: Any) -> None:
-        if torch.is_grad_enabled() and (call := self._method()) is not None:
-            self.remove()
-            call(*self._args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()

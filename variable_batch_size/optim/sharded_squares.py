@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from variable_batch_size.optim.replay import call_before_forward
+from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.tensors import groups_of_parts, squared_norm
 
 

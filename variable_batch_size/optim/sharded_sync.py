@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.optim.accumulation import Aside
-from variable_batch_size.optim.replay import call_before_forward
+from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.sharded_squares import Squares
 from variable_batch_size.optim.sync import Sync, Watch
 from variable_batch_size.optim.tensors import is_narrow

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import without_addresses
 from variable_batch_size.backend import Backend
 from variable_batch_size.data.deal import Step
 from variable_batch_size.optim.accumulation import collect_gradients, multiply
-from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWarning, create_gradient_noise
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
@@ -169,7 +169,9 @@ class Updater:
         own = self._reference() | ({} if self.gradient_noise is None else {"minibatch_size": minibatch_size})
         changed = [f"{key} was {state[key]} and is {own[key]}" for key in own if state.get(key, own[key]) != own[key]]
         if changed and self._backend.world.rank == 0:
-            warnings.warn(f"Resumed with other settings: {', '.join(changed)}", OtherSettingsWarning, stacklevel=3)
+            warnings.warn(
+                f"Resumed with other settings: {', '.join(changed)}", OtherSettingsWarning, stacklevel_of_user()
+            )
         if "progress" in state:
             self.progress = Progress(float(state["progress"]))
             rates = state["last_rates"]

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.from_loader import sampler_for
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings, check_bare
 from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.callers import stacklevel_of_user
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.rules import Rule
 
