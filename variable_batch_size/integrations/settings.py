@@ -68,7 +68,9 @@ class Settings:
         return CustomSampler(dataset, self.trace, **others, **self.sampler_options)
 
     def optimizer(self, inner: Optimizer, sampler: CustomSampler, **others: Any) -> CustomOptimizer:
-        """Return the optimizer around `inner`.
+        """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.
+
+        Trainers and losses may then communicate in each of them. A rank that has fewer replays one with weight 0.
 
         Args:
             inner: the optimizer that updates the weights.
@@ -79,7 +81,11 @@ class Settings:
             ValueError: if `optimizer_options` has one of `others`.
         """
         _check_apart(self.optimizer_options, others, "optimizer_options")
-        return CustomOptimizer(inner, sampler, self.ref_batchsize, rule=self.rule, **others, **self.optimizer_options)
+        optimizer = CustomOptimizer(
+            inner, sampler, self.ref_batchsize, rule=self.rule, **others, **self.optimizer_options
+        )
+        sampler._feed.attach(padded=True)
+        return optimizer
 
 
 def check_bare(model: Module) -> None:

@@ -1,0 +1,54 @@
+"""Schedules whose length was counted in batches of the user's loader, although they step once an update."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from variable_batch_size._log import stacklevel_of_user
+from variable_batch_size.data.plan import Plan
+
+_LENGTHS = "T_max", "total_steps", "total_iters", "num_training_steps", "decay_steps"
+
+
+def lengths(schedule: Any) -> Iterator[tuple[str, int]]:
+    """Yield the arguments that say after how many steps a schedule ends, and their values.
+
+    It looks into schedulers of torch, those that they consist of, the keywords of `functools.partial` in a `LambdaLR`,
+    as transformers writes them, and schedules of Keras.
+    """
+    for name in _LENGTHS:
+        if isinstance(value := getattr(schedule, name, None), int):
+            yield name, value
+    for part in getattr(schedule, "_schedulers", ()):  # of SequentialLR and ChainedScheduler, which have no public name
+        yield from lengths(part)
+    for function in getattr(schedule, "lr_lambdas", ()):
+        yield from ((name, value) for name, value in getattr(function, "keywords", {}).items() if name in _LENGTHS)
+
+
+def warn_of_batches(schedules: Iterable[Any], plan: Plan, batches: int, updates: float | None = None) -> None:
+    """Warn of a schedule that ends after a number of batches instead of updates.
+
+    Args:
+        schedules: the schedules of the training, those of torch or of Keras.
+        plan: the plan of the training.
+        batches: number of batches of the user's loader in an epoch.
+        updates: number of updates of the training, if it is known; a schedule of this length is right.
+    """
+    for name, steps in {pair for schedule in schedules for pair in lengths(schedule)}:
+        epochs, rest = divmod(steps, batches)
+        if rest or not epochs or steps in (updates, plan.max_updates):
+            continue
+        try:
+            made = plan.epoch(epochs - 1).end_step
+        except ValueError:  # the trace ends before
+            continue
+        if made != steps:
+            warnings.warn(
+                f"a schedule of the learning rate steps once an update, but {name}={steps} is the number of batches of "
+                f"{epochs} epochs of the loader, which have {made} updates: the rate will not be where it should be at "
+                f"their end; pass {name}={made}, or the number of updates of the training",
+                UserWarning,
+                stacklevel=stacklevel_of_user(),
+            )
