@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import variable_batch_size as vbs
@@ -128,8 +129,9 @@ def by_hand(
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All parameters in one vector, a copy."""
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+    """All parameters in one vector, a copy; of sharded ones, every rank has to call it."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in whole]).clone()
 
 
 def difference(model: nn.Module, expected: Tensor) -> float:

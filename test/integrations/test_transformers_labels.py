@@ -154,20 +154,23 @@ class Steps(Trainer):
     """A trainer with a training step of its own, which calls no compute_loss()."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        loss = model(**inputs).loss
-        loss.backward()
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = sum_in_float64(outputs, inputs["labels"])
+        self.accelerator.backward(loss)
         return loss.detach()
 
 
-def test_a_step_without_compute_loss_is_refused(tmp_path: Path) -> None:
-    class Mine(VariableBatchMixin, Steps):
-        pass
+class VariableSteps(VariableBatchMixin, Steps):
+    """The changed line."""
 
-    trainer = trainer_of(tmp_path, gpt2(), kind=Mine, train_dataset=Texts())
-    with pytest.raises(
-        TypeError, match=r"must get the loss by compute_loss\(\).*or set model.accepts_loss_kwargs = Fal"
-    ):
-        trainer.train()
+
+def test_a_step_without_compute_loss(tmp_path: Path) -> None:
+    model, twin = gpt2(), gpt2()
+    trainer = trainer_of(tmp_path, model, kind=VariableSteps, train_dataset=Texts())
+    trainer.train()
+    losses = by_hand(twin, adamw(twin), loss=mean_over_tokens, max_grad_norm=MAX_GRAD_NORM)
+    assert difference(model, weights(twin)) < EXACT
+    assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx(losses, rel=1e-6)
 
 
 def test_rows_of_a_fixed_shape_count_once(tmp_path: Path) -> None:

@@ -15,8 +15,11 @@ from transformers import Trainer
 import variable_batch_size as vbs
 from helpers.transformers_jobs import Classifier, Rows, SavesAt, arguments, growing, grows, trainer_of
 from helpers.yardstick import SAMPLES
+from variable_batch_size.integrations.supported import table
 from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
-from variable_batch_size.integrations.transformers.arguments import check_arguments
+from variable_batch_size.integrations.transformers.supported import SETTINGS, check_settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "trainers" / "transformers.md"
 
 
 class Stream(IterableDataset[int]):
@@ -44,9 +47,12 @@ LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}
         ({"fp16": True}, r"fp16 must be False.*; pass bf16=True"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size must be False.*choose per_device_train_batch_size"),
         ({"enable_jit_checkpoint": True}, r"enable_jit_checkpoint must be False.*; save by save_steps"),
-        ({"train_sampling_strategy": "group_by_length"}, r'must be "random" or "sequential".*got \'group_by_length\''),
-        (LAYERWISE, r"optim must be an optimizer that makes its update in step\(\), got galore_adamw_layerwise"),
-        ({"num_train_epochs": 0}, r"num_train_epochs must be > 0, got 0; pass one, or max_steps"),
+        ({"train_sampling_strategy": "group_by_length"}, r'must be "random" or "sequential".*got group_by_length'),
+        (LAYERWISE, r"optim must be an optimizer that makes its update in step\(\).*, got galore_adamw_layerwise"),
+        (
+            {"num_train_epochs": 0},
+            r"num_train_epochs must be > 0 without max_steps, got 0; pass one, or max_steps \(see docs/trainers/transf",
+        ),
         ({"train_dataset": Stream()}, r"the dataset must have an index.*pass a map-style dataset"),
         ({"train_dataset": stream(), "max_steps": 5}, r"(?s)the dataset must have an index.*pass a map-style dataset"),
         ({"trace": 500}, r"at most the dataset's size of 203 samples, but the trace has a batch size of 500"),
@@ -67,7 +73,7 @@ def test_a_rule_without_a_reference_is_refused_at_once(tmp_path: Path) -> None:
     own = {"train_dataset": Rows(), "rule": "root"}
     with pytest.raises(ValueError, match="needs ref_batchsize, but it is None; pass the batch size"):
         VariableBatchTrainer(Classifier(), arguments(tmp_path), trace=32, **own)
-    with pytest.raises(ValueError, match=r"an AdaptiveTrace needs a ref_batchsize.*or max_steps"):
+    with pytest.raises(ValueError, match=r"ref_batchsize must be a number with an AdaptiveTrace.*or max_steps"):
         VariableBatchTrainer(Classifier(), arguments(tmp_path), train_dataset=Rows(), trace=growing())
     VariableBatchTrainer(Classifier(), arguments(tmp_path, max_steps=2), train_dataset=Rows(), trace=growing())
 
@@ -75,24 +81,34 @@ def test_a_rule_without_a_reference_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"args": {"n_gpu": 2}}, "a process must train on one GPU, got 2 GPUs; launch it with torchrun"),
+        ({"args": {"n_gpu": 2}}, "n_gpu must be at most 1 in each process, got 2; launch it with torchrun"),
         (
-            {"distributed": "FSDP"},
-            r"a whole one on every rank, got distributed_type=FSDP; launch the script with torch",
+            {"distributed": "DEEPSPEED"},
+            r"distributed_type .* must be NO, FSDP2, or .*, got DEEPSPEED; launch it without",
         ),
-        ({"get_tp_size": lambda: 2}, "every rank must have samples of its own, got a parallelism_config; leave it out"),
+        (
+            {"distributed": "FSDP", "version": 1},
+            r"got FSDP1; launch it .*\"fsdp_version\": 2.*see docs/trainers/transf",
+        ),
+        ({"distributed": "MEGATRON_LM"}, "got MEGATRON_LM; launch it without DeepSpeed, Megatron-LM"),
+        ({"get_tp_size": lambda: 2}, "parallelism_config must be without tensor, .*, got 2; leave it out"),
     ],
 )
 def test_launches_that_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    """Seen by a stand-in for a trainer on GPUs."""
+    """Seen by a stand-in for a trainer on GPUs, or with DeepSpeed."""
     trainer = trainer_of(tmp_path)
-    args = SimpleNamespace(**{**vars(trainer.args), "n_gpu": 0, **changed.get("args", {})})
+    args = SimpleNamespace(**{**vars(trainer.args), "n_gpu": 0, "world_size": 1, **changed.get("args", {})})
     kind = SimpleNamespace(value=changed.get("distributed", "NO"))
     sizes = {name: changed.get(name, lambda: 1) for name in ("get_tp_size", "get_cp_size", "get_sp_size")}
-    accelerator = SimpleNamespace(distributed_type=kind)
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=changed.get("version", 2)))
+    accelerator = SimpleNamespace(distributed_type=kind, state=state)
     stand_in = SimpleNamespace(args=args, accelerator=accelerator, _settings=trainer._settings, **sizes)
     with pytest.raises(ValueError, match=message):
-        check_arguments(stand_in)
+        check_settings(stand_in)
+
+
+def test_the_page_has_the_table_of_settings() -> None:
+    assert table(SETTINGS) in PAGE.read_text(), f"copy this into {PAGE}:\n{table(SETTINGS)}"
 
 
 def test_the_order_of_base_classes() -> None:
@@ -118,18 +134,22 @@ def test_methods_of_a_class_above_the_mixin(tmp_path: Path) -> None:
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             return model(**inputs)["loss"]
 
-    class OwnOptimizer(VariableBatchTrainer):
-        def create_optimizer(self, *_: Any) -> Any:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-            return self.optimizer
-
     with pytest.raises(TypeError, match=r"the loader must be that of VariableBatchMixin.*override it in a class below"):
         trainer_of(tmp_path, kind=OwnLoader).train()
     for kind in OwnStep, OwnForward:
         with pytest.raises(TypeError, match=r"is an update, the list of its microbatches.*override compute_loss\(\)"):
             trainer_of(tmp_path, kind=kind).train()
-    with pytest.raises(RuntimeError, match=r"create_optimizer\(\) of OwnOptimizer has not called.*or pass optimizers="):
-        trainer_of(tmp_path, kind=OwnOptimizer).train()
+
+
+def test_an_optimizer_of_a_class_above_the_mixin(tmp_path: Path) -> None:
+    class OwnOptimizer(VariableBatchTrainer):
+        def create_optimizer(self, *_: Any) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+            return self.optimizer
+
+    trainer = trainer_of(tmp_path, kind=OwnOptimizer, max_steps=2)
+    trainer.train()
+    assert isinstance(trainer.variable_optimizer.inner, torch.optim.SGD)
 
 
 def some() -> Any:
@@ -142,10 +162,8 @@ def some() -> Any:
     [
         ({"sampler": some()}, r"must read each sample once an epoch.*leave out sampler="),
         ({"batch_sampler": [[0, 1], [2, 3]], "batch_size": 1}, r"must read each sample once an epoch.*\(list\)"),
-        ({}, r"order of train_sampling_strategy, got SequentialSampler with 'random'; pass .*or shuffle=True"),
-        ({"shuffle": True, "drop_last": True}, r"must drop the last batch.*got False; pass dataloader_drop_last=True"),
     ],
-    ids=["sampler", "batch_sampler", "order", "drop_last"],
+    ids=["sampler", "batch_sampler"],
 )
 def test_a_loader_that_reads_other_samples(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     class Theirs(Trainer):
@@ -180,9 +198,7 @@ def test_a_trainer_that_repeats_samples(tmp_path: Path) -> None:
     class Mine(VariableBatchMixin, Repeats):
         pass
 
-    with pytest.raises(
-        TypeError, match=r"RepeatSampler.*; leave out .* if they are yours.*GRPOTrainer, cannot be used"
-    ):
+    with pytest.raises(TypeError, match=r"RepeatSampler.*; leave out .*if it is that of.*GRPOTrainer, cannot be used"):
         trainer_of(tmp_path, kind=Mine).train()
 
 
@@ -200,7 +216,7 @@ def test_arguments_that_are_seen_when_the_training_begins(tmp_path: Path) -> Non
         trainer_of(tmp_path, model, options={"optimizers": (wrapped, None)}).train()
     with pytest.raises(ValueError, match=r"optimizer_options must be what no setting.*got max_grad_norm; leave it out"):
         trainer_of(tmp_path, options={"optimizer_options": {"max_grad_norm": 1.0}}).train()
-    with pytest.raises(RuntimeError, match=r"none was created yet; call train\(\) or create_optimizer\(\)"):
+    with pytest.raises(RuntimeError, match=r"none was created yet; call train\(\)"):
         _ = trainer_of(tmp_path).variable_optimizer
 
 

@@ -1,17 +1,27 @@
-"""Means over all labels of an update: which labels count, and what the mean of one microbatch weighs."""
+"""Means over all labels of an update: which labels count, and what the mean of one microbatch weighs.
+
+Who divides, so that the update is the mean over its labels or samples, and each factor comes once:
+
+| who divides, or clips | by what | here |
+|---|---|---|
+| the model, `compute_loss_func` | `num_items_in_batch`, or its own labels | it gets its own number: both are its mean |
+| `Trainer.compute_loss` | times the processes | off: no `average_tokens_across_devices` in `training_step` |
+| `Trainer.training_step` | accumulation steps, without `num_items_in_batch` | 1: a batch is an update |
+| `accelerator.backward` | its accumulation steps | `Share.scaled`, then `optimizer.backward` |
+| DistributedDataParallel, FSDP2 | the world | the optimizer weighs by samples, and they sum |
+| `accelerator.clip_grad_norm_` | the norm | nothing: `max_grad_norm` of the optimizer clips the sum |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from variable_batch_size._validation import type_error
+from variable_batch_size.integrations.transformers.update_loader import Update
 from variable_batch_size.microbatching import Microbatch
 
 
@@ -33,49 +43,30 @@ def refuses_count(model: Any) -> bool:
     return getattr(type(model), "accepts_loss_kwargs", None) is False and "accepts_loss_kwargs" not in vars(model)
 
 
-class Weights:
-    """What each microbatch's mean over its labels weighs in the mean over all labels of an update.
+@final
+class Share(NamedTuple):
+    """What the loss of a microbatch, a mean over its labels or its rows, weighs.
 
-    A microbatch's loss is computed with its own number of labels, so that it is its mean, whether the model divides by
-    the number that it is given, or ignores that and takes the mean: many models of transformers do.
-
-    Args:
-        counts: labels of each microbatch of this rank, scalars.
-        parts: these microbatches.
-        total: labels of the update, on all ranks.
+    Attributes:
+        items: number of labels that the model is told, 0-D and >= 1; None for a mean over rows.
+        factor: factor on the loss before `backward()`; the optimizer weighs it by samples / batch_size.
+        weight: weight of the loss in that of the update.
     """
 
-    def __init__(self, counts: list[Tensor], parts: list[Microbatch], total: Tensor) -> None:
-        self._counts, self._parts, self._total = counts, parts, total
+    items: Tensor | None
+    factor: Tensor | float
+    weight: Tensor | float
 
-    def items(self, number: int) -> Tensor:
-        """Return the labels by which a microbatch's loss is divided, >= 1."""
-        return self._counts[number].clamp(min=1)
+    @classmethod
+    def of(cls, update: Update, number: int, part: Microbatch) -> Share:
+        """Return that of microbatch `number` of an update."""
+        weight = part.samples / part.batch_size
+        if update.counts is None:
+            return cls(None, 1.0, weight)
+        count = update.counts[number]
+        factor = count / update.total * (part.batch_size / part.rows)
+        return cls(count.clamp(min=1), factor, factor * weight)
 
-    @contextmanager
-    def scaled(self, trainer: Any, number: int) -> Iterator[None]:
-        """Scale what `trainer.compute_loss` returns: the optimizer weighs a microbatch by samples / batch_size.
-
-        Raises:
-            TypeError: if nothing calls it.
-        """
-        part, count = self._parts[number], self._counts[number]
-        factor = count / self._total * (part.batch_size / part.rows)
-        compute_loss: Callable[..., Any] = trainer.compute_loss
-        calls = []
-
-        def scaled_loss(*args: Any, **kwargs: Any) -> Any:
-            calls.append(True)
-            result = compute_loss(*args, **kwargs)
-            loss = result[0] if isinstance(result, tuple) else result
-            loss = torch.where(count > 0, loss * factor, 0)  # the mean of no labels is nan
-            return (loss, *result[1:]) if isinstance(result, tuple) else loss
-
-        trainer.compute_loss = scaled_loss  # of this object: also that of a class above or below the mixin
-        try:
-            yield
-        finally:
-            del trainer.compute_loss
-        if not calls:
-            remedy = "call self.compute_loss() there, or set model.accepts_loss_kwargs = False for a mean over samples"
-            raise type_error("training_step() must get the loss by compute_loss()", trainer, remedy)
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss for `backward()`; 0 for the mean of no labels, which is not a number."""
+        return loss if self.items is None else torch.where(torch.as_tensor(self.factor > 0), loss * self.factor, 0)

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.updates import updates
-
-
-class OptimizerOwner(Protocol):
-    """What the loader asks of a trainer."""
-
-    @property
-    def present_sampler(self) -> CustomSampler:
-        """The sampler of the training under way, or of the next one."""
-        ...
-
-    @property
-    def variable_optimizer(self) -> CustomOptimizer:
-        """The optimizer."""
-        ...
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is an optimizer."""
-        ...
 
 
 @final
@@ -41,9 +22,11 @@ class Update(list[Any]):
 
     Attributes:
         counts: labels of each microbatch, scalars, if they were counted.
+        total: labels of the update, over all ranks.
     """
 
-    counts: list[Tensor]
+    counts: list[Tensor] | None = None
+    total: Tensor
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
@@ -65,11 +48,19 @@ def _not_a_microbatch(part: str) -> TypeError:
 
 @final
 class UpdateLoader:
-    """The training's loader, whose batches are updates: lists of this rank's microbatches. Its `len` is the epoch's."""
+    """The training's loader, whose batches are updates: lists of this rank's microbatches. Its `len` is the epoch's.
 
-    def __init__(self, loader: DataLoader[Any], trainer: OptimizerOwner) -> None:
-        self.loader = loader
-        self._trainer = weakref.proxy(trainer)  # in a cycle, persistent workers would wait for a timeout to end
+    Args:
+        loader: the loader of the class below.
+        sampler: the sampler that deals the microbatches.
+        optimizer: function that returns the optimizer, or None before the training.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: CustomSampler, optimizer: Callable[[], CustomOptimizer | None]
+    ) -> None:
+        self.loader, self.sampler = with_sampler(loader, sampler), sampler
+        self._optimizer = optimizer
         self._epoch = 0  # of Trainer, which leaves an epoch early if a callback wants that
 
     @property
@@ -82,27 +73,23 @@ class UpdateLoader:
         self._epoch = epoch
 
     def __len__(self) -> int:
-        sampler = self._trainer.present_sampler
-        return sampler.plan.epoch(sampler.epoch).updates
+        return self.sampler.plan.epoch(self.sampler.epoch).updates
 
     def __iter__(self) -> Iterator[Update]:
-        return self._updates() if self._trainer.begun else self._look()
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer.sampler is not self.sampler:
+            return self._look()
+        if self._epoch > optimizer.epoch:
+            self.sampler.set_epoch(self._epoch)
+            optimizer.set_epoch(self._epoch)
+        return map(Update, updates(self.loader, optimizer))
 
     def _look(self) -> Iterator[Update]:
         """Yield the updates of the first epoch, while there is no optimizer that could count what is trained."""
-        sampler = self._trainer.present_sampler
-        microbatches, plan = iter(self.loader), sampler.plan
+        sampler, plan, microbatches = self.sampler, self.sampler.plan, iter(self.loader)
         epoch = plan.epoch(sampler.epoch)
         for number in range(epoch.first_step, epoch.end_step):
-            rounds = plan.step(epoch, number, sampler.dealing).rounds(sampler.world)
-            yield Update(islice(microbatches, rounds))
-
-    def _updates(self) -> Iterator[Update]:
-        optimizer = self._trainer.variable_optimizer
-        if self._epoch > optimizer.epoch:
-            optimizer.sampler.set_epoch(self._epoch)
-            optimizer.set_epoch(self._epoch)
-        return map(Update, updates(self.loader, optimizer))
+            yield Update(islice(microbatches, plan.step(epoch, number, sampler.dealing).rounds(sampler.world)))
 
 
 def counted(values: Tensor, part: Microbatch) -> Tensor:

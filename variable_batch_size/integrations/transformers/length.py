@@ -1,0 +1,119 @@
+"""How long a training is, of whose epochs no two are alike, and where in it the trainer is."""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+from transformers import TrainerCallback
+
+from variable_batch_size.data.clock import Clock
+from variable_batch_size.data.plan import Plan
+from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.schedules import warn_of_batches
+
+
+class Length(NamedTuple):
+    """The length of a training.
+
+    Attributes:
+        updates: number of updates.
+        samples: number of samples of these, over all ranks.
+        epochs: number of epochs, of which the last one may be cut short.
+        longest: number of updates of the longest epoch.
+    """
+
+    updates: int
+    samples: int
+    epochs: int
+    longest: int
+
+
+def length(sampler: CustomSampler, args: Any) -> Length:
+    """Return the length of a training by `max_steps` or `num_train_epochs` of its arguments.
+
+    Of a fractional last epoch, it has the updates until that fraction of the samples is reached. If a controller
+    chooses the batch sizes it is an estimate.
+
+    Raises:
+        ValueError: if the trace ends before.
+    """
+    plan = sampler.plan
+    found = _of_updates(plan, args.max_steps) if args.max_steps > 0 else _of_epochs(plan, args.num_train_epochs)
+    if not is_adaptive(sampler):
+        return found
+    epochs = sys.maxsize if args.max_steps > 0 else found.epochs
+    return found._replace(epochs=epochs, longest=plan.dataset_size)
+
+
+def _of_epochs(plan: Plan, epochs: float) -> Length:
+    last = math.ceil(epochs) - 1
+    epoch = plan.epoch(last)
+    wanted = math.ceil(round((epochs - last) * plan.whole_samples(epoch), 6))  # samples of the last epoch
+    steps = range(epoch.first_step, epoch.end_step)
+    reached = bisect_left(steps, epoch.samples_before + wanted, key=lambda step: plan.samples_before(epoch, step))
+    updates = epoch.first_step + reached
+    runs = plan.epoch_runs(last + 1) if plan.first_epoch <= last else iter(())
+    longest = max((each.updates for each, _ in runs), default=sys.maxsize)
+    return Length(updates, plan.samples_before(epoch, updates), last + 1, longest)
+
+
+def _of_updates(plan: Plan, updates: int) -> Length:
+    """Return the length of a training of so many updates, or up to the plan's own end if that is earlier."""
+    longest = 0
+    for epoch, alike in plan.epoch_runs(None):
+        steps = epoch.updates
+        longest = max(longest, steps)
+        if epoch.first_step + alike * steps >= updates:
+            last = plan.epoch(epoch.number + (updates - 1 - epoch.first_step) // steps)
+            return Length(updates, plan.samples_before(last, updates), last.number + 1, longest)
+    return Length(epoch.end_step, epoch.samples_before + epoch.samples, epoch.number + 1, longest)
+
+
+def epochs_passed(clock: Clock) -> float:
+    """Return how many epochs have passed, as the part of the samples that was used in the present one."""
+    epoch, plan = clock.epoch, clock.plan
+    used = plan.samples_before(epoch, clock.step) - epoch.samples_before
+    return epoch.number + used / plan.whole_samples(epoch)
+
+
+def is_adaptive(sampler: CustomSampler) -> bool:
+    """Return whether a controller chooses the batch sizes, so that lengths are estimates."""
+    return sampler._feed.plans.decided is not None
+
+
+class Position(TrainerCallback):
+    """The first callback, so that others read what it has corrected: the epoch, and an estimated number of updates."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check that the optimizer is where the training resumes, and the schedule."""
+        optimizer, plan = self._trainer.variable_optimizer, self._trainer.variable_optimizer.sampler.plan
+        if state.global_step > optimizer.updates:
+            raise RuntimeError(
+                f"a training must resume with its optimizer, but the checkpoint of step {state.global_step} has none; "
+                f"resume from one that was saved with save_only_model=False"
+            )
+        batches = -(-plan.dataset_size // (plan.minibatch_size * args.world_size))
+        warn_of_batches([self._trainer.lr_scheduler], plan, batches, state.max_steps)
+        self._correct(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Correct the state after an update, and what progress bars took for the end."""
+        self._correct(args, state)
+        for callback in self._trainer.callback_handler.callbacks:
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                bar.total = state.max_steps
+
+    def _correct(self, args: Any, state: Any) -> None:
+        optimizer = self._trainer.variable_optimizer
+        state.epoch = epochs_passed(optimizer.sampler.clock)
+        if args.max_steps > 0 or not is_adaptive(optimizer.sampler):
+            return
+        ends = state.epoch >= args.num_train_epochs
+        estimate = max(optimizer.updates + 1, length(optimizer.sampler, args).updates)
+        state.max_steps = optimizer.updates if ends else estimate

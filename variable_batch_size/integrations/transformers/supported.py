@@ -1,0 +1,120 @@
+"""The settings of a Trainer that are supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.integrations.supported import Setting, check
+
+_OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes
+
+
+def check_settings(trainer: Any) -> None:
+    """Check the settings of a trainer with a variable batch size.
+
+    Raises:
+        ValueError: if one is not supported.
+    """
+    check(SETTINGS, trainer, "transformers")
+
+
+def _distributed_type(trainer: Any) -> str:
+    kind, plugin = trainer.accelerator.distributed_type.value, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
+
+
+def _ends_by_estimate(trainer: Any) -> bool:
+    settings = trainer._settings
+    return isinstance(settings.trace, AdaptiveTrace) and trainer.args.max_steps <= 0 and settings.ref_batchsize is None
+
+
+SETTINGS = (
+    Setting(
+        "the distributed_type of its accelerator",
+        "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which it uses DistributedDataParallel",
+        _distributed_type,
+        lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),
+        "launch it without DeepSpeed, Megatron-LM, PyTorch/XLA or FSDP1; to shard the model pass fsdp=True and "
+        'fsdp_config={"fsdp_version": 2}',
+    ),
+    Setting(
+        "parallelism_config",
+        "without tensor, context and sequence parallelism, so that every rank has samples of its own",
+        lambda trainer: trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(),
+        lambda parts: parts == 1,
+        "leave it out",
+    ),
+    Setting(
+        "world_size of the training arguments",
+        "the number of all processes that were launched",
+        lambda trainer: trainer.args.world_size,
+        lambda size: not dist.is_initialized() or size == dist.get_world_size(),
+        "pass use_cpu=True if they have no GPU",
+    ),
+    Setting(
+        "n_gpu",
+        "at most 1 in each process",
+        lambda trainer: trainer.args.n_gpu,
+        lambda number: number <= 1,
+        "launch it with torchrun, or set CUDA_VISIBLE_DEVICES",
+    ),
+    Setting(
+        "gradient_accumulation_steps",
+        "1, because the trace says how many samples an update has",
+        lambda trainer: trainer.args.gradient_accumulation_steps,
+        lambda steps: steps == 1,
+        "leave it out, and pass the microbatch as per_device_train_batch_size",
+    ),
+    Setting(
+        "auto_find_batch_size",
+        "False",
+        lambda trainer: trainer.args.auto_find_batch_size,
+        lambda on: not on,
+        "choose per_device_train_batch_size; the batch size does not depend on it",
+    ),
+    Setting(
+        "num_train_epochs",
+        "> 0 without max_steps",
+        lambda trainer: trainer.args.num_train_epochs if trainer.args.max_steps <= 0 else 1,
+        lambda epochs: epochs > 0,
+        "pass one, or max_steps",
+    ),
+    Setting(
+        "ref_batchsize",
+        "a number with an AdaptiveTrace and without max_steps, because schedules count samples in its units",
+        lambda trainer: None if _ends_by_estimate(trainer) else 1,
+        lambda size: size is not None,
+        "pass it, or max_steps",
+    ),
+    Setting(
+        "train_sampling_strategy",
+        '"random" or "sequential", because the trace says which samples an update has',
+        lambda trainer: trainer.args.train_sampling_strategy,
+        lambda strategy: strategy in ("random", "sequential"),
+        "leave it out",
+    ),
+    Setting(
+        "fp16",
+        "False, because its scaler is not supported here",
+        lambda trainer: trainer.args.fp16,
+        lambda on: not on,
+        "pass bf16=True",
+    ),
+    Setting(
+        "optim",
+        "an optimizer that makes its update in step() and has one mode, unlike LOMO, layerwise and schedule-free ones",
+        lambda trainer: getattr(trainer.args.optim, "value", trainer.args.optim),
+        lambda name: not any(word in name for word in _OWN_STEPS),
+        'pass "adamw_torch", for example',
+    ),
+    Setting(
+        "enable_jit_checkpoint",
+        "False, because it saves within an update",
+        lambda trainer: trainer.args.enable_jit_checkpoint,
+        lambda on: not on,
+        "save by save_steps",
+    ),
+)
