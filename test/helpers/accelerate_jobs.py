@@ -12,7 +12,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -20,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
+from helpers import fsdp2_on_cpu
 from helpers.trainer_cases import CASES, Case, chosen, expected
 from helpers.yardstick import (
     EPOCHS,
@@ -122,10 +127,10 @@ def check(loop: Loop) -> None:
         assert loop.scheduler.scheduler.last_epoch == UPDATES
 
 
-def resumed(case: Case, folder: Path) -> Iterator[tuple[int, Loop]]:
+def resumed(case: Case, folder: Path, **options: Any) -> Iterator[tuple[int, Loop]]:
     """Continue from each of `STOPS`, to the end."""
     for stop in STOPS:
-        loop = trained(case)
+        loop = trained(case, **options)
         torch.manual_seed(99)  # dropout must not depend on what was drawn before
         loop.accelerator.load_state(str(folder / f"at-{stop}"))
         assert loop.optimizer.updates == stop
@@ -139,6 +144,7 @@ def two_processes(folder: Path) -> None:
     trained(Case()).run(at(folder / "two"))
     for _, loop in resumed(Case(), folder / "one"):
         check(loop)
+    assert isinstance(loop.model, DistributedDataParallel)
     _dropout(folder)
     _adaptive()
     _metrics()
@@ -183,21 +189,17 @@ def _metrics() -> None:
 
 
 def _within_an_update() -> None:
-    """Ranks have unequal numbers of microbatches if the noise is measured, so collectives within an update raise."""
+    """Ranks compute equally many microbatches, also if the noise is measured, so that they may communicate in each."""
     loop = trained(Case("sgd", rule="adascale"))
-    x, target = next(batches := iter(loop.loader))
-    first = loop.accelerator.is_main_process  # of 3 microbatches it has 2, the other one 1
-    assert loop.accelerator.sync_gradients is not first
-    loss = cross_entropy(loop.model(x), target)
-    calls = [loop.accelerator.gather, loop.accelerator.reduce, loop.accelerator.gather_for_metrics]
-    calls += [loop.accelerator.pad_across_processes, lambda _: loop.accelerator.wait_for_everyone()]
-    for call in calls * first:
-        with pytest.raises(RuntimeError, match=r"must be called on all ranks alike.*sync_gradients"):
-            call(loss)
-    batches.close()
-    loop.accelerator.wait_for_everyone()
-    rows = loop.accelerator.pad_across_processes(torch.ones(1 + first))
-    assert loop.accelerator.gather(rows).tolist() == [1, 1, 1, 0]
+    accelerator = loop.accelerator
+    for x, target in loop.loader:
+        loss = cross_entropy(loop.model(x), target)
+        accelerator.backward(loss)
+        accelerator.wait_for_everyone()
+        assert accelerator.gather(loss.detach()).shape == accelerator.gather_for_metrics(loss.detach()).shape == (2,)
+        assert accelerator.reduce(torch.tensor(float(accelerator.sync_gradients))).item() in (0, 2)
+        loop.optimizer.step()
+    assert loop.optimizer.updates == 11
 
 
 def _gathered_rows() -> None:
@@ -213,18 +215,7 @@ def _gathered_rows() -> None:
                 rows = accelerator.gather(torch.tensor(len(x))).tolist()
                 assert len(padded["x"]) == 2 * max(rows)
                 shapes.add(tuple(rows))
-                _check_shapes(accelerator, x, rows)
     assert any(first != second for first, second in shapes)
-
-
-def _check_shapes(accelerator: Accelerator, x: torch.Tensor, rows: list[int]) -> None:
-    message = rf"of the same shape on all processes.*\({rows[0]}, 6\).*\({rows[1]}, 6\).*pad_across_processes"
-    calls = [accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce] if rows[0] != rows[1] else []
-    for call in calls:
-        with pytest.raises(RuntimeError, match=message):
-            call({"x": x})
-    with pytest.raises(TypeError, match="Unsupported types"):
-        accelerator.gather(float(len(x)))
 
 
 def _schedules() -> None:
@@ -247,22 +238,67 @@ def _schedules() -> None:
         assert loop.scheduler.get_last_lr() == pytest.approx([0.0], abs=1e-12)
 
 
+class WithALayer(torch.nn.Module):
+    """The network, and a layer that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = network(), torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
 def _data_parallel() -> None:
-    """A model that reduces its gradients itself is refused; Accelerate's options for it that mean something count."""
-    model, inner, loader = ordinary()
-    with pytest.raises(TypeError, match=r"wrapped in DistributedDataParallel.*train the bare module"):
-        prepare(Accelerator(cpu=True), DistributedDataParallel(model), inner, loader, trace=TRACE)
+    """The settings of DistributedDataParallel are those of Accelerate, a communication hook too."""
+    wanted, _ = expected(Case("sgd", rule="constant", schedule=False), updates=11)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    for handler, model, close in (unused, WithALayer(), 1e-12), (hook, network(), 1e-2):
+        reset()
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        objects = model, SGD(model.parameters(), 0.1, 0.9), ordinary()[2]
+        wrapped, optimizer, loader = prepare(accelerator, *objects, trace=TRACE)
+        assert isinstance(wrapped, DistributedDataParallel)
+        assert wrapped.find_unused_parameters is (handler is unused)
+        for x, target in loader:
+            accelerator.backward(cross_entropy(wrapped(x), target))
+            optimizer.step()
+        found = weights(getattr(model, "net", model))
+        assert float((found - wanted).abs().max()) < close
     reset()
-    options = DistributedDataParallelKwargs(find_unused_parameters=True)
-    model, inner, loader = ordinary()
-    model.unused = torch.nn.Linear(1, 1)
-    inner.add_param_group({"params": list(model.unused.parameters())})
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    model, optimizer, loader = prepare(accelerator, model, inner, loader, trace=TRACE)
-    for x, target in loader:
-        accelerator.backward(cross_entropy(model[:3](x), target))
-        optimizer.step()
-    assert optimizer.updates == 11
+    parts = [torch.nn.Linear(6, 5).double() for _ in range(2)]
+    inner = SGD([parameter for part in parts for parameter in part.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="must train one DistributedDataParallel, got 2 models; put all parts"):
+        prepare(Accelerator(cpu=True), *parts, inner, ordinary()[2], trace=TRACE)
+
+
+def sharded(folder: Path) -> None:
+    """The cases with FSDP2, and states of some updates."""
+    fsdp2_on_cpu.enable()
+    for case in CASES:
+        loop = trained(case, settings=plugin())
+        assert loop.accelerator.is_fsdp2
+        fsdp2_on_cpu.check_sharded(loop.model)
+        check(loop.run())
+    for kind in "FULL_STATE_DICT", "SHARDED_STATE_DICT":
+        trained(Case(), settings=plugin(kind)).run(at(folder / kind))
+
+
+def resume_sharded(folder: Path, saved: Path) -> None:
+    """Continue from them, on another number of processes."""
+    fsdp2_on_cpu.enable()
+    for kind in "FULL_STATE_DICT", "SHARDED_STATE_DICT":
+        for _, loop in resumed(Case(), saved / kind, settings=plugin(kind)):
+            fsdp2_on_cpu.check_sharded(loop.model)
+            check(loop)
+
+
+def plugin(kind: str = "FULL_STATE_DICT") -> dict[str, Any]:
+    """The settings of an Accelerator with FSDP2, of which there is one in a process."""
+    reset()
+    policy = {"auto_wrap_policy": "no_wrap", "state_dict_type": kind}
+    return {"cpu": True, "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **policy)}
 
 
 def ordinary(**options: Any) -> tuple[Any, Any, Any]:

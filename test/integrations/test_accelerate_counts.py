@@ -11,14 +11,15 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from helpers.accelerate_jobs import Loop
 from helpers.reference import batches
-from helpers.trainer_cases import Case
+from helpers.trainer_cases import Case, expected
 from helpers.yardstick import (
     EPOCHS,
+    MAX_GRAD_NORM,
     MICROBATCH,
     SAMPLES,
     SIZES,
@@ -135,25 +136,47 @@ def test_schedulers_step_once_per_update_or_when_told() -> None:
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.0005)
 
 
-@pytest.mark.parametrize("steps", [None, 1, 2])
-def test_schedules_that_make_several_steps_per_update(steps: int | None, tmp_path: Path) -> None:
-    """As Accelerate's own do on several processes, whose numbers of steps scripts multiply for it; also after a resume.
-
-    The total of OneCycleLR ends within the last update: Accelerate then leaves out the further steps, too.
-    """
+def test_a_schedule_that_ends_with_the_updates(tmp_path: Path) -> None:
+    """OneCycleLR raises if it makes a step too many; also after a resume."""
 
     def new() -> tuple[Loop, Any]:
-        loop = Loop(Case("sgd", schedule=False), steps_per_update=steps)
-        total = UPDATES if steps != 2 else 2 * UPDATES - 1
-        loop.scheduler = loop.accelerator.prepare(OneCycleLR(loop.optimizer.inner, 0.1, total_steps=total))
+        loop = Loop(Case("sgd", schedule=False), steps_per_update=None)
+        loop.scheduler = loop.accelerator.prepare(OneCycleLR(loop.optimizer.inner, 0.1, total_steps=UPDATES))
         return loop, loop.scheduler.scheduler
 
     loop, scheduler = new()
     loop.run(lambda updates: tmp_path / "state" if updates == 14 else None)
-    assert scheduler.last_epoch == (UPDATES if steps != 2 else 2 * UPDATES - 1)
+    assert scheduler.last_epoch == UPDATES
     resumed, scheduler = new()
     resumed.accelerator.load_state(str(tmp_path / "state"))
-    assert scheduler.last_epoch == 14 * (steps or 1)
-    assert not hasattr(scheduler, "steps_per_update")
+    assert scheduler.last_epoch == 14
     resumed.run()
     assert difference(resumed.model, weights(loop.model)) < 1e-12
+
+
+def test_a_schedule_that_counts_batches_gets_a_warning() -> None:
+    """As examples of Accelerate compute it: len(loader) * epochs."""
+    loop = Loop(Case("sgd", schedule=False))
+    batches = 2 * -(-SAMPLES // MICROBATCH)
+    loop.scheduler = loop.accelerator.prepare(CosineAnnealingLR(loop.optimizer.inner, T_max=batches))
+    with pytest.warns(UserWarning, match=f"T_max={batches} is the number of batches of 2 epochs.*makes 21 steps"):
+        loop.run(until=1)
+    loop.run(until=3)  # once
+
+
+def test_the_loop_may_clip() -> None:
+    """`accelerator.clip_grad_norm_` in its usual places: it sets the maximum of the update."""
+    for at_ends in True, False:
+        loop = Loop(Case("sgd", clip=None))
+        accelerator, norms = loop.accelerator, []
+        for _ in range(EPOCHS):
+            for x, target in loop.loader:
+                accelerator.backward(cross_entropy(loop.model(x), target))
+                if accelerator.sync_gradients or not at_ends:
+                    norms.append(float(accelerator.clip_grad_norm_(loop.model.parameters(), MAX_GRAD_NORM)))
+                loop.optimizer.step()
+                loop.scheduler.step()
+                loop.optimizer.zero_grad()
+        assert difference(loop.model, expected(Case("sgd", clip=MAX_GRAD_NORM))[0]) < 1e-12
+        assert norms[0] == 0
+        assert max(norms) > MAX_GRAD_NORM

@@ -207,6 +207,18 @@ def test_the_momentum_rule_accepts_only_sgd() -> None:
         training(vbs.LinearRuleMomentumOptimizer, inner=torch.optim.Adam, hyperparameters={})
 
 
+def test_the_maximum_norm_may_be_set_between_updates() -> None:
+    run = training()
+    assert run.optimizer.max_grad_norm is None
+    run.optimizer.max_grad_norm = 0.5
+    run.run(3)
+    assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:3], max_grad_norm=0.5))
+    assert float(run.optimizer.grad_norm) > 0
+    with pytest.raises(ValueError, match="max_grad_norm must be a finite number > 0, got 0"):
+        run.optimizer.max_grad_norm = 0
+    assert run.optimizer.max_grad_norm == 0.5
+
+
 def test_accepts_numpy_numbers() -> None:
     run = training(ref_batchsize=np.int32(64), max_grad_norm=np.float64(0.5)).run(3)
     assert_equal(run.weights(), twin(vbs.LinearRuleOptimizer, SIZES[:3], max_grad_norm=0.5))

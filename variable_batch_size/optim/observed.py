@@ -130,6 +130,15 @@ class ObservedOptimizer(OptimizerWrapper):
         return self._updater.gradient.token_count.last
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """The maximum norm of the gradient of the next update, None for no clipping; it may be set between updates."""
+        return self._updater.options.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        self._updater.options = self._updater.options._replace(max_grad_norm=max_grad_norm).validate()
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """The norm of the last gradient before clipping, 0-D, with `grad_norm` or `max_grad_norm`; nan if skipped."""
         return self._updater.grad_norm

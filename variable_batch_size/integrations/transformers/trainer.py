@@ -34,6 +34,7 @@ from variable_batch_size.rules.selection import rules_for_groups
 require_version("transformers", "5.19", "transformers")
 require_version("accelerate", "1.10", "transformers")
 
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import recursively_apply  # noqa: E402
 from transformers import Trainer  # noqa: E402  (after the check, which has the better message)
 
@@ -127,9 +128,8 @@ class VariableBatchMixin(TrainerInternals):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train`; a second call is a new training of the present weights, as it is there."""
         check_settings(self)  # again, because arguments may have been changed
-        before = self._variable
-        if before is not None and getattr(self.optimizer, "optimizer", None) is before:
-            self.optimizer.optimizer = before.inner
+        if self._variable is not None and isinstance(self.optimizer, AcceleratedOptimizer):
+            self.optimizer.optimizer = self._variable.inner
         self._checks_loss, self._variable = self._check_loss, None
         return super().train(*args, **kwargs)
 
