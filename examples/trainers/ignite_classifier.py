@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from variable_batch_size.integrations.ignite import ProgressBar, create_supervised_trainer
+from variable_batch_size.integrations.ignite import create_supervised_trainer
 
 
 def main() -> None:
@@ -45,7 +45,6 @@ def main() -> None:
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
     RunningAverage(output_transform=lambda loss: loss).attach(trainer, "loss")
-    ProgressBar().attach(trainer, ["loss"])
     evaluator = create_supervised_evaluator(model, {"accuracy": Accuracy()})
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "trainer": trainer}
     if flags.folder:

@@ -179,17 +179,16 @@ def two_processes(folder: Path) -> None:
 
 
 def check_data_parallel() -> None:
-    """A model that reduces its gradients itself is refused; the loader of a DistributedSampler is taken."""
-    model = network()
-    inner = Case().make_inner(model)
-    loader = DataLoader(Samples(), MICROBATCH, sampler=DistributedSampler(Samples()))
-    with pytest.raises(TypeError, match=r"wrapped in DistributedDataParallel.*train the bare module"):
-        create_supervised_trainer(DistributedDataParallel(model), inner, cross_entropy, loader=loader, trace=TRACE)
-    model = network()
-    trainer = create_supervised_trainer(model, Case().make_inner(model), cross_entropy, loader=loader, trace=TRACE)
-    trainer.run(loader, max_epochs=1)
-    assert trainer.optimizer.samples == SAMPLES
-    assert trainer.optimizer.sampler.shuffle
+    """A model in DistributedDataParallel, as idist.auto_model wraps it, and the loader of a DistributedSampler."""
+    case = Case("sgd", "adascale", schedule=False)
+    for wrap in DistributedDataParallel, lambda model: model:
+        model = wrap(network())
+        loader = DataLoader(Samples(), MICROBATCH, sampler=DistributedSampler(Samples()))
+        options = {"trace": TRACE, "rule": case.rule, "ref_batchsize": REF}
+        trainer = create_supervised_trainer(model, case.make_inner(model), cross_entropy, loader=loader, **options)
+        trainer.run(loader, max_epochs=EPOCHS)
+        assert difference(model, expected(case)[0]) < 1e-12
+        assert trainer.optimizer.sampler.shuffle
 
 
 def check_metrics() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,15 +28,11 @@ from helpers.yardstick import (
     network,
     weights,
 )
-from variable_batch_size.backend.local import LocalBackend
 from variable_batch_size.integrations.ignite import (
-    UpdateEpochs,
     VariableBatchEngine,
     create_supervised_trainer,
-    per_update,
     variable_batch,
 )
-from variable_batch_size.integrations.ignite.outputs import combine
 
 
 def engine_of_ones_own(optimizer: vbs.CustomOptimizer, model: torch.nn.Module) -> Any:
@@ -60,10 +56,10 @@ def test_a_step_of_ones_own(plain: bool) -> None:
     outputs: list[Any] = []
     if plain:
         sampled = DataLoader(Samples(), batch_sampler=optimizer.sampler)
-        trainer, data = Engine(per_update(step, optimizer)), vbs.updates(sampled, optimizer)
-        UpdateEpochs(optimizer).attach(trainer)
+        data: Any = vbs.updates(sampled, optimizer)
     else:
-        trainer, data = VariableBatchEngine(step, optimizer), loader
+        data = loader
+    trainer = VariableBatchEngine(step, optimizer)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
     state = trainer.run(data, max_epochs=EPOCHS)
     wanted, losses = expected(case)
@@ -187,16 +183,20 @@ def test_the_norm_of_the_gradient_is_logged(logged: Any) -> None:
     assert [value for _, value, _ in found] == pytest.approx(wanted, rel=1e-9)
 
 
-class Result(NamedTuple):
-    loss: float
-    rows: torch.Tensor
-
-
 def test_the_output_of_an_update() -> None:
     """Means are no integers, also those of integers."""
-    outputs = [{"hits": torch.tensor(n), "all": (Result(float(n), torch.ones(n, 2)), "last")} for n in (1, 2)]
-    combined = combine(outputs, [1, 2], 3, LocalBackend())
-    assert float(combined["hits"]) == pytest.approx(5 / 3)
-    result, last = combined["all"]
-    assert isinstance(result, Result)
-    assert (result.loss, result.rows.shape, last) == (pytest.approx(5 / 3), (3, 2), "last")
+    loader, model = DataLoader(Samples(), MICROBATCH, shuffle=True), network()
+    optimizer = variable_batch(SGD(model.parameters(), lr=0.1), loader, trace=[10] * 30)
+
+    def train_step(engine: Engine, batch: Any) -> Any:
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        n = len(batch[0])
+        return {"hits": torch.tensor(n), "all": ((float(n), torch.ones(n, 2)), "last")}
+
+    engine = VariableBatchEngine(train_step, optimizer)
+    engine.run(loader, max_iters=1)
+    output = engine.state.output
+    (mean, rows), last = output["all"]
+    assert float(output["hits"]) == mean == pytest.approx(5.0)
+    assert (output["hits"].dtype, rows.shape, last) == (torch.float32, (10, 2), "last")

@@ -33,23 +33,6 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
     return settings.sampler(loader.dataset, minibatch_size=order.pop("batch_size"), **order, **world)
 
 
-def check_same_order(loader: DataLoader[Any], sampler: CustomSampler) -> None:
-    """Check that `loader` has the settings of the one that `sampler` was made for.
-
-    Raises:
-        TypeError: if its dataset has no index, or it has a sampler of its own.
-        ValueError: if its number of samples, `batch_size`, shuffling or `drop_last` is not that of the sampler.
-    """
-    check_indexed(loader.dataset)
-    plan = sampler.plan
-    own = {"batch_size": plan.minibatch_size, "shuffle": sampler.shuffle, "drop_last": plan.drop_last}
-    own, found = {"samples": plan.dataset_size, **own}, {"samples": len(loader.dataset), **order_of(loader)}  # type: ignore[arg-type]
-    if different := [name for name in own if own[name] != found[name]]:
-        wanted, got = (", ".join(f"{name}={of[name]}" for name in different) for of in (own, found))
-        requirement = f"the loader must read as the sampler of the training does, with {wanted}"
-        raise value_error(requirement, got, "pass the loader that the trainer was created with")
-
-
 def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return `batch_size`, `shuffle` and `drop_last` of a loader.
 

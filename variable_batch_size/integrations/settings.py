@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
@@ -86,15 +84,6 @@ class Settings:
         )
         sampler._feed.attach(padded=True)
         return optimizer
-
-
-def check_bare(model: Module) -> None:
-    """Raise TypeError if a model is wrapped in DistributedDataParallel, which would sum the gradients, too."""
-    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-        raise TypeError(
-            "the optimizer sums the gradients, but the model is wrapped in DistributedDataParallel, which sums them, "
-            "too; train the bare module (model.module)"
-        )
 
 
 def check_indexed(dataset: object) -> None:

@@ -1,0 +1,150 @@
+"""Ignite: an Engine whose iterations are updates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from variable_batch_size._validation import value_error
+from variable_batch_size.integrations.from_loader import sampler_for
+from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.settings import Settings
+from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.updates import Updates
+
+require_version("pytorch-ignite", "0.5.2", "ignite")
+
+from ignite.engine import Engine, Events, State, supervised_training_step  # noqa: E402
+
+
+def create_supervised_trainer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: str | torch.device | None = None,
+    *,
+    loader: DataLoader[Any],
+    **options: Any,
+) -> VariableBatchEngine:
+    """Return what Ignite's function of this name does, with a global batch size that follows a trace.
+
+    The first four arguments are those of Ignite; the model may be in DistributedDataParallel, and the loss must be a
+    mean over rows.
+
+    Args:
+        loader: the loader that `run` will get. Its `batch_size` is the largest number of rows of a microbatch.
+        **options: settings of `variable_batch`; `prepare_batch`, `output_transform`, `model_transform`, `model_fn` and
+            `non_blocking` of Ignite's function.
+    """
+    own = {each.name: options.pop(each.name) for each in fields(Settings) if each.name in options}
+    own["optimizer_options"] = {"model": model} | dict(own.get("optimizer_options") or {})
+    wrapped = variable_batch(optimizer, loader, **own)
+    broadcast_parameters(model, wrapped.backend)
+    return VariableBatchEngine(supervised_training_step(model, wrapped, loss_fn, device, **options), wrapped)
+
+
+def variable_batch(optimizer: Optimizer, loader: DataLoader[Any], **settings: Any) -> CustomOptimizer:
+    """Return the optimizer for a `VariableBatchEngine`, to be stepped after each microbatch.
+
+    `settings` are `trace` and `sampler_options`, see `CustomSampler`; `rule`, `ref_batchsize` and `optimizer_options`,
+    see `CustomOptimizer`, whose errors it raises. With DistributedDataParallel, `optimizer_options={"model": model}`.
+    """
+    own = Settings(**{name: value for name, value in settings.items() if value is not None})
+    return own.optimizer(optimizer, sampler_for(loader, own))
+
+
+class VariableBatchEngine(Engine):
+    """An Engine whose iterations are updates; a second `run` continues: `max_epochs` counts all epochs.
+
+    Its output has the structure of that of `step`: a number or 0-D tensor, which should be a mean over the rows of a
+    microbatch, becomes the mean over the samples of the update, of all ranks; rows of larger tensors are put together,
+    those of this rank; of anything else the last one is taken. The state includes the position in the training.
+
+    Args:
+        step: the process function for a microbatch. It calls `optimizer.step()`.
+        optimizer: the optimizer, such as `variable_batch` returns.
+    """
+
+    def __init__(self, step: Callable[[Engine, Any], Any], optimizer: CustomOptimizer) -> None:
+        super().__init__(self._update)
+        self.optimizer, self._step = optimizer, step
+        self._last: Any = None  # the handler that ends an epoch
+        self.add_event_handler(Events.STARTED, self._start)
+        self.add_event_handler(Events.EPOCH_STARTED, self._start_epoch)
+
+    def run(self, data: Iterable[Any], max_epochs: int | None = None, max_iters: int | None = None) -> State:
+        """Train on the loader until `max_epochs` epochs, or `max_iters` updates (Ignite 0.5.5), are made."""
+        sampler = self.optimizer.sampler
+        if isinstance(data, DataLoader):
+            if (samples := len(data.dataset)) != sampler.plan.dataset_size:  # type: ignore[arg-type]
+                requirement = f"the loader must have the dataset of {sampler.plan.dataset_size} samples"
+                raise value_error(requirement, samples, "pass the loader that the trainer was created with")
+            data = Updates(with_sampler(data, sampler), self.optimizer)
+        limits = {} if max_iters is None else {"max_iters": max_iters}
+        return self.state if self.optimizer.done else super().run(data, max_epochs, **limits)
+
+    def state_dict(self) -> Any:
+        """Return the state of the engine, with the position in the training under "vbs"."""
+        length = max(1, self.optimizer.sampler.clock.epoch.updates)  # of a whole epoch, which Ignite demands
+        return {**super().state_dict(), "epoch_length": length, "vbs": self.optimizer.state_dict()["vbs"]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state of the engine and the position in the training, on any number of ranks."""
+        optimizer, kept = self.optimizer, {name: state_dict[name] for name in state_dict if name != "iteration"}
+        optimizer.load_state_dict({**optimizer.inner.state_dict(), "vbs": kept.pop("vbs", None)})
+        super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
+        self.state.iteration, self.state.epoch_length = optimizer.updates, None
+
+    def _update(self, _: Engine, update: Sequence[Any]) -> Any:
+        outputs = []
+        for batch in update:
+            part = self.optimizer.microbatch
+            outputs.append((part.samples / part.batch_size, self._step(self, batch)))
+        self.state.epoch_length = self.optimizer.sampler.clock.epoch.updates  # an estimate, if a controller decides
+        return self._combined(outputs)
+
+    def _combined(self, outputs: Sequence[tuple[float, Any]]) -> Any:
+        """Return the output of an update; each one has a weight, which is 0 for a replay."""
+        first = outputs[0][1]
+        if isinstance(first, Mapping):
+            return {name: self._combined([(weight, output[name]) for weight, output in outputs]) for name in first}
+        if isinstance(first, (tuple, list)):
+            return [self._combined([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
+        if isinstance(first, Tensor) and first.dim():
+            own = [output for weight, output in outputs if weight]
+            return torch.cat(own) if own else []  # a metric of Ignite leaves an empty list out
+        if not isinstance(first, (Tensor, int, float)):
+            return outputs[-1][1]
+        mean = torch.as_tensor(sum(weight * output for weight, output in outputs if weight), dtype=torch.float64)
+        self.optimizer.backend.all_reduce_sum([mean := mean.to(self.optimizer.backend.device)])
+        return mean.to(first.device, torch.result_type(first, 1.0)) if isinstance(first, Tensor) else mean.item()
+
+    def _start(self) -> None:  # Ignite takes all epochs to be as long as the first one
+        state, optimizer = self.state, self.optimizer
+        if optimizer.sampler.clock.end_pending:  # restored at the end of an epoch, whose handlers are not run again
+            deque(state.dataloader, maxlen=0)
+        state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch, None
+
+    def _start_epoch(self) -> None:
+        optimizer, state = self.optimizer, self.state
+        epoch = optimizer.sampler.plan.epoch(optimizer.epoch)
+        state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch + 1, epoch.updates
+        # Private: how many updates of the epoch were made before a restore. Ignite takes iteration % epoch_length.
+        self._init_iter = optimizer.updates - epoch.first_step
+        if self._last is not None:
+            self._last.remove()
+        self._last = self.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)  # after those of the user
+
+    def _end_epoch(self) -> None:
+        self.state.epoch_length = None  # otherwise Ignite takes epoch_length * max_epochs for the end
+        if self.optimizer.done and (self.state.max_epochs is None or self.state.epoch < self.state.max_epochs):
+            self.terminate()
