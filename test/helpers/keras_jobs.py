@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import variable_batch_size as vbs
-from helpers import keras_plain as plain
 from helpers.keras_backend import keras
 from helpers.yardstick import (
     CLASSES,
@@ -25,7 +23,6 @@ from helpers.yardstick import (
     MAX_GRAD_NORM,
     MICROBATCH,
     REF,
-    SAMPLES,
     STOPS,
     TRACE,
     UPDATES,
@@ -248,40 +245,8 @@ def ranks_train(folder: Path) -> None:
                 assert first.custom_optimizer.updates == stop
             second = variable(make(), dropout=0.3)
             resumed = fit(second, callbacks=[VariableBatchCheckpoint(parts, every=1)])
-            ends = [resumed.history[name][-1] - logs[name][-1] for name in ("loss", "accuracy")]
-            save(folder, f"resumed-{stop}", found=(difference(second, weights(whole)), *ends))
-    ranks_decide(folder)
-
-
-def ranks_decide(folder: Path) -> None:
-    """Callbacks that read the validation, on all ranks and on one; two outputs; and a folder on one rank."""
-    rank, stopping = dist.get_rank(), keras.callbacks.EarlyStopping
-    targets = np.random.default_rng(1).integers(CLASSES, size=SAMPLES)
-    validation = {"validation_data": (plain.X, targets)}
-    model = plain.made(plain.dense(keras.layers.BatchNormalization(momentum=0.5)), keras.optimizers.SGD(0.5))
-    plateau = keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=0, min_delta=1e-3)
-    history = plain.fit(model, 5, callbacks=[plateau], **validation).history
-    save(folder, "plateau", weights=weights(model), history=history)
-    message = ""
-    for name, callback in {
-        "EarlyStopping": stopping(patience=0, min_delta=1e3, baseline=-1.0),
-        "ReduceLROnPlateau": keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=0, min_delta=1e3),
-        "VariableBatchCheckpoint": VariableBatchCheckpoint(folder / "one"),
-    }.items():
-        try:
-            plain.fit(plain.made(), 9, callbacks=[callback] if rank == 0 else [], **validation)
-        except RuntimeError as error:
-            message = str(error)
-        save(folder, name, message=message)
-    for stop in STOPS:
-        plain.fit(model := plain.made(), 3, callbacks=[StopTrainingAfter(stop)] if rank == 0 else [])
-        save(folder, f"ended-{stop}", weights=weights(model), updates=model.custom_optimizer.updates)
-    inputs = keras.Input((FEATURES,))
-    heads = {name: keras.layers.Dense(CLASSES, name=name)(inputs) for name in "ab"}
-    model = VariableBatchModel(keras.Model(inputs, heads), TRACE, "root", REF, {"fixed_shape": True})
-    model.compile("sgd", {name: plain.LOSS(from_logits=True) for name in "ab"})
-    history = model.fit(plain.X, dict.fromkeys("ab", plain.Y), batch_size=MICROBATCH, verbose=0).history
-    save(folder, "outputs", history=history)
+            end = resumed.history["loss"][-1] - logs["loss"][-1]
+            save(folder, f"resumed-{stop}", found=(difference(second, weights(whole)), end))
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,3 @@ def test_a_copy_is_what_save_writes(make: Any, copied: Callable[[Any], Any]) -> 
     fit(model, 2)  # the model still has its trace
     fit(VariableBatchModel(found, TRACE))  # and the copy may get one
     assert model.custom_optimizer.updates > before
-
-
-def test_the_weights_of_a_checkpoint_of_keras_have_the_position(tmp_path: Path) -> None:
-    model, plain = trained(sequential)
-    for name, one in ("trace", model), ("plain", plain):
-        one.save_weights(tmp_path / f"{name}.weights.h5")
-    names = [
-        {name for name in h5py.File(tmp_path / f"{name}.weights.h5") if name != "_layer_checkpoint_dependencies"}
-        for name in ("trace", "plain")
-    ]
-    assert names[0] - names[1] == {"variable_batch_size"}
-    plain.load_weights(tmp_path / "trace.weights.h5")
-    model.load_weights(tmp_path / "plain.weights.h5")

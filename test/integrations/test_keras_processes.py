@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,53 +43,14 @@ def test_the_logs_of_all_ranks_are_those_of_one(found: Path) -> None:
     first, second = (rank["history"] for rank in read(found, "SGD-root"))
     model = jobs.variable(jobs.OPTIMIZERS["SGD"][0](), optimizer_options={"max_grad_norm": MAX_GRAD_NORM})
     alone = jobs.fit(model).history
-    for name, values in alone.items():
+    for name in alone.keys() - {"accuracy"}:  # which is that of the rank's own samples
         assert first[name] == second[name], name
-        assert first[name] == pytest.approx(values, rel=1e-6), name
+        assert first[name] == pytest.approx(alone[name], rel=1e-6), name
 
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_resume_changes_nothing(stop: int, found: Path) -> None:
-    assert [rank["found"] for rank in read(found, f"resumed-{stop}")] == [(0.0, 0.0, 0.0)] * 2
-
-
-def test_callbacks_decide_alike_by_the_validation_of_rank_0(found: Path) -> None:
-    first, second = read(found, "plateau")
-    assert first["history"] == second["history"]
-    assert len({*first["history"]["learning_rate"]}) > 1
-    assert torch.equal(first["weights"], second["weights"])
-
-
-@pytest.mark.parametrize(
-    ("callback", "message"),
-    [
-        (
-            "EarlyStopping",
-            "all ranks must end an epoch with the same learning_rate and stop_training, .* on every rank",
-        ),
-        ("ReduceLROnPlateau", "but they are 0.005 and False on rank 0, 0.01 and False on rank 1; pass callbacks"),
-        (
-            "VariableBatchCheckpoint",
-            "the same number of VariableBatchCheckpoints, but it is 1 on rank 0 and 0 on rank 1",
-        ),
-    ],
-)
-def test_callbacks_on_one_rank_are_refused(callback: str, message: str, found: Path) -> None:
-    for rank in read(found, callback):
-        assert re.search(message, rank["message"])
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_callback_on_one_rank_ends_the_training_on_all_after_any_update(stop: int, found: Path) -> None:
-    first, second = read(found, f"ended-{stop}")
-    assert first["updates"] == second["updates"] == stop
-    assert torch.equal(first["weights"], second["weights"])
-
-
-def test_the_losses_of_outputs_are_those_of_all_samples(found: Path) -> None:
-    for rank in read(found, "outputs"):
-        logs = {name: values[-1] for name, values in rank["history"].items()}
-        assert logs["a_loss"] + logs["b_loss"] == pytest.approx(logs["loss"], rel=1e-5)
+    assert [rank["found"] for rank in read(found, f"resumed-{stop}")] == [(0.0, 0.0)] * 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])

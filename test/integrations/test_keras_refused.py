@@ -13,16 +13,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
 from helpers.keras_backend import keras
-from helpers.keras_plain import LOSS, X, Y, dense, fit, functional, made
+from helpers.keras_plain import LOSS, X, Y, dense, fit, made
 from helpers.pages import ROOT
 from helpers.yardstick import TRACE, Samples
-from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel
+from variable_batch_size.integrations.keras import VariableBatchModel
+from variable_batch_size.integrations.keras.model import FIT, SETTINGS
+from variable_batch_size.integrations.supported import table
 
 
 def test_float16_is_refused() -> None:
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
-        with pytest.raises(ValueError, match=r"the loss must not be scaled.*mixed_bfloat16"):
+        with pytest.raises(ValueError, match=r"the optimizer must be .*LossScaleOptimizer.*mixed_bfloat16"):
             made(dense())
     finally:
         keras.mixed_precision.set_global_policy("float32")
@@ -43,88 +45,65 @@ class Ready(keras.utils.PyDataset):
 
 @pytest.mark.parametrize("data", [Ready(), DataLoader(Stream(), 8), (pair for pair in [(X, Y)]), Samples()])
 def test_data_without_an_index_is_refused(data: Any) -> None:
-    with pytest.raises(TypeError, match=r"the data(set)? must have an index, .*; (pass|put) "):
+    with pytest.raises(TypeError, match=r"the data(set)? must have an index, .*; pass "):
         made().fit(data)
 
 
 def test_arguments_that_contradict_the_trace_are_refused() -> None:
     model = made()
-    with pytest.raises(ValueError, match=r"an epoch uses each sample once, without steps_per_epoch, got 5; pass"):
+    with pytest.raises(ValueError, match=r"must be none of .*, got \['steps_per_epoch'\]; pass"):
         fit(model, steps_per_epoch=5)
-    with pytest.raises(ValueError, match=r"shuffle must be True or False, got 'batch'"):
-        fit(model, shuffle="batch")
-    with pytest.raises(ValueError, match=r"a DataLoader must have a batch_size"):
+    with pytest.raises(ValueError, match=r"must have a batch_size"):
         model.fit(DataLoader(Samples(), batch_sampler=[[0, 1]]))
-    with pytest.raises(ValueError, match=r"a DataLoader must yield \(x, y\).*got y besides it"):
+    with pytest.raises(ValueError, match=r"a DataLoader must yield \(x, y\).*got others besides it"):
         model.fit(DataLoader(Samples(), 8), Y)
     short = VariableBatchModel(dense(), [24] * 9)
     short.compile("sgd", LOSS(from_logits=True))
-    with pytest.raises(ValueError, match=r"the trace must last until the training ends"):
+    with pytest.raises(ValueError, match=r"the trace must last until the training ends|the trace has 9 steps"):
         fit(short, 2)
-    with pytest.raises(RuntimeError, match=r"train_on_batch\(\) was called"):
+    with pytest.raises(RuntimeError, match=r"an update needs its microbatches, which only fit\(\) reads"):
         model.train_on_batch(X, Y)
     fit(model)
-    with pytest.raises(ValueError, match=r"a training continues with the same data, .*'batch_size': 8.*, got .*16"):
-        model.fit(X, Y, batch_size=16)
+    with pytest.raises(ValueError, match=r"a training continues with its 203 samples, got 200; call compile"):
+        model.fit(X[:200], Y[:200])
+    model.fit(X, Y, batch_size=16, verbose=0)  # the microbatches are those of the first call
 
 
 @pytest.mark.parametrize("sampler", [SubsetRandomSampler(range(50)), WeightedRandomSampler([1.0] * 203, 203)])
 def test_samplers_that_choose_samples_are_refused(sampler: Any) -> None:
-    model = made()
-    model.fit(DataLoader([*zip(X, Y, strict=True)], 8, shuffle=True), verbose=0)
-    for one in made(), model:
-        with pytest.raises(TypeError, match=r"the loader must read each sample once an epoch, .*; leave out sampler="):
-            one.fit(DataLoader([*zip(X, Y, strict=True)], 8, sampler=sampler), verbose=0)
+    with pytest.raises(TypeError, match=r"the loader must read each sample once an epoch, .*; leave out sampler="):
+        made().fit(DataLoader([*zip(X, Y, strict=True)], 8, sampler=sampler), verbose=0)
 
 
 def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
-    model: Any = dense()
-    for arguments, message in [
-        ((TRACE, "square", 16), "rule must be one of"),
-        ((TRACE, "root"), "needs ref_batchsize, but it is None"),
-        ((TRACE, "sqrt-sde", 16), "with Keras the rule must scale the learning rate only, got sqrt-sde; pass"),
-        ((TRACE, "linear-momentum", 16), "the rule must scale the learning rate only, got linear-momentum"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            VariableBatchModel(model, *arguments)
+    for rule in "sqrt-sde", "linear-momentum":
+        with pytest.raises(ValueError, match=r"the rule must be one that scales the learning rate only.*; pass"):
+            VariableBatchModel(dense(), TRACE, rule, 16).compile("sgd", "mse")
+    with pytest.raises(ValueError, match="rule must be one of"):
+        VariableBatchModel(dense(), TRACE, "square", 16).compile("sgd", "mse")
     wrong: Any = VariableBatchModel
     for arguments, name in ({}, "trace"), ({"trace": TRACE, "ref": 16}, "ref"):
         with pytest.raises(TypeError, match=f"argument:? '{name}'"):
-            wrong(model, **arguments)
-    VariableBatchModel(model, TRACE)
+            wrong(model := dense(), **arguments)
+    assert not isinstance(model, VariableBatchModel)
     with pytest.raises(FileNotFoundError):
-        VariableBatchModel(dense(), tmp_path / "trace.csv")
-    for size in 0, -1:
-        with pytest.raises(ValueError, match=f"batch_size must be an integer >= 1, got {size}"):
-            made().fit(X, Y, batch_size=size)
-    with pytest.raises(TypeError, match=r"data must be arrays, got 0.*; put np.asarray"):
-        made().fit(X, [0] * len(X), verbose=0)
-    with pytest.raises(
-        ValueError, match=r"best=\"min:val_loss\" must name a value .*, got .*loss.*; pass validation_da"
-    ):
-        fit(made(), callbacks=[VariableBatchCheckpoint(tmp_path, best="min:val_loss")])
+        fit(made_of(tmp_path / "trace.csv"))
+    with pytest.raises(ValueError, match="needs ref_batchsize, but it is None"):
+        fit(made_of(TRACE, "root"))
+
+
+def made_of(*settings: Any) -> Any:
+    """A compiled model."""
+    model = VariableBatchModel(dense(), *settings)
+    model.compile("sgd", LOSS(from_logits=True))
+    return model
 
 
 def test_what_compile_refuses() -> None:
     for optimizer, loss, message in [
-        (keras.optimizers.SGD(gradient_accumulation_steps=4), "mse", "must have no gradient_accumulation_steps, got 4"),
-        (keras.optimizers.SGD(loss_scale_factor=4.0), "mse", "must have no loss_scale_factor, got 4.0"),
-        ("sgd", LOSS(reduction="sum"), "a loss must be a mean over the samples, got reduction='sum'"),
-        ("sgd", LOSS(ignore_class=-1), "a mean over the samples, got ignore_class=-1 of .*; pass sample_weight"),
-        (
-            "sgd",
-            keras.losses.Dice(),
-            "a mean over the samples, got axis=None of dice; pass .*Dice or Tversky with the axes of",
-        ),
-        ("sgd", "tversky", "a mean over the samples, got axis=None of tversky"),
-        ("sgd", keras.losses.dice, "a mean over the samples, got axis=None of dice"),
-        ("sgd", "Dice", "a mean over the samples, got axis=None of dice"),
-        (
-            "sgd",
-            keras.losses.Circle(),
-            "the samples, got pairs of the samples of a microbatch of circle; pass a loss of",
-        ),
-        ("sgd", "circle", "the samples, got pairs of the samples of a microbatch of circle"),
+        (keras.optimizers.SGD(gradient_accumulation_steps=4), "mse", r"\['SGD', 'gradient_accumulation_steps'\]; lea"),
+        (keras.optimizers.SGD(loss_scale_factor=4.0), "mse", r"got \['SGD', 'loss_scale_factor'\]; leave it out"),
+        ("sgd", LOSS(reduction="sum"), r"the reduction of a loss must be a mean over samples, got \['sum'\]; pass"),
     ]:
         with pytest.raises(ValueError, match=message):
             VariableBatchModel(dense(), TRACE).compile(optimizer, loss)
@@ -135,12 +114,16 @@ def test_what_compile_refuses() -> None:
     optimizers = keras.optimizers
     if hasattr(optimizers, "MultiOptimizer"):
         several = optimizers.MultiOptimizer(optimizers.OptimizerMap(default_optimizer=optimizers.SGD()))
-        with pytest.raises(ValueError, match=r"must have one learning rate, .*, got a MultiOptimizer; pass one"):
+        with pytest.raises(ValueError, match=r"the optimizer must be .*got \['MultiOptimizer'\]"):
             VariableBatchModel(dense(), TRACE).compile(several, "mse")
-    with pytest.raises(ValueError, match=r"steps_per_execution must be 1"):
-        VariableBatchModel(dense(), TRACE).compile("sgd", "mse", steps_per_execution=2)
-    with pytest.raises(TypeError, match=r"compile\(\) must get a Keras optimizer"):
-        VariableBatchModel(functional(), TRACE).compile(None, "mse")
+    with pytest.raises(ValueError, match="jit_compile must be False, got True; compile layers of your own"):
+        VariableBatchModel(dense(), TRACE).compile("sgd", "mse", jit_compile=True)
+
+
+def test_the_page_has_the_table_of_settings() -> None:
+    page = ROOT / "docs" / "trainers" / "keras.md"
+    rows = table((*SETTINGS, *FIT))
+    assert rows in page.read_text(), f"copy this into {page}:\n{rows}"
 
 
 def test_what_is_no_model_of_keras_is_refused() -> None:
@@ -160,20 +143,13 @@ def test_masks_are_refused() -> None:
     layers = [keras.layers.Embedding(10, 4, mask_zero=True), keras.layers.Dense(3)]
     model = VariableBatchModel(keras.Sequential(layers), 8)
     model.compile("sgd", LOSS(from_logits=True))
-    with pytest.raises(RuntimeError, match=r"the loss must be a mean over samples, but .* has a mask"):
+    with pytest.raises(ValueError, match=r"the output of the model must have no mask, .*; pass sample_weight"):
         model.fit(np.ones((16, 5), int), np.ones((16, 5), int), verbose=0)
-
-
-def test_a_checkpoint_needs_a_trace(tmp_path: Path) -> None:
-    model = dense()
-    model.compile("sgd", LOSS(from_logits=True))
-    with pytest.raises(TypeError, match=r"VariableBatchCheckpoint needs a VariableBatchModel, got Sequential; put"):
-        fit(model, callbacks=[VariableBatchCheckpoint(tmp_path)])
 
 
 def test_another_backend_is_refused() -> None:
     lines = "import variable_batch_size.integrations.keras"
-    for backend, found in ("jax", "it runs on jax"), ("tensorflow", "No module named 'tensorflow'"):
+    for backend, found in ("jax", "jax"), ("tensorflow", "No module named 'tensorflow'"):
         environment = {"KERAS_BACKEND": backend, "PYTHONPATH": str(ROOT)}
         ran = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=environment)
-        assert f"ImportError: this needs Keras on the torch backend, but {found}; set os.environ" in ran.stderr
+        assert f"ImportError: this needs Keras on the torch backend, got {found}; set os.environ" in ran.stderr
