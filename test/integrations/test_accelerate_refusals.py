@@ -37,7 +37,10 @@ pytestmark = pytest.mark.usefixtures("new_state")
     ("settings", "message"),
     [
         ({"gradient_accumulation_steps": 4}, r"gradient_accumulation_steps must be 1, .*, got 4; create the Accel"),
-        ({"dataloader": {"split_batches": True}}, r"split_batches must be False, .*got True; create the DataLoaderCon"),
+        (
+            {"dataloader": {"split_batches": True}},
+            r"split_batches must be None or False, .*got True; create the Data",
+        ),
         ({"dataloader": {"dispatch_batches": True}}, r"dispatch_batches must be None or False, .*got True"),
         ({"type": "FSDP", "fsdp_version": 1}, r"distributed_type must be NO, FSDP2, .*got FSDP1; leave .*see docs/tr"),
         ({"type": "DEEPSPEED"}, r"distributed_type must be NO, FSDP2, .*got DEEPSPEED; leave DeepSpeed"),

@@ -45,7 +45,7 @@ LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}
             r"gradient_accumulation_steps must be 1, .* got 4; leave it out, and pass",
         ),
         ({"fp16": True}, r"fp16 must be False.*; pass bf16=True"),
-        ({"auto_find_batch_size": True}, r"auto_find_batch_size must be False.*choose per_device_train_batch_size"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size must be False.*choose the microbatch"),
         ({"enable_jit_checkpoint": True}, r"enable_jit_checkpoint must be False.*; save by save_steps"),
         ({"train_sampling_strategy": "group_by_length"}, r'must be "random" or "sequential".*got group_by_length'),
         (LAYERWISE, r"optim must be an optimizer that makes its update in step\(\).*, got galore_adamw_layerwise"),
@@ -81,10 +81,10 @@ def test_a_rule_without_a_reference_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"args": {"n_gpu": 2}}, "n_gpu must be at most 1 in each process, got 2; launch it with torchrun"),
+        ({"args": {"n_gpu": 2}}, "n_gpu must be at most 1 in a process, got 2; launch it with torchrun"),
         (
             {"distributed": "DEEPSPEED"},
-            r"distributed_type .* must be NO, FSDP2, or .*, got DEEPSPEED; launch it without",
+            r"distributed_type must be NO, FSDP2, or .*, got DEEPSPEED; launch it without",
         ),
         (
             {"distributed": "FSDP", "version": 1},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 from variable_batch_size._validation import value_error
@@ -15,15 +16,15 @@ class Setting(NamedTuple):
     Attributes:
         name: what the user wrote, such as `gradient_accumulation_steps`.
         supported: its supported values, in words that follow "must be".
-        value: function of the trainer that returns the value.
-        allows: function that returns whether the value is supported.
+        value: where the value is: an attribute of the trainer, such as "args.fp16", or a function of the trainer.
+        allowed: the supported values, or a function that returns whether a value is one.
         remedy: what to do instead.
     """
 
     name: str
     supported: str
-    value: Callable[[Any], Any]
-    allows: Callable[[Any], bool]
+    value: str | Callable[[Any], Any]
+    allowed: Container[Any] | Callable[[Any], bool]
     remedy: str
 
 
@@ -38,10 +39,11 @@ def check(settings: Iterable[Setting], trainer: Any, page: str) -> None:
     Raises:
         ValueError: if one is not supported; the message names it and has the page's address.
     """
-    for setting in settings:
-        if not setting.allows(value := setting.value(trainer)):
-            remedy = f"{setting.remedy} (see docs/trainers/{page}.md)"
-            raise value_error(f"{setting.name} must be {setting.supported}", value, remedy)
+    for each in settings:
+        value = attrgetter(each.value)(trainer) if isinstance(each.value, str) else each.value(trainer)
+        if not (each.allowed(value) if callable(each.allowed) else value in each.allowed):
+            remedy = f"{each.remedy} (see docs/trainers/{page}.md)"
+            raise value_error(f"{each.name} must be {each.supported}", value, remedy)
 
 
 def table(settings: Iterable[Setting]) -> str:

@@ -36,51 +36,39 @@ from variable_batch_size.integrations.accelerate.optimizer import (  # noqa: E40
     VariableBatchScheduler,
     is_prepared,
 )
-from variable_batch_size.integrations.accelerate.sums import sum_in_float32  # noqa: E402
+from variable_batch_size.integrations.accelerate.sums import (  # noqa: E402
+    distributed_type,
+    sum_in_float32,
+    sums_by_torch,
+)
 
+_DEALT = "None or False, because the sampler tells each process which samples to read"
+_WITHOUT = "create the DataLoaderConfiguration without it"
 SETTINGS = (
     Setting(
         "distributed_type",
         "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which Accelerate uses DistributedDataParallel",
-        lambda accelerator: _distributed_type(accelerator),
-        lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),
+        distributed_type,
+        sums_by_torch,
         "leave DeepSpeed, Megatron-LM, XLA and FSDP1 out; pass FullyShardedDataParallelPlugin(fsdp_version=2)",
     ),
     Setting(
         "parallelism_config",
         "None, so that every process has samples of its own",
-        lambda accelerator: accelerator.parallelism_config,
-        lambda config: config is None,
+        "parallelism_config",
+        (None,),
         "leave it out",
     ),
     Setting(
         "gradient_accumulation_steps",
         "1, because the trace and the loader's batch_size determine it",
-        lambda accelerator: accelerator.gradient_accumulation_steps,
-        lambda steps: steps == 1,
+        "gradient_accumulation_steps",
+        (1,),
         "create the Accelerator without it",
     ),
-    Setting(
-        "mixed_precision",
-        '"no", "bf16" or "fp16"',
-        lambda accelerator: accelerator.mixed_precision,
-        lambda precision: precision in ("no", "bf16", "fp16"),
-        "pass one of them",
-    ),
-    Setting(
-        "split_batches",
-        "False, because the sampler tells each process which samples to read",
-        lambda accelerator: accelerator.split_batches,
-        lambda on: not on,
-        "create the DataLoaderConfiguration without it",
-    ),
-    Setting(
-        "dispatch_batches",
-        "None or False, because the sampler tells each process which samples to read",
-        lambda accelerator: accelerator.dispatch_batches,
-        lambda on: not on,
-        "create the DataLoaderConfiguration without it",
-    ),
+    Setting("mixed_precision", '"no", "bf16" or "fp16"', "mixed_precision", ("no", "bf16", "fp16"), "pass one of them"),
+    Setting("split_batches", _DEALT, "split_batches", (None, False), _WITHOUT),
+    Setting("dispatch_batches", _DEALT, "dispatch_batches", (None, False), _WITHOUT),
 )
 
 
@@ -139,7 +127,7 @@ def prepare(
     settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
     models, inner, loader = _sorted(objects)
     sampler = sampler_for(loader, settings, num_replicas=accelerator.num_processes, rank=accelerator.process_index)
-    sharded = _distributed_type(accelerator) == "FSDP2"
+    sharded = distributed_type(accelerator) == "FSDP2"
     sum_in_float32(accelerator)
     trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     own = [model for model in models if any(id(parameter) in trained for parameter in model.parameters())]
@@ -250,11 +238,6 @@ def _steps(accelerator: Accelerator) -> int:
             stacklevel=stacklevel_of_user(),
         )
     return 1
-
-
-def _distributed_type(accelerator: Any) -> str:
-    kind, plugin = accelerator.distributed_type.value, getattr(accelerator.state, "fsdp_plugin", None)
-    return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
 
 
 def _one_model(models: Sequence[nn.Module]) -> nn.Module | None:

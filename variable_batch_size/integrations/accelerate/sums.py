@@ -1,4 +1,4 @@
-"""Sums of FSDP2 in float32, where Accelerate would reduce gradients in bfloat16."""
+"""Who sums gradients under Accelerate, and in which dtype."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
+
+def distributed_type(accelerator: Any) -> str:
+    """Return the `distributed_type` of an accelerator, with the version of FSDP, such as "FSDP2"."""
+    kind, plugin = accelerator.distributed_type.value, getattr(accelerator.state, "fsdp_plugin", None)
+    return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
+
+
+def sums_by_torch(kind: str) -> bool:
+    """Return whether there is one process, or DistributedDataParallel or FSDP2 sums."""
+    return kind in ("NO", "FSDP2") or kind.startswith("MULTI_")
 
 
 def sum_in_float32(accelerator: Any) -> None:

@@ -54,7 +54,7 @@ SETTINGS = (
         lambda found: len(found) == 1 and found[0] not in _OTHERS,
         'leave it out; use "mixed_bfloat16" instead of "mixed_float16"',
     ),
-    Setting("jit_compile", "False", lambda model: model.jit_compile, lambda on: not on, "compile layers of your own"),
+    Setting("jit_compile", "False", "jit_compile", (False,), "compile layers of your own"),
     Setting(
         "the reduction of a loss",
         "a mean over samples",

@@ -22,13 +22,11 @@ class Length(NamedTuple):
         updates: number of updates.
         samples: number of samples of these, over all ranks.
         epochs: number of epochs, of which the last one may be cut short.
-        longest: number of updates of the longest epoch.
     """
 
     updates: int
     samples: int
     epochs: int
-    longest: int
 
 
 def length(sampler: CustomSampler, args: Any) -> Length:
@@ -41,35 +39,25 @@ def length(sampler: CustomSampler, args: Any) -> Length:
         ValueError: if the trace ends before.
     """
     plan = sampler.plan
-    found = _of_updates(plan, args.max_steps) if args.max_steps > 0 else _of_epochs(plan, args.num_train_epochs)
-    if not is_adaptive(sampler):
-        return found
-    epochs = sys.maxsize if args.max_steps > 0 else found.epochs
-    return found._replace(epochs=epochs, longest=plan.dataset_size)
-
-
-def _of_epochs(plan: Plan, epochs: float) -> Length:
-    last = math.ceil(epochs) - 1
+    if args.max_steps > 0:
+        found = _of_updates(plan, args.max_steps)
+        return found._replace(epochs=sys.maxsize) if is_adaptive(sampler) else found
+    last = math.ceil(args.num_train_epochs) - 1
     epoch = plan.epoch(last)
-    wanted = math.ceil(round((epochs - last) * plan.whole_samples(epoch), 6))  # samples of the last epoch
+    wanted = math.ceil(round((args.num_train_epochs - last) * plan.whole_samples(epoch), 6))  # of the last epoch
     steps = range(epoch.first_step, epoch.end_step)
     reached = bisect_left(steps, epoch.samples_before + wanted, key=lambda step: plan.samples_before(epoch, step))
     updates = epoch.first_step + reached
-    runs = plan.epoch_runs(last + 1) if plan.first_epoch <= last else iter(())
-    longest = max((each.updates for each, _ in runs), default=sys.maxsize)
-    return Length(updates, plan.samples_before(epoch, updates), last + 1, longest)
+    return Length(updates, plan.samples_before(epoch, updates), last + 1)
 
 
 def _of_updates(plan: Plan, updates: int) -> Length:
     """Return the length of a training of so many updates, or up to the plan's own end if that is earlier."""
-    longest = 0
     for epoch, alike in plan.epoch_runs(None):
-        steps = epoch.updates
-        longest = max(longest, steps)
-        if epoch.first_step + alike * steps >= updates:
-            last = plan.epoch(epoch.number + (updates - 1 - epoch.first_step) // steps)
-            return Length(updates, plan.samples_before(last, updates), last.number + 1, longest)
-    return Length(epoch.end_step, epoch.samples_before + epoch.samples, epoch.number + 1, longest)
+        if epoch.first_step + alike * epoch.updates >= updates:
+            last = plan.epoch(epoch.number + (updates - 1 - epoch.first_step) // epoch.updates)
+            return Length(updates, plan.samples_before(last, updates), last.number + 1)
+    return Length(epoch.end_step, epoch.samples_before + epoch.samples, epoch.number + 1)
 
 
 def epochs_passed(clock: Clock) -> float:

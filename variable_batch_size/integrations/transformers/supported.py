@@ -7,9 +7,11 @@ from typing import Any
 import torch.distributed as dist
 
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.integrations.accelerate.sums import distributed_type, sums_by_torch
 from variable_batch_size.integrations.supported import Setting, check
 
 _OWN_STEPS = "lomo", "layerwise", "schedule_free"  # in names of optimizers that step in backward, or have two modes
+OFF = False, None
 
 
 def check_settings(trainer: Any) -> None:
@@ -21,11 +23,6 @@ def check_settings(trainer: Any) -> None:
     check(SETTINGS, trainer, "transformers")
 
 
-def _distributed_type(trainer: Any) -> str:
-    kind, plugin = trainer.accelerator.distributed_type.value, getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return f"FSDP{plugin.fsdp_version}" if kind == "FSDP" and plugin is not None else str(kind)
-
-
 def _ends_by_estimate(trainer: Any) -> bool:
     settings = trainer._settings
     return isinstance(settings.trace, AdaptiveTrace) and trainer.args.max_steps <= 0 and settings.ref_batchsize is None
@@ -33,10 +30,10 @@ def _ends_by_estimate(trainer: Any) -> bool:
 
 SETTINGS = (
     Setting(
-        "the distributed_type of its accelerator",
-        "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which it uses DistributedDataParallel",
-        _distributed_type,
-        lambda kind: kind in ("NO", "FSDP2") or kind.startswith("MULTI_"),
+        "distributed_type",
+        "NO, FSDP2, or MULTI_GPU, MULTI_CPU and others for which Accelerate uses DistributedDataParallel",
+        lambda trainer: distributed_type(trainer.accelerator),
+        sums_by_torch,
         "launch it without DeepSpeed, Megatron-LM, PyTorch/XLA or FSDP1; to shard the model pass fsdp=True and "
         'fsdp_config={"fsdp_version": 2}',
     ),
@@ -44,37 +41,27 @@ SETTINGS = (
         "parallelism_config",
         "without tensor, context and sequence parallelism, so that every rank has samples of its own",
         lambda trainer: trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size(),
-        lambda parts: parts == 1,
+        (1,),
         "leave it out",
     ),
     Setting(
         "world_size of the training arguments",
         "the number of all processes that were launched",
-        lambda trainer: trainer.args.world_size,
+        "args.world_size",
         lambda size: not dist.is_initialized() or size == dist.get_world_size(),
         "pass use_cpu=True if they have no GPU",
     ),
     Setting(
-        "n_gpu",
-        "at most 1 in each process",
-        lambda trainer: trainer.args.n_gpu,
-        lambda number: number <= 1,
-        "launch it with torchrun, or set CUDA_VISIBLE_DEVICES",
+        "n_gpu", "at most 1 in a process", "args.n_gpu", (0, 1), "launch it with torchrun, or set CUDA_VISIBLE_DEVICES"
     ),
     Setting(
         "gradient_accumulation_steps",
         "1, because the trace says how many samples an update has",
-        lambda trainer: trainer.args.gradient_accumulation_steps,
-        lambda steps: steps == 1,
+        "args.gradient_accumulation_steps",
+        (1,),
         "leave it out, and pass the microbatch as per_device_train_batch_size",
     ),
-    Setting(
-        "auto_find_batch_size",
-        "False",
-        lambda trainer: trainer.args.auto_find_batch_size,
-        lambda on: not on,
-        "choose per_device_train_batch_size; the batch size does not depend on it",
-    ),
+    Setting("auto_find_batch_size", "False", "args.auto_find_batch_size", OFF, "choose the microbatch"),
     Setting(
         "num_train_epochs",
         "> 0 without max_steps",
@@ -92,17 +79,11 @@ SETTINGS = (
     Setting(
         "train_sampling_strategy",
         '"random" or "sequential", because the trace says which samples an update has',
-        lambda trainer: trainer.args.train_sampling_strategy,
-        lambda strategy: strategy in ("random", "sequential"),
+        "args.train_sampling_strategy",
+        ("random", "sequential"),
         "leave it out",
     ),
-    Setting(
-        "fp16",
-        "False, because its scaler is not supported here",
-        lambda trainer: trainer.args.fp16,
-        lambda on: not on,
-        "pass bf16=True",
-    ),
+    Setting("fp16", "False, because its scaler is not supported here", "args.fp16", OFF, "pass bf16=True"),
     Setting(
         "optim",
         "an optimizer that makes its update in step() and has one mode, unlike LOMO, layerwise and schedule-free ones",
@@ -112,9 +93,9 @@ SETTINGS = (
     ),
     Setting(
         "enable_jit_checkpoint",
-        "False, because it saves within an update",
-        lambda trainer: trainer.args.enable_jit_checkpoint,
-        lambda on: not on,
+        "False: it saves within updates",
+        "args.enable_jit_checkpoint",
+        OFF,
         "save by save_steps",
     ),
 )

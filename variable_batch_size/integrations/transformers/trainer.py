@@ -194,8 +194,8 @@ class VariableBatchMixin(TrainerInternals):
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
         self.update_loader, sampler = dataloader, dataloader.sampler
         found, examples = length(sampler, args), sampler.plan.dataset_size
-        longest = found.longest
-        return found.epochs, longest, examples, found.samples, sampler.max_batch_size, longest, found.updates
+        # An epoch has at most so many updates; get_batch_samples() ends it.
+        return found.epochs, examples, examples, found.samples, sampler.max_batch_size, examples, found.updates
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule of the training: it steps by updates; without a known number of them, by samples.
