@@ -11,6 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from helpers.accelerate_jobs import Loop
 from helpers.private_names import private_names
 from helpers.trainer_cases import Case
+from helpers.yardstick import network
 
 pytestmark = pytest.mark.usefixtures("new_state")
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("new_state")
 def test_private_names_are_in_one_file() -> None:
     loop = Loop(Case())
     plain = AcceleratedOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
-    theirs = [Accelerator, plain, AcceleratedScheduler, loop.accelerator, loop.model]
+    theirs = [Accelerator, plain, AcceleratedScheduler, loop.accelerator, loop.accelerator.prepare(network())]
     found = private_names("accelerate", [type("Names", (), dict.fromkeys({n for one in theirs for n in dir(one)}))])
     assert found == {"optimizer.py": {"_is_accelerate_prepared", "_is_overflow"}}
 

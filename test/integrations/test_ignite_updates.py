@@ -195,8 +195,10 @@ def test_the_output_of_an_update() -> None:
         return {"hits": torch.tensor(n), "all": ((float(n), torch.ones(n, 2)), "last")}
 
     engine = VariableBatchEngine(train_step, optimizer)
-    engine.run(loader, max_iters=1)
-    output = engine.state.output
+    outputs: list[Any] = []
+    engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(engine.state.output))
+    engine.run(loader, max_epochs=1)
+    output = outputs[0]
     (mean, rows), last = output["all"]
     assert float(output["hits"]) == mean == pytest.approx(5.0)
     assert (output["hits"].dtype, rows.shape, last) == (torch.float32, (10, 2), "last")

@@ -10,7 +10,7 @@ import pytest
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 import variable_batch_size as vbs
 from helpers.transformers_jobs import EPS, LR, Classifier, Rows, Texts, gpt2, growing, trainer_of
@@ -18,6 +18,9 @@ from helpers.yardstick import ENDS, MAX_GRAD_NORM, SAMPLES, TRACE, UPDATES, by_h
 from variable_batch_size.integrations.transformers import VariableBatchMixin, VariableBatchTrainer
 
 EXACT = 1e-12
+CHECKPOINTING = "activation_checkpointing"  # its name since transformers 5.20
+if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:
+    CHECKPOINTING = "gradient_checkpointing"
 
 
 def expected(updates: int = UPDATES, **options: Any) -> Any:
@@ -206,8 +209,8 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     "options",
     [
         {"bf16": True},
-        {"activation_checkpointing": True},
-        {"bf16": True, "activation_checkpointing": True, "rule": "adamscale"},
+        {CHECKPOINTING: True},
+        {"bf16": True, CHECKPOINTING: True, "rule": "adamscale"},
     ],
     ids=str,
 )

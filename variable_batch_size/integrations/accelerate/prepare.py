@@ -25,7 +25,7 @@ from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 
-require_version("accelerate", "1.10", "accelerate")
+require_version("accelerate", "1.13", "accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 

@@ -32,7 +32,7 @@ from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
 
 require_version("transformers", "5.19", "transformers")
-require_version("accelerate", "1.10", "transformers")
+require_version("accelerate", "1.13", "transformers")
 
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import recursively_apply  # noqa: E402
