@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 from torch.optim import SGD
 
-from helpers.lightning_jobs import fit, loader, quieten, strategy
+from helpers.lightning_jobs import fit, loader, strategy
 from helpers.reference import batches
 from helpers.yardstick import CLASSES, REF, SAMPLES, SIZES, UPDATES, difference, network, samples, weights
 
@@ -53,8 +53,8 @@ class Gan(pl.LightningModule):
             if self.order == "closures":
                 optimizer.step(closure=lambda: self.manual_backward(loss()))  # noqa: B023
             else:
-                (torch.Tensor.backward if self.order == "backwards of torch" else self.manual_backward)(loss())
-            if self.order in ("as in Lightning's documentation", "backwards of torch"):
+                self.manual_backward(loss())
+            if self.order == "as in Lightning's documentation":
                 optimizer.step()
             self.untoggle_optimizer(optimizer)
         for optimizer in optimizers if self.order == "backwards first" else ():
@@ -80,7 +80,6 @@ def by_hand() -> Tensor:
 
 def gan_job(folder: Path) -> None:
     """Trainings with microbatches of several sizes: the weights are those of whole batches."""
-    quieten()
     for rows in 8, 5, 64:
         module = Gan("backwards first")
         run = fit(module, data=loader(batch_size=rows), strategy=strategy())

@@ -16,7 +16,7 @@ def test_a_gan_whose_backwards_come_first_has_the_weights_of_whole_batches(tmp_p
     gan_job(tmp_path)
 
 
-@pytest.mark.parametrize("order", ["as in Lightning's documentation", "backwards of torch", "closures"])
+@pytest.mark.parametrize("order", ["as in Lightning's documentation", "closures"])
 def test_a_backward_after_a_step_is_refused_in_the_first_microbatch(order: str) -> None:
     module = Gan(order)
     message = (

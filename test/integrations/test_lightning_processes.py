@@ -1,4 +1,4 @@
-"""The yardstick with Lightning on two processes, and from two to one and one to two."""
+"""The yardstick with Lightning on several processes, by DDP and FSDP2, and from one number of them to another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.lightning_gan import gan_job
-from helpers.lightning_jobs import (
-    ALLOWED,
-    resume_job,
-    save_job,
-    several_job,
-    yardstick_job,
-)
+from helpers.lightning_jobs import ALLOWED, KINDS, quieten, resume_job, save_job, several_job, yardstick_job
 from helpers.lightning_metrics import exception_job, metrics_job
 from helpers.yardstick import STOPS, in_processes
 
@@ -26,8 +20,7 @@ SCRIPT = """
 import os
 import warnings
 
-from helpers.lightning_jobs import Classifier, expected, fit, quieten
-from helpers.yardstick import difference
+from helpers.lightning_jobs import Classifier, difference, expected, fit, quieten
 
 if __name__ == "__main__":
     quieten()
@@ -40,23 +33,49 @@ if __name__ == "__main__":
 """
 
 
-def _on_two(folder: Path, alone: Path) -> None:
-    yardstick_job(folder)
-    for name in "plain", "dropout":
-        save_job(folder, name)
-        resume_job(folder, name, STOPS, 0.0)
-    resume_job(alone, "plain", STOPS, 1e-12)
-    several_job(folder)
+def _on_one(folder: Path) -> None:
+    quieten()
+    yardstick_job("fsdp2")
+
+
+def _on_two(folder: Path, one: Path) -> None:
+    quieten()
+    for kind in KINDS:
+        yardstick_job(kind)
+        for name in f"{kind} plain", f"{kind} dropout":
+            save_job(folder, name, kind)
+            resume_job(folder, name, STOPS, 0.0, kind)
+    save_job(folder, "one file", "fsdp2", save_distributed_checkpoint=False)
+    resume_job(one, "plain", STOPS, 1e-12)
+    resume_job(one, "plain", STOPS[2:3], 1e-12, "fsdp2")
+    several_job()
     gan_job(folder)
     metrics_job(folder)
     exception_job(folder)
 
 
-def test_two_processes_and_other_numbers_of_them(tmp_path: Path) -> None:
-    save_job(tmp_path / "one", "plain")
-    in_processes(_on_two, 2, tmp_path / "two", tmp_path / "one")
-    assert sorted(path.name for path in (tmp_path / "two").glob("told *")) == ["told 0", "told 1"]
-    resume_job(tmp_path / "two", "plain", STOPS, 1e-12)
+def _on_three(folder: Path, two: Path) -> None:
+    quieten()
+    for kind in KINDS:
+        yardstick_job(kind)
+        resume_job(two, f"{kind} plain", STOPS[1:4], 1e-12, kind)
+    save_job(folder, "ddp")
+    save_job(folder, "fsdp2", "fsdp2", save_distributed_checkpoint=False)
+    resume_job(two, "one file", STOPS[2:3], 1e-12, "fsdp2")
+
+
+def test_numbers_of_processes(tmp_path: Path) -> None:
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    save_job(one, "plain")
+    in_processes(_on_two, 2, two, one)
+    assert sorted(path.name for path in two.glob("told *")) == ["told 0", "told 1"]
+    in_processes(_on_three, 3, three, two)
+    for folder, name in (two, "ddp plain"), (three, "ddp"), (three, "fsdp2"):
+        resume_job(folder, name, STOPS, 1e-12)
+
+
+def test_one_process_with_fsdp2(tmp_path: Path) -> None:
+    in_processes(_on_one, 1, tmp_path)
 
 
 def test_lightning_starts_the_processes(tmp_path: Path) -> None:

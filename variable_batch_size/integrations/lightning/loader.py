@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, RandomSampler
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.lightning.counts import set_epoch_length
+from variable_batch_size.integrations.from_loader import check_same_order, sampler_for
+from variable_batch_size.integrations.lightning.private import set_epoch_length
+from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.updates import updates
 
 
 @final
-class Update(list[Any]):
-    """This rank's microbatches of an update, as the loader yields them, on the host."""
+class Update:
+    """What hooks get as `batch`: the rows of all microbatches of this process, on the host.
+
+    They are joined when a hook looks at them: most never do, and a batch may be large.
+    """
+
+    def __init__(self, microbatches: list[Any]) -> None:
+        self._microbatches = microbatches
+
+    @cached_property
+    def _rows(self) -> Any:
+        return _join(self._microbatches)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # by which Lightning tells the batch size of a tensor, dict or list
+        return type(self._microbatches[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._rows[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _join(parts: list[Any], *, inside: bool = False) -> Any:
+    """Return a batch of the rows of several ones; a list without a tensor, or within a batch, is one of rows."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(parts) if first.ndim else torch.stack(parts)
+    if isinstance(first, Mapping):
+        return {key: _join([part[key] for part in parts], inside=True) for key in first}
+    if not isinstance(first, list | tuple):
+        return parts
+    if inside or (isinstance(first, list) and not any(isinstance(each, Tensor) for each in first)):
+        return [row for part in parts for row in part]
+    columns = [_join([*column], inside=True) for column in zip(*parts, strict=True)]
+    return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
 
 
 @final
@@ -28,17 +78,31 @@ class LightningUpdates:
     Other attributes are those of the DataLoader.
 
     Args:
-        loader: the training's loader, with the sampler of the training as `batch_sampler`.
+        loader: the training's loader, as the user has passed it.
+        sampler: the sampler of the training.
         trainer: the trainer that reads it.
         optimizers: function that returns the optimizers, which Lightning needs the loader to create.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], trainer: Trainer, optimizers: Callable[[], Sequence[CustomOptimizer]]
+        self,
+        loader: DataLoader[Any],
+        sampler: CustomSampler,
+        trainer: Trainer,
+        optimizers: Callable[[], Sequence[CustomOptimizer]],
     ) -> None:
-        self.loader = loader
+        self.own_sampler, self.batches = sampler, len(loader)
+        self.microbatches: list[Any] = []  # of the update that was read last
         self._trainer, self._optimizers = trainer, optimizers
         self._unread = 0  # updates of the epoch that were not read
+        self.sampler = self  # at the beginning of each epoch Lightning calls `set_epoch` of a loader's sampler
+        self.reload(loader)
+
+    def reload(self, loader: DataLoader[Any]) -> None:
+        """Read another loader of the same samples, when Lightning asks for one again."""
+        check_same_order(loader, self.own_sampler)
+        self.loader = with_sampler(loader, self.own_sampler)
+        self.worker_init_fn = loader.worker_init_fn  # which `seed_everything(workers=True)` sets
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -46,73 +110,51 @@ class LightningUpdates:
         return getattr(self.loader, name)
 
     @property
-    def worker_init_fn(self) -> Any:
-        """The function that workers call first; Lightning sets it with `seed_everything(workers=True)`."""
-        return self.loader.worker_init_fn
-
-    @worker_init_fn.setter
-    def worker_init_fn(self, function: Any) -> None:
-        self.loader.worker_init_fn = function
-
-    @property
     def plan(self) -> Plan:
         """Which samples make up which update."""
-        return self._sampler.plan
-
-    @property
-    def sampler(self) -> LightningUpdates:
-        """This object: at the beginning of each epoch Lightning calls `set_epoch` of a loader's sampler."""
-        return self
-
-    @property
-    def _sampler(self) -> CustomSampler:
-        sampler = self.loader.batch_sampler
-        assert isinstance(sampler, CustomSampler)
-        return sampler
+        return self.own_sampler.plan
 
     def __len__(self) -> int:
         """Return the number of updates of the epoch under way, also of those before a restore."""
-        epoch, epochs = self._sampler.epoch, self._sampler.epochs
+        epoch, epochs = self.own_sampler.epoch, self.own_sampler.epochs
         if epochs == epoch and self.plan.trace.on_end == "error":  # all are trained, and the trace may end with them
             epoch -= 1
         return self.plan.epoch(epoch).updates
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell Lightning the length of the epoch that begins or continues.
-
-        Raises:
-            RuntimeError: if Lightning has left the last one before its end.
-        """
-        if self._unread:
+        """Check that Lightning and the optimizer are at the same update, and tell Lightning the length of the epoch."""
+        fit, sampler, first = self._trainer.fit_loop, self.own_sampler, self._optimizers()[0]
+        loop, automatic = fit.epoch_loop, self._trainer.lightning_module.automatic_optimization
+        made = loop.global_step if automatic else loop.total_batch_idx + 1
+        if made != first.updates or self._unread:
             raise RuntimeError(
-                f"an epoch must be trained to its end, but {self._unread} of its updates were left out, as with an "
-                f"on_train_batch_start that returns -1; set trainer.should_stop = True to end the training"
+                f"an epoch must begin where the optimizer is, at the end of the last one, but the Trainer has made "
+                f"{made} updates, the optimizer {first.updates}, and {self._unread} of the last epoch are left; create "
+                f"a new Trainer and strategy for another fit(), pass ckpt_path to continue, and to end a training set "
+                f"trainer.should_stop instead of returning -1 in on_train_batch_start"
             )
-        loop, sampler = self._trainer.fit_loop, self._sampler
-        ended = sampler.clock.step == self.plan.epoch(sampler.epoch).first_step
-        passed = loop.epoch_loop.batch_progress.current.ready
-        if loop.restarting and ended and passed:
-            set_epoch_length(self._trainer, passed)  # its loops have yet to find out that they are at its end
-        else:
-            set_epoch_length(self._trainer, len(self))
+        passed = loop.batch_progress.current.ready
+        at_end = fit.restarting and passed and sampler.clock.step == self.plan.epoch(sampler.epoch).first_step
+        set_epoch_length(self._trainer, passed if at_end else len(self))  # its loops have yet to find out the end
 
     def __iter__(self) -> Iterator[Update]:
         optimizers = self._optimizers()
+        self.loader.worker_init_fn = self.worker_init_fn
         for optimizer in optimizers[1:]:
             optimizer.set_epoch(optimizers[0].epoch)
         by_update = updates(self.loader, optimizers[0])
         for microbatches in by_update:
-            length = len(by_update)  # which an adaptive trace may have changed
-            set_epoch_length(self._trainer, length)
-            clock = self._sampler.clock
+            clock = self.own_sampler.clock
             self._unread = clock.epoch.end_step - clock.step - 1
-            yield Update(microbatches)
+            set_epoch_length(self._trainer, len(by_update))  # which an adaptive trace may have changed
+            self.microbatches = list(microbatches)
+            yield Update(self.microbatches)
 
     def after_restore(self) -> None:
         """Tell Lightning the length of the epoch, now that the optimizers are restored."""
         self._unread = 0
         set_epoch_length(self._trainer, len(self))
-        loop, epoch = self._trainer.fit_loop, self._sampler.epoch
+        loop, epoch = self._trainer.fit_loop, self.own_sampler.epoch
         if loop.epoch_progress.current.processed > epoch:  # max_steps has ended it, and Lightning takes it for complete
             for progress in loop.epoch_progress.current, loop.epoch_progress.total:
                 progress.ready = progress.started = epoch + 1
@@ -120,39 +162,23 @@ class LightningUpdates:
             loop.epoch_loop.batch_progress.is_last_batch = False
             loop.restarting = True
 
-    def check_position(self) -> None:
-        """Check that Lightning and the optimizer are at the same update.
-
-        Raises:
-            RuntimeError: if not, as in a second `fit` without `ckpt_path`.
-        """
-        first = self._optimizers()[0]
-        loop = self._trainer.fit_loop.epoch_loop
-        made = loop.global_step if self._trainer.lightning_module.automatic_optimization else loop.total_batch_idx + 1
-        if made != first.updates:
-            raise RuntimeError(
-                f"fit() must begin where the optimizer is in its trace, but the Trainer has made {made} updates and "
-                f"the optimizer {first.updates}; create a new Trainer and strategy, and to continue pass ckpt_path"
-            )
-
-    # Lightning takes a loader with these methods for one that can resume within an epoch. The sampler's position is in
-    # the state of the optimizer.
-
     def state_dict(self) -> dict[str, Any]:
-        """Return no state: the position is saved with the optimizer."""
+        """Return no state: it tells Lightning that an epoch can resume; the optimizers have the position."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accept the state."""
 
 
-def own_random_numbers(loader: object) -> object:
-    """Return the loader of an evaluation, which draws from a generator of its own.
-
-    Otherwise each evaluation would draw from torch's generator. A run that resumes at the end of an epoch does not
-    repeat the evaluation there, so its dropout would differ.
-    """
-    for drawing in (loader, getattr(loader, "sampler", None)):
-        if isinstance(drawing, DataLoader | RandomSampler) and drawing.generator is None:
-            drawing.generator = torch.Generator()
-    return loader
+def training_sampler(loader: Any, settings: Settings, trainer: Trainer, world: Mapping[str, int]) -> CustomSampler:
+    """Return the sampler of a training; a trace that ends, and says not how, has to last until that does."""
+    seed = {} if "seed" in settings.sampler_options else {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))}
+    create = partial(sampler_for, loader, settings, **seed, **world)
+    sampler = create()
+    plan, ends = sampler.plan, {"epochs": trainer.max_epochs or 0, "max_updates": trainer.max_steps}
+    if plan.ends or plan.trace.steps is None or plan.trace.on_end != "error" or sampler._feed.plans.decided is not None:
+        return sampler
+    if not any(end > 0 for end in ends.values()):
+        remedy = 'pass max_steps to the Trainer, or sampler_options={"on_end": "stop"} to the strategy'
+        raise value_error("a trace must last until the training ends", f"one of {len(plan.trace)} steps", remedy)
+    return create(**{name: end for name, end in ends.items() if end > 0})

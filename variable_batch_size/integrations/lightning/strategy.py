@@ -1,90 +1,57 @@
-"""A strategy of lightning.pytorch in which a batch is one update: `Trainer(strategy=VariableBatchStrategy(...))`.
+"""The strategies: Lightning's DDPStrategy and ModelParallelStrategy, in which a batch is one update.
 
-The life of an update here: Lightning reads a batch, which is the list of this rank's microbatches; its optimizer calls
-`optimizer_step` (or, with manual optimization, its loop calls `training_step`), which goes through them; the wrapper
-reduces, clips, scales and steps at the last one. What Lightning counts, schedules, logs and saves is then updates.
-Processes are started and connected as by `DDPStrategy`, but no module is wrapped in DistributedDataParallel.
+Lightning reads a batch, which stands for this rank's microbatches. Its optimizer calls `optimizer_step` (or, with
+manual optimization, its loop calls `training_step`), which goes through them; the wrapper weighs, clips, scales and
+steps at the last one. So Lightning counts, schedules, logs and saves updates. What it has put around the model sums
+the gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar, final
+from typing import Any, final
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler
 
-from variable_batch_size._validation import type_error
+from variable_batch_size._validation import value_error
 from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_states
 from variable_batch_size.data.sampler import TraceLike
-from variable_batch_size.integrations.loading import with_sampler
+from variable_batch_size.integrations.lightning.loader import LightningUpdates, training_sampler
+from variable_batch_size.integrations.lightning.logging import UpdateLog
+from variable_batch_size.integrations.lightning.private import (
+    OneOrSeveral,
+    count_updates,
+    logging_of,
+    replace_loader,
+)
+from variable_batch_size.integrations.lightning.supported import SETTINGS
+from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
-from variable_batch_size.integrations.versions import require_version
-from variable_batch_size.optim.consistency import broadcast_parameters, broadcast_tensors
+from variable_batch_size.integrations.supported import check
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
-from variable_batch_size.world import World
 
-require_version("lightning", "2.5", "lightning")
-
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy  # noqa: E402
-from lightning.pytorch.trainer import call  # noqa: E402  # private; the way in which all strategies call hooks
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus  # noqa: E402
-
-from variable_batch_size.integrations.lightning.checks import (  # noqa: E402
-    check_loss,
-    check_optimizers,
-    check_steps,
-    check_training,
-    check_training_loader,
-    explaining_mismatch,
-    refuse_clipping,
-    several_loaders,
-)
-from variable_batch_size.integrations.lightning.counts import count_updates  # noqa: E402
-from variable_batch_size.integrations.lightning.loader import LightningUpdates, Update, own_random_numbers  # noqa: E402
-from variable_batch_size.integrations.lightning.logging import UpdateLog  # noqa: E402
-from variable_batch_size.integrations.lightning.manual import BackwardsFirst, OncePerUpdate, counting_one_step  # noqa: E402
-from variable_batch_size.integrations.lightning.training_sampler import training_sampler  # noqa: E402
-
-T = TypeVar("T")
-_STATES = "host_rng_states"  # key in the state of the first optimizer, beside "vbs"
+_VERSION = 1  # of what a checkpoint has under "vbs"
 
 
-@final
-class VariableBatchStrategy(ParallelStrategy):
-    """Trains a LightningModule with a global batch size that follows a trace, on one process or several.
+class VariableBatch(ParallelStrategy):
+    """What a strategy of Lightning needs for batches that follow a trace; see `VariableBatchStrategy`."""
 
-    `Trainer(strategy=VariableBatchStrategy(...))` is the one line that changes. The `batch_size` of the training's
-    DataLoader becomes the maximum number of rows of a microbatch, and `training_step` gets one microbatch. Everything
-    that Lightning counts is in updates: `global_step`, `max_steps`, `batch_idx`, `val_check_interval`,
-    `log_every_n_steps`, schedulers with `interval="step"`, `estimated_stepping_batches`. Values of `self.log` are means
-    over exactly the samples of an update or an epoch.
-
-    Args:
-        trace: the trace of the global batch size, in samples, see `CustomSampler`.
-        rule: the learning-rate rule, see `CustomOptimizer`.
-        ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
-        sampler_options: further arguments of the `CustomSampler`.
-        optimizer_options: further arguments of the `CustomOptimizer`.
-        process_group_backend: backend of torch.distributed, as in `DDPStrategy`.
-        timeout: timeout of collectives, as in `DDPStrategy`.
-        start_method: how processes are started, as in `DDPStrategy`.
-
-    Attributes:
-        settings: the arguments.
-
-    Raises:
-        TypeError: if the options are not dicts; in `fit`, if the training's loader is not a DataLoader, or its dataset
-            has no index.
-        ValueError: in `fit`, if a setting of the Trainer or a hook of the module contradicts the trace.
-    """
-
-    strategy_name = "variable_batch"
+    _updates: LightningUpdates  # the training's loader
+    _log: UpdateLog
 
     def __init__(
         self,
@@ -93,222 +60,164 @@ class VariableBatchStrategy(ParallelStrategy):
         ref_batchsize: int | None = None,
         sampler_options: Mapping[str, Any] | None = None,
         optimizer_options: Mapping[str, Any] | None = None,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         self.settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        given = {} if timeout is None else {"timeout": timeout}
-        self._processes = DDPStrategy(process_group_backend=process_group_backend, start_method=start_method, **given)
-        self.num_nodes = 1  # set by the Trainer, as are the devices
-        self._updates: LightningUpdates | None = None  # the training's loader
-        self._update: Update | None = None  # the one under way
-        self._microbatch: Any = None  # the one of it that training_step gets
-        self._log, self._backwards = UpdateLog(self), BackwardsFirst()
-        self._saved_states: list[str] = []  # of the ranks' host RNGs, if they are to be restored
-
-    # Processes: as DDPStrategy does it. -------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning gives loaders a DistributedSampler, and reduces logged values: not the training's loader.
-
-        Lightning would replace the sampler of that loader, which says whether samples are shuffled.
-        """
-        return self.world_size > 1 and not (self._fits and self._updates is None)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The number of processes and the rank of this one, for the loaders of evaluations."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
-    def _fits(self) -> bool:
-        return self.lightning_module is not None and self._trainer.state.fn == TrainerFn.FITTING
-
-    @property
-    def _optimizers_of_sampler(self) -> list[CustomOptimizer]:
-        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CustomOptimizer)]
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether an exception has ended the training, of which other ranks may not know."""
-        return self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment the rank of this process; the Trainer calls it when it has set the devices."""
-        processes = self._processes
-        processes.accelerator, processes.parallel_devices = self.accelerator, self.parallel_devices
-        processes.cluster_environment, processes.num_nodes = self.cluster_environment, self.num_nodes
-        processes.set_world_ranks()
-
-    def _configure_launcher(self) -> None:  # the name by which Lightning calls it
-        if self.world_size > 1:
-            self._processes._configure_launcher()
-            self._launcher = self._processes.launcher
-
-    def setup_environment(self) -> None:
-        """Connect the processes."""
-        super().setup_environment()
-        if self.world_size > 1:
-            self._processes.setup_distributed()
-
-    def model_to_device(self) -> None:
-        """Move the module to its device, and copy the parameters and buffers of rank 0 to every rank."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-        if self.world_size > 1:
-            broadcast_parameters(self.model)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
-        self._log.check_collective("barrier()")
-        if not self._interrupted:  # else other ranks may be elsewhere
-            self._processes.barrier(name)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank `src`."""
-        self._log.check_collective("broadcast()")
-        return self._processes.broadcast(obj, src)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, stacked."""
-        self._log.check_collective("all_gather()")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return the mean, or another reduction, of a tensor over the ranks; what is logged waits for the update."""
-        if not isinstance(tensor, Tensor) or self._log.defer(tensor):
-            return tensor
-        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
-            tensor = tensor.double()  # Lightning would cut off the fraction, of the number of samples for example
-        return self._processes.reduce(tensor, group, reduce_op)
+        self.options = options
+        self._microbatch: Any = None  # the one that training_step gets, on the device
+        self._stepped = ""  # with manual optimization, the kind of an optimizer that has stepped in the microbatch
+        self._rng_states: list[str] = []  # of the ranks' hosts, if they are to be restored
 
     @property
     def samples(self) -> int:
         """The number of samples that were trained on so far, over all ranks, for a schedule that goes by samples."""
-        return self._optimizers_of_sampler[0].samples if self._optimizers_of_sampler else 0
+        return self._wrapped[0].samples if self._wrapped else 0
+
+    @property
+    def _wrapped(self) -> list[CustomOptimizer]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CustomOptimizer)]
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception has ended the training, of which other ranks may not know."""
+        return self._trainer.state.status == TrainerStatus.INTERRUPTED
 
     # Before the training. ---------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
         """Take the module; if it is to be trained, check the settings of the Trainer."""
         super().connect(model)
-        if self._fits:
-            self._updates, self._update, self._saved_states = None, None, []
-            self._reset_optimizers_and_schedulers()
-            check_training(self._trainer, self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
-            count_updates(self._trainer, lambda: self._updates)
+        trainer = self._trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.__dict__.pop("_updates", None)
+            self.optimizers: list[Optimizer] = []
+            check(SETTINGS, trainer, "lightning")
+            count_updates(trainer, lambda: self._updates.plan if hasattr(self, "_updates") else None)
+            replace_loader(trainer, self._read)
+
+    def _read(self, loader: DataLoader[Any]) -> LightningUpdates:
+        """Return the training's loader as updates."""
+        if hasattr(self, "_updates"):  # the learning rate finder asks again
+            self._updates.reload(loader)
+        else:
+            sampler = training_sampler(loader, self.settings, self._trainer, self.distributed_sampler_kwargs)
+            self._updates = LightningUpdates(loader, sampler, self._trainer, lambda: self._wrapped)
+        return self._updates
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the training's loader as updates; others as they are."""
-        if not self._fits or self._trainer.state.stage != RunningStage.TRAINING:
-            return own_random_numbers(dataloader) if self._fits else dataloader
-        loader = check_training_loader(dataloader)
-        if self._updates is not None:
-            if loader.dataset is self._updates.loader.dataset:  # the learning rate finder asks again
-                return self._updates
-            raise several_loaders("a second one")
-        sampler = training_sampler(loader, self.settings, self._trainer, World(self.global_rank, self.world_size))
-        dealt = with_sampler(loader, sampler)
-        self._updates = LightningUpdates(dealt, self._trainer, lambda: self._optimizers_of_sampler)
-        return self._updates
+        """Return a loader of an evaluation, which draws from a generator of its own.
+
+        A run that resumes at the end of an epoch does not repeat its evaluation, and dropout goes on as without.
+        """
+        for drawing in (dataloader, getattr(dataloader, "sampler", None)):
+            if isinstance(drawing, DataLoader | RandomSampler) and drawing.generator is None:
+                drawing.generator = torch.Generator()
+        return dataloader
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Read the training's loader, call `configure_optimizers`, and wrap the optimizers."""
         trainer.fit_loop.setup_data()  # as `estimated_stepping_batches` does it in configure_optimizers
-        if self._updates is None or trainer.train_dataloader is not self._updates:
-            raise several_loaders(f"a {type(trainer.train_dataloader).__name__}")
         super().setup_optimizers(trainer)
-        plugin: Any = self.precision_plugin
-        plugin.clip_gradients = refuse_clipping  # which LightningModule.clip_gradients calls
-        found: list[Optimizer] = trainer.optimizers
-        check_optimizers(trainer, found)
-        self.optimizers = [self._wrapped(optimizer, self._updates) for optimizer in found]
-        if not trainer.lightning_module.automatic_optimization:
-            for config in self.lr_scheduler_configs:
-                config.scheduler = OncePerUpdate(config.scheduler, self._optimizers_of_sampler)
-        if trainer.ckpt_path is None:
-            self._updates.check_position()  # also if max_epochs or max_steps was reached, so that nothing is trained
+        if len(self.optimizers) > 1:  # a DistributedDataParallel expects all gradients of a forward in one backward()
+            self.model = self._module
+        self.optimizers = [self._wrap(optimizer, _summing(self.model)) for optimizer in self.optimizers]
+        self._log = UpdateLog(self._module, self._updates.own_sampler.world.size)
 
-    def _wrapped(self, inner: Optimizer, updates: LightningUpdates) -> CustomOptimizer:
+    def _wrap(self, inner: Optimizer, model: Module | None) -> CustomOptimizer:
         clip = self._trainer.gradient_clip_val
         clipping = {"max_grad_norm": float(clip)} if clip else {}
-        optimizer = self.settings.optimizer(inner, updates.loader.batch_sampler, **clipping)  # type: ignore[arg-type]
+        optimizer = self.settings.optimizer(inner, self._updates.own_sampler, model=model, **clipping)
         optimizer.optimizer = inner  # type: ignore[attr-defined]  # LearningRateMonitor takes the name from there
-        optimizer.register_step_pre_hook(partial(self._call_before_step, optimizer))
+        optimizer.register_step_pre_hook(partial(self._before_step, optimizer))
         return optimizer
 
     def on_train_start(self) -> None:
-        """Check that Lightning and the optimizer are at the same update; set the RNGs as they were saved."""
-        assert self._updates is not None
-        self._updates.check_position()
-        if len(self._saved_states) == self.world_size:
-            set_rng_states(self._saved_states[self.global_rank])
-        self._saved_states = []
+        """Set the random numbers as they were saved; warn of schedules that count batches."""
+        if len(self._rng_states) == self.world_size:
+            set_rng_states(self._rng_states[self.global_rank])
+        self._rng_states = []
+        manual = not self._module.automatic_optimization
+        stepped = (each.scheduler for each in self.lr_scheduler_configs if manual or each.interval == "step")
+        total = self._trainer.estimated_stepping_batches
+        warn_of_batches(stepped, self._updates.plan, self._updates.batches, total)
 
     # An update. -------------------------------------------------------------------------------------------------------
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Return a batch on the device; an update as it is: its microbatches are moved one by one."""
-        return batch if isinstance(batch, Update) else super().batch_to_device(batch, device, dataloader_idx)
+        """Return a batch on the device; an update stays on the host, and its microbatches are moved one by one."""
+        return batch if self._trainer.training else super().batch_to_device(batch, device, dataloader_idx)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take the update that begins, and the buffers of rank 0."""
-        self._update = batch
-        self._broadcast_buffers()
+    @contextmanager
+    def _each(self, index: int, microbatch: Any, optimizer: CustomOptimizer) -> Iterator[None]:
+        """Let `training_step` get a microbatch in a block."""
+        self._stepped = ""
+        self._microbatch = super().batch_to_device(self.precision_plugin.convert_input(microbatch))
+        try:
+            with self._log.microbatch(optimizer.microbatch, first=index == 0):
+                yield
+        finally:
+            self._microbatch = None
 
-    def on_validation_start(self) -> None:
-        """Evaluate the same model on every rank: that of rank 0, which is the one that is saved."""
-        self._broadcast_buffers()
-
-    def _broadcast_buffers(self) -> None:
-        """Copy the buffers of rank 0, such as those of a batch normalization, as DistributedDataParallel does it."""
-        if self.world_size > 1 and self._optimizers_of_sampler:
-            assert self.model is not None
-            broadcast_tensors([*self.model.buffers()], self._optimizers_of_sampler[0].backend)
-
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
+        if self._module.automatic_optimization:
             if self._microbatch is None:
                 raise RuntimeError(
                     "an optimizer_step hook must call optimizer.step(closure=optimizer_closure) in every update, but "
                     "it called the closure itself; pass it to step(), and let the trace have larger batch sizes"
                 )
-            return super().training_step(self._microbatch, *args, **kwargs)
-        output, optimizer = None, self._optimizers_of_sampler[0]
-        before = [own.updates for own in self._optimizers_of_sampler]
-        for index, microbatch in enumerate(batch):
-            last = index == len(batch) - 1
-            with (
-                self._log.microbatch(optimizer.microbatch, first=index == 0),
-                counting_one_step(self, last=last),
-                self._backwards.microbatch(),
-            ):
-                output = super().training_step(super().batch_to_device(microbatch), *args, **kwargs)
-        check_steps([own.updates - made for own, made in zip(self._optimizers_of_sampler, before, strict=True)])
-        self._finish_update(optimizer)
+            return super().training_step(self._microbatch, *args[1:], **kwargs)
+        output, first, microbatches = None, self._wrapped[0], self._updates.microbatches
+        batch_size = first.microbatch.batch_size
+        for index, microbatch in enumerate(microbatches):
+            with self._each(index, microbatch, first), self._counting(last=index == len(microbatches) - 1):
+                output = super().training_step(self._microbatch, *args[1:], **kwargs)
+        self._finish_update(first, batch_size)
         return output
 
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a backward; with manual optimization only before the first step of a microbatch."""
-        self._backwards.check_backward()
-        return super().backward(closure_loss, *args, **kwargs)
+    @contextmanager
+    def _counting(self, *, last: bool) -> Iterator[None]:
+        """Let schedulers step, and Lightning count steps, in a block for the `last` microbatch of an update only."""
+        steps = self._trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        before, schedulers = steps.state_dict(), [vars(each.scheduler) for each in self.lr_scheduler_configs]
+        for attributes in schedulers * (not last):
+            attributes["step"] = lambda *args, **kwargs: None
+        try:
+            yield
+        finally:
+            for attributes in schedulers * (not last):
+                del attributes["step"]
+        if not last:
+            steps.load_state_dict(before)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward by the optimizer, which weighs the loss where that is needed."""
+        if self._stepped:
+            raise RuntimeError(
+                f"all backwards of a training_step must run before its first step(), which changes the weights only in "
+                f"the last microbatch of an update, but one ran after step() of the optimizer {self._stepped}; call "
+                f"manual_backward() for every loss first, between toggle_optimizer() and untoggle_optimizer() if it "
+                f"must reach no other parameters, and step() of all optimizers after that"
+            )
+        if len(self._wrapped) > 1 or is_overridden("backward", self._module):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.pre_backward(closure_loss)
+        Precision.pre_backward(self.precision_plugin, closure_loss, self._module)  # the hooks, and not the scale
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self._wrapped[0].backward(closure_loss, *args, scaler=scaler, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -318,27 +227,17 @@ class VariableBatchStrategy(ParallelStrategy):
         Returns:
             Whether the weights changed.
         """
-        assert self.lightning_module is not None
-        if not isinstance(optimizer, CustomOptimizer):
-            raise type_error("the optimizer must be one of configure_optimizers", optimizer, "return it there")
-        if not self.lightning_module.automatic_optimization:
+        assert isinstance(optimizer, CustomOptimizer)
+        if not self._module.automatic_optimization:
             closure()
-            self._log.check_deferred()  # before the processes meet
-            self._backwards.check_gradients(optimizer)
+            self._stepped = type(optimizer.inner).__name__
+            return self._step(optimizer, kwargs)
+        updated, batch_size = False, optimizer.microbatch.batch_size
+        for index, microbatch in enumerate(self._updates.microbatches):
+            with self._each(index, microbatch, optimizer):
+                closure()
             updated = self._step(optimizer, kwargs)
-            self._backwards.note_step(optimizer, self._optimizers_of_sampler)
-            return updated
-        assert self._update is not None
-        updated = False
-        try:
-            for index, microbatch in enumerate(self._update):
-                with self._log.microbatch(optimizer.microbatch, first=index == 0):
-                    self._microbatch = super().batch_to_device(microbatch)
-                    check_loss(closure())
-                updated = self._step(optimizer, kwargs)
-        finally:
-            self._microbatch = None
-        self._finish_update(optimizer)
+        self._finish_update(optimizer, batch_size)
         return updated
 
     def _step(self, optimizer: CustomOptimizer, arguments: Mapping[str, Any]) -> bool:
@@ -349,43 +248,128 @@ class VariableBatchStrategy(ParallelStrategy):
         scaler.update()
         return bool(updated)
 
-    def _call_before_step(self, optimizer: CustomOptimizer, *_: object) -> None:
+    def _before_step(self, optimizer: CustomOptimizer, *_: object) -> None:
         """Call the hooks before an optimizer's step, once an update: gradients are complete, reduced and clipped."""
-        with self._log.outside():
-            for caller in call._call_callback_hooks, call._call_lightning_module_hook:
-                caller(self._trainer, "on_before_optimizer_step", optimizer)
+        with self._log.outside(), logging_of(self._module, "on_before_optimizer_step"):
+            for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+                callback.on_before_optimizer_step(self._trainer, self._module, optimizer)
+            self._module.on_before_optimizer_step(optimizer)
 
-    def _finish_update(self, optimizer: CustomOptimizer) -> None:
-        self._log.finish_update(optimizer)
+    def _finish_update(self, optimizer: CustomOptimizer, batch_size: int) -> None:
+        self._log.finish_update(optimizer, batch_size)
         if optimizer.done:
             self._trainer.should_stop = True
 
     # State. -----------------------------------------------------------------------------------------------------------
 
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes, unless an exception has ended the training, when others may be elsewhere."""
+        if not self._interrupted:
+            super().barrier(name)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, with the position in the training and the host RNGs of all ranks."""
-        assert isinstance(optimizer, CustomOptimizer)
-        if optimizer.inside_step and self._interrupted:
-            optimizer.discard_step()  # after an exception, for an OnExceptionCheckpoint
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        if optimizer is self.optimizers[0] and (self.world_size == 1 or not self._interrupted):
-            state[_STATES] = optimizer.agreement.gather("a checkpoint of Lightning", get_rng_states())
-        return state
+        """Return the state of the optimizer of torch; `save_checkpoint` adds the position in the training."""
+        return super().optimizer_state(optimizer.inner if isinstance(optimizer, CustomOptimizer) else optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint, with the position in the training and the random numbers of all ranks' hosts.
+
+        After an exception there is none, but a warning, if the update that was interrupted cannot be discarded.
+        """
+        if self._wrapped and "optimizer_states" in checkpoint:
+            try:
+                checkpoint["vbs"] = self._position()
+            except RuntimeError as error:
+                if not self._interrupted:
+                    raise
+                rank_zero_warn(f"no checkpoint is written of the update that an exception has interrupted: {error}")
+                return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _position(self) -> dict[str, Any]:
+        """Return what a checkpoint has under "vbs"; every rank has to call it."""
+        if self._interrupted:
+            for optimizer in self._wrapped:
+                if optimizer.inside_step:
+                    optimizer.discard_step()
+        states: list[str] = []
+        if self.world_size == 1 or not self._interrupted:
+            states = self._wrapped[0].agreement.gather("a checkpoint of Lightning", get_rng_states())
+        positions = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
+        return {"version": _VERSION, "optimizers": positions, "host_rng_states": states}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, and with them the position in the training, on any number of processes.
 
         Raises:
-            ValueError: if the checkpoint is not one of this strategy.
+            ValueError: if the checkpoint has no position in a trace, or one of another version or training.
         """
-        states = checkpoint["optimizer_states"]
-        if not all("vbs" in state for state in states):
-            raise ValueError(
-                "ckpt_path must be a checkpoint of a training with VariableBatchStrategy, but this one has no position "
-                "in a trace; to begin with its weights, load them into the module, and leave out ckpt_path"
+        inner, own = checkpoint["optimizer_states"], checkpoint.get("vbs", {})
+        if all("vbs" in state for state in inner) and inner:  # as they were saved before there was a version
+            own = {"version": _VERSION, "optimizers": [state["vbs"] for state in inner]}
+            own["host_rng_states"] = inner[0].pop("host_rng_states", [])
+        if own.get("version") != _VERSION:
+            requirement = (
+                f"ckpt_path must be a checkpoint of VariableBatchStrategy, with a position of version {_VERSION}"
             )
-        with explaining_mismatch():
-            super().load_optimizer_state_dict(checkpoint)
-        self._saved_states = states[0].get(_STATES, [])
-        assert self._updates is not None
+            remedy = "to begin with the weights of another one, load them into the module, and leave out ckpt_path"
+            raise value_error(requirement, f"version {own.get('version')}", remedy)
+        inner = inner or [optimizer.inner.state_dict() for optimizer in self._wrapped]  # already loaded
+        states = [{**state, "vbs": position} for state, position in zip(inner, own["optimizers"], strict=True)]
+        Strategy.load_optimizer_state_dict(self, {"optimizer_states": states})
+        self._rng_states = own["host_rng_states"]
         self._updates.after_restore()
+
+
+@final
+class VariableBatchStrategy(VariableBatch, OneOrSeveral):
+    """Trains a LightningModule with a global batch size that follows a trace, on one process or, by DDP, on several.
+
+    The `batch_size` of the training's DataLoader becomes the maximum number of rows of a microbatch, and
+    `training_step` gets one microbatch. Everything that Lightning counts is in updates, and values of `self.log` are
+    means over the samples of an update or an epoch.
+
+    Args:
+        trace: the trace of the global batch size, in samples, see `CustomSampler`.
+        rule: the learning-rate rule, see `CustomOptimizer`.
+        ref_batchsize: batch size, in samples, at which the hyperparameters were tuned.
+        sampler_options: further arguments of the `CustomSampler`.
+        optimizer_options: further arguments of the `CustomOptimizer`.
+        **options: arguments of Lightning's DDPStrategy, such as `find_unused_parameters` or `start_method`.
+
+    Raises:
+        TypeError: if the options are not dicts; in `fit`, if the training's loader is not a DataLoader, or its dataset
+            has no index.
+        ValueError: in `fit`, if a setting of the Trainer or a hook of the module is not supported.
+    """
+
+    strategy_name = "variable_batch"
+
+
+@final
+class VariableBatchModelParallelStrategy(VariableBatch, ModelParallelStrategy):
+    """The same for a model that `configure_model` shards with `fully_shard`, by Lightning's ModelParallelStrategy.
+
+    The further arguments are those of ModelParallelStrategy, such as `data_parallel_size`.
+    """
+
+    strategy_name = "variable_batch_model_parallel"
+    lightning_restore_optimizer = True  # by load_optimizer_state_dict, which restores the position
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model and the optimizers of torch; return the rest."""
+        wrapped = self.optimizers
+        self.optimizers = [optimizer.inner for optimizer in self._wrapped]
+        try:
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            self.optimizers = wrapped
+        return {**checkpoint, "optimizer_states": []}
+
+
+def _summing(model: Module | None) -> Module | None:
+    """Return what sums gradients: a DistributedDataParallel, or the root of what a module has sharded."""
+    sharded = [part for part in model.modules() if isinstance(part, FSDPModule)] if model is not None else []
+    inner = {id(part) for root in sharded for part in root.modules() if part is not root}
+    roots = [part for part in sharded if id(part) not in inner]
+    return roots[0] if len(roots) == 1 else model
