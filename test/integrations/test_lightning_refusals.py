@@ -93,7 +93,7 @@ NOT_SUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         "got value; leave it out",
     ),
     ("overfit_batches", {"overfit_batches": 2}, "be 0, got 2; pass"),
-    ("limit_train_batches", {"limit_train_batches": 0.5}, "be 1.0, got 0.5; pass `max_steps`"),
+    ("limit_train_batches", {"limit_train_batches": 1}, "be 1.0, got 1; pass `max_steps`"),
     ("model_averaging_period", {"strategy": strategy(model_averaging_period=3)}, "be left out, got 3; leave it out"),
     ("GradientAccumulationScheduler", {"callbacks": [GradientAccumulationScheduler({0: 2})]}, "Scheduler; let the"),
     ("BatchSizeFinder", {"callbacks": [BatchSizeFinder()]}, "got BatchSizeFinder; pass the rows"),

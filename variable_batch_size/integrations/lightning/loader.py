@@ -130,8 +130,7 @@ class LightningUpdates:
             raise RuntimeError(
                 f"an epoch must begin where the optimizer is, at the end of the last one, but the Trainer has made "
                 f"{made} updates, the optimizer {first.updates}, and {self._unread} of the last epoch are left; create "
-                f"a new Trainer and strategy for another fit(), pass ckpt_path to continue, and to end a training set "
-                f"trainer.should_stop instead of returning -1 in on_train_batch_start"
+                f"a new Trainer and strategy, pass ckpt_path to continue, and set trainer.should_stop to end a training"
             )
         passed = loop.batch_progress.current.ready
         at_end = fit.restarting and passed and sampler.clock.step == self.plan.epoch(sampler.epoch).first_step

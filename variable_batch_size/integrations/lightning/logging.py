@@ -38,11 +38,9 @@ class UpdateLog:
         self._options: dict[str, dict[str, Any]] = {}  # by name: the other arguments of `log`
 
     @contextmanager
-    def microbatch(self, microbatch: Microbatch, *, first: bool) -> Iterator[None]:
+    def microbatch(self, microbatch: Microbatch) -> Iterator[None]:
         """Collect what is logged in a block; what a replay adds to torchmetrics objects is undone."""
         module, log = self._module, self._module.log
-        if first:
-            self._samples, self._logged, self._options = 0, {}, {}
         self._samples += microbatch.samples
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +55,7 @@ class UpdateLog:
         try:
             yield
         finally:
-            del vars(module)["log"]
+            vars(module).pop("log", None)  # an exception in `outside` leaves none
             if restore is not None:
                 restore()
 
@@ -81,7 +79,7 @@ class UpdateLog:
             if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
                 for name, number in _facts(optimizer, batch_size).items():
                     log(name, number, on_step=True, on_epoch=False, rank_zero_only=True)
-        self._logged, self._options = {}, {}
+        self._samples, self._logged, self._options = 0, {}, {}
 
     @torch.no_grad()
     def _combine(self, name: str, batch_size: int) -> tuple[Tensor, int]:

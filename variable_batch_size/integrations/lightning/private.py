@@ -91,9 +91,8 @@ def count_updates(trainer: Trainer, plan: Callable[[], Plan | None]) -> None:
             return kind.estimated_stepping_batches.fget(self)  # type: ignore[attr-defined]
         return _total(found, self.max_epochs, self.max_steps)
 
-    trainer.__class__ = type(
-        kind.__name__, (kind,), {"estimated_stepping_batches": property(estimated_stepping_batches)}
-    )
+    own = {"estimated_stepping_batches": property(estimated_stepping_batches), "__module__": kind.__module__}
+    trainer.__class__ = type(kind.__name__, (kind,), own)
 
 
 def _total(plan: Plan, max_epochs: int | None, max_steps: int) -> int | float:

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -41,6 +42,7 @@ from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import check
+from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 
@@ -90,7 +92,11 @@ class VariableBatch(ParallelStrategy):
     @property
     def _interrupted(self) -> bool:
         """Whether an exception has ended the training, of which other ranks may not know."""
-        return self._trainer.state.status == TrainerStatus.INTERRUPTED
+        return self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return getattr(self.precision_plugin, "scaler", None)
 
     # Before the training. ---------------------------------------------------------------------------------------------
 
@@ -115,10 +121,7 @@ class VariableBatch(ParallelStrategy):
         return self._updates
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader of an evaluation, which draws from a generator of its own.
-
-        A run that resumes at the end of an epoch does not repeat its evaluation, and dropout goes on as without.
-        """
+        """Give a loader of an evaluation a generator of its own: a run that resumes after it draws the same dropout."""
         for drawing in (dataloader, getattr(dataloader, "sampler", None)):
             if isinstance(drawing, DataLoader | RandomSampler) and drawing.generator is None:
                 drawing.generator = torch.Generator()
@@ -157,16 +160,16 @@ class VariableBatch(ParallelStrategy):
         """Return a batch on the device; an update stays on the host, and its microbatches are moved one by one."""
         return batch if self._trainer.training else super().batch_to_device(batch, device, dataloader_idx)
 
-    @contextmanager
-    def _each(self, index: int, microbatch: Any, optimizer: CustomOptimizer) -> Iterator[None]:
-        """Let `training_step` get a microbatch in a block."""
-        self._stepped = ""
-        self._microbatch = super().batch_to_device(self.precision_plugin.convert_input(microbatch))
-        try:
-            with self._log.microbatch(optimizer.microbatch, first=index == 0):
-                yield
-        finally:
+    def _each(self, optimizer: CustomOptimizer) -> Iterator[Microbatch]:
+        """Yield the microbatches of an update, which `training_step` gets, and log and end it after the last one."""
+        for rows in self._updates.microbatches:
+            microbatch, self._stepped = optimizer.microbatch, ""
+            self._microbatch = super().batch_to_device(self.precision_plugin.convert_input(rows))
+            yield microbatch
             self._microbatch = None
+        self._log.finish_update(optimizer, microbatch.batch_size)
+        if optimizer.done:
+            self._trainer.should_stop = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call `training_step` with the microbatch under way; with manual optimization, with each one."""
@@ -174,15 +177,13 @@ class VariableBatch(ParallelStrategy):
             if self._microbatch is None:
                 raise RuntimeError(
                     "an optimizer_step hook must call optimizer.step(closure=optimizer_closure) in every update, but "
-                    "it called the closure itself; pass it to step(), and let the trace have larger batch sizes"
+                    "it called the closure itself; pass it to step()"
                 )
             return super().training_step(self._microbatch, *args[1:], **kwargs)
-        output, first, microbatches = None, self._wrapped[0], self._updates.microbatches
-        batch_size = first.microbatch.batch_size
-        for index, microbatch in enumerate(microbatches):
-            with self._each(index, microbatch, first), self._counting(last=index == len(microbatches) - 1):
+        output, first = None, self._wrapped[0]
+        for microbatch in self._each(first):
+            with self._log.microbatch(microbatch), self._counting(last=microbatch.ends_step):
                 output = super().training_step(self._microbatch, *args[1:], **kwargs)
-        self._finish_update(first, batch_size)
         return output
 
     @contextmanager
@@ -206,46 +207,36 @@ class VariableBatch(ParallelStrategy):
             raise RuntimeError(
                 f"all backwards of a training_step must run before its first step(), which changes the weights only in "
                 f"the last microbatch of an update, but one ran after step() of the optimizer {self._stepped}; call "
-                f"manual_backward() for every loss first, between toggle_optimizer() and untoggle_optimizer() if it "
-                f"must reach no other parameters, and step() of all optimizers after that"
+                f"manual_backward() for every loss first, and step() of all optimizers after that"
             )
         if len(self._wrapped) > 1 or is_overridden("backward", self._module):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.pre_backward(closure_loss)
         Precision.pre_backward(self.precision_plugin, closure_loss, self._module)  # the hooks, and not the scale
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self._wrapped[0].backward(closure_loss, *args, scaler=scaler, **kwargs)
+        self._wrapped[0].backward(closure_loss, *args, scaler=self._scaler, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> bool:
-        """Go through the microbatches of an update; with manual optimization, step at the one under way.
-
-        Returns:
-            Whether the weights changed.
-        """
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> bool:
+        """Go through the microbatches of an update, or step at that of a manual one; return whether weights changed."""
         assert isinstance(optimizer, CustomOptimizer)
         if not self._module.automatic_optimization:
             closure()
             self._stepped = type(optimizer.inner).__name__
             return self._step(optimizer, kwargs)
-        updated, batch_size = False, optimizer.microbatch.batch_size
-        for index, microbatch in enumerate(self._updates.microbatches):
-            with self._each(index, microbatch, optimizer):
+        updated = False
+        for microbatch in self._each(optimizer):
+            with self._log.microbatch(microbatch):
                 closure()
             updated = self._step(optimizer, kwargs)
-        self._finish_update(optimizer, batch_size)
         return updated
 
     def _step(self, optimizer: CustomOptimizer, arguments: Mapping[str, Any]) -> bool:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None:
+        if self._scaler is None:
             return optimizer.step(**arguments)
-        updated = scaler.step(optimizer, **arguments)
-        scaler.update()
+        updated = self._scaler.step(optimizer, **arguments)
+        self._scaler.update()
         return bool(updated)
 
     def _before_step(self, optimizer: CustomOptimizer, *_: object) -> None:
@@ -254,11 +245,6 @@ class VariableBatch(ParallelStrategy):
             for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
                 callback.on_before_optimizer_step(self._trainer, self._module, optimizer)
             self._module.on_before_optimizer_step(optimizer)
-
-    def _finish_update(self, optimizer: CustomOptimizer, batch_size: int) -> None:
-        self._log.finish_update(optimizer, batch_size)
-        if optimizer.done:
-            self._trainer.should_stop = True
 
     # State. -----------------------------------------------------------------------------------------------------------
 
@@ -272,27 +258,22 @@ class VariableBatch(ParallelStrategy):
         return super().optimizer_state(optimizer.inner if isinstance(optimizer, CustomOptimizer) else optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint, with the position in the training and the random numbers of all ranks' hosts.
-
-        After an exception there is none, but a warning, if the update that was interrupted cannot be discarded.
-        """
-        if self._wrapped and "optimizer_states" in checkpoint:
-            try:
+        """Save a checkpoint with the position in the training; warn if an exception has left none."""
+        try:
+            if self._wrapped and "optimizer_states" in checkpoint:
                 checkpoint["vbs"] = self._position()
-            except RuntimeError as error:
-                if not self._interrupted:
-                    raise
-                rank_zero_warn(f"no checkpoint is written of the update that an exception has interrupted: {error}")
-                return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        except RuntimeError as error:
+            if not self._interrupted:
+                raise
+            rank_zero_warn(f"no checkpoint is written of the update that an exception has interrupted: {error}")
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _position(self) -> dict[str, Any]:
-        """Return what a checkpoint has under "vbs"; every rank has to call it."""
-        if self._interrupted:
-            for optimizer in self._wrapped:
-                if optimizer.inside_step:
-                    optimizer.discard_step()
         states: list[str] = []
+        for optimizer in self._wrapped:
+            if self._interrupted and optimizer.inside_step:
+                optimizer.discard_step()
         if self.world_size == 1 or not self._interrupted:
             states = self._wrapped[0].agreement.gather("a checkpoint of Lightning", get_rng_states())
         positions = [optimizer.state_dict()["vbs"] for optimizer in self._wrapped]
