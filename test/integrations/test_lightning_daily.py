@@ -192,7 +192,7 @@ def test_one_process_may_leave_parameters_unused() -> None:
 
 
 def test_lightning_knows_the_last_update_of_epochs_that_differ() -> None:
-    """`_combined_loader` and `_data_fetcher`: otherwise all epochs have the length of the first one."""
+    """`_data_fetcher`: otherwise all epochs have the length of the first one."""
     module = Validated()
     lengths = []
 

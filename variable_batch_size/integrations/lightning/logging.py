@@ -20,7 +20,6 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from variable_batch_size.integrations.lightning.private import logging_of
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -70,15 +69,14 @@ class UpdateLog:
     def finish_update(self, optimizer: CustomOptimizer, batch_size: int) -> None:
         """Log the values of the update, and what is known of it."""
         log, trainer = self._module.log, self._module.trainer
-        with logging_of(self._module, "training_step"):
-            for name, logged in self._logged.items():
-                value, options = logged[-1][1], self._options[name]
-                if not isinstance(value, Metric):
-                    value, options["batch_size"] = self._combine(name, batch_size)
-                log(name, value, **options)
-            if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
-                for name, number in _facts(optimizer, batch_size).items():
-                    log(name, number, on_step=True, on_epoch=False, rank_zero_only=True)
+        for name, logged in self._logged.items():
+            value, options = logged[-1][1], self._options[name]
+            if not isinstance(value, Metric):
+                value, options["batch_size"] = self._combine(name, batch_size)
+            log(name, value, **options)
+        if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
+            for name, number in _facts(optimizer, batch_size).items():
+                log(name, number, on_step=True, on_epoch=False, rank_zero_only=True)
         self._samples, self._logged, self._options = 0, {}, {}
 
     @torch.no_grad()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch.nn import Module
 
@@ -48,31 +47,15 @@ def replace_loader(trainer: Trainer, replacement: Callable[[Any], Any]) -> None:
 
 
 def set_epoch_length(trainer: Trainer, updates: int) -> None:
-    """Set the number of updates of the epoch under way, of which Lightning has copies.
-
-    They are `max_batches`, `val_check_batch`, `_combined_loader.limits`, which end the iteration, and
-    `_data_fetcher.length`, which tells the last batch.
-    """
+    """Set the number of updates of the epoch under way; `_data_fetcher.length` tells Lightning the last one."""
     loop, interval = trainer.fit_loop, getattr(trainer, "val_check_interval", None)  # none if validations go by time
     if isinstance(trainer.limit_train_batches, int):  # with fast_dev_run
         updates = min(updates, trainer.limit_train_batches)
     loop.max_batches = updates
     if isinstance(interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(updates * interval))
-    if loop._combined_loader is not None:
-        loop._combined_loader.limits = [updates]
     if loop._data_fetcher is not None and loop._data_fetcher.length is not None:
         loop._data_fetcher.length = updates
-
-
-@contextmanager
-def logging_of(module: LightningModule, hook: str) -> Iterator[None]:
-    """Let `module.log` log in a block as in a hook, whose name Lightning keeps in `_current_fx_name`."""
-    before, module._current_fx_name = module._current_fx_name, hook
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
 
 
 def count_updates(trainer: Trainer, plan: Callable[[], Plan | None]) -> None:

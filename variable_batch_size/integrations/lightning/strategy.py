@@ -32,12 +32,7 @@ from variable_batch_size.checkpoint.rng_states import get_rng_states, set_rng_st
 from variable_batch_size.data.sampler import TraceLike
 from variable_batch_size.integrations.lightning.loader import LightningUpdates, training_sampler
 from variable_batch_size.integrations.lightning.logging import UpdateLog
-from variable_batch_size.integrations.lightning.private import (
-    OneOrSeveral,
-    count_updates,
-    logging_of,
-    replace_loader,
-)
+from variable_batch_size.integrations.lightning.private import OneOrSeveral, count_updates, replace_loader
 from variable_batch_size.integrations.lightning.supported import SETTINGS
 from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
@@ -241,7 +236,7 @@ class VariableBatch(ParallelStrategy):
 
     def _before_step(self, optimizer: CustomOptimizer, *_: object) -> None:
         """Call the hooks before an optimizer's step, once an update: gradients are complete, reduced and clipped."""
-        with self._log.outside(), logging_of(self._module, "on_before_optimizer_step"):
+        with self._log.outside():
             for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
                 callback.on_before_optimizer_step(self._trainer, self._module, optimizer)
             self._module.on_before_optimizer_step(optimizer)
