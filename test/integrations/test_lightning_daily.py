@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.tuner import Tuner
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from helpers.lightning_jobs import ALLOWED, Classifier, Validated, difference, expected, fit, loader, strategy, trainer
@@ -92,6 +93,7 @@ def test_loaders_that_are_made_anew_in_each_epoch() -> None:
     assert difference(module.net, expected()) < 1e-12
 
 
+@pytest.mark.skipif(TorchVersion(pl.__version__) < "2.6", reason="Lightning has them since 2.6")
 def test_validations_by_time() -> None:
     module = Validated()
     data = {"train_dataloaders": loader(), "val_dataloaders": loader(shuffle=False, batch_size=50)}
@@ -101,7 +103,9 @@ def test_validations_by_time() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no checkpoint is written of the update")
-@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+@pytest.mark.parametrize(
+    "kind", ["OnExceptionCheckpoint", *(["ModelCheckpoint"] if TorchVersion(pl.__version__) >= "2.6" else [])]
+)
 def test_an_exception_in_a_hook_before_the_step_is_not_hidden(kind: str, tmp_path: Path) -> None:
     class Failing(Classifier):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

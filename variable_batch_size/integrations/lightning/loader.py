@@ -152,7 +152,7 @@ class LightningUpdates:
     def after_restore(self) -> None:
         """Tell Lightning the length of the epoch, now that the optimizers are restored."""
         self._unread = 0
-        set_epoch_length(self._trainer, len(self))
+        set_epoch_length(self._trainer, len(self), restored=True)
         loop, epoch = self._trainer.fit_loop, self.own_sampler.epoch
         if loop.epoch_progress.current.processed > epoch:  # max_steps has ended it, and Lightning takes it for complete
             for progress in loop.epoch_progress.current, loop.epoch_progress.total:

@@ -46,14 +46,19 @@ def replace_loader(trainer: Trainer, replacement: Callable[[Any], Any]) -> None:
     source.dataloader = lambda: replacement(type(source).dataloader(source))
 
 
-def set_epoch_length(trainer: Trainer, updates: int) -> None:
-    """Set the number of updates of the epoch under way; `_data_fetcher.length` tells Lightning the last one."""
+def set_epoch_length(trainer: Trainer, updates: int, *, restored: bool = False) -> None:
+    """Set the number of updates of the epoch under way; `_data_fetcher.length` tells Lightning the last one.
+
+    `restored`: the loader is iterated again, which Lightning 2.5 leaves out after its learning rate finder.
+    """
     loop, interval = trainer.fit_loop, getattr(trainer, "val_check_interval", None)  # none if validations go by time
     if isinstance(trainer.limit_train_batches, int):  # with fast_dev_run
         updates = min(updates, trainer.limit_train_batches)
     loop.max_batches = updates
     if isinstance(interval, float) and trainer.val_check_batch is not None:
         trainer.val_check_batch = max(1, int(updates * interval))
+    if restored and loop._data_fetcher is not None:
+        iter(loop._data_fetcher)
     if loop._data_fetcher is not None and loop._data_fetcher.length is not None:
         loop._data_fetcher.length = updates
 

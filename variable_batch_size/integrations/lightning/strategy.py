@@ -332,12 +332,12 @@ class VariableBatchModelParallelStrategy(VariableBatch, ModelParallelStrategy):
     strategy_name = "variable_batch_model_parallel"
     lightning_restore_optimizer = True  # by load_optimizer_state_dict, which restores the position
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the model and the optimizers of torch; return the rest."""
         wrapped = self.optimizers
         self.optimizers = [optimizer.inner for optimizer in self._wrapped]
         try:
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         finally:
             self.optimizers = wrapped
         return {**checkpoint, "optimizer_states": []}
