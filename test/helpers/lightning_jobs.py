@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -301,6 +302,33 @@ def resume_job(folder: Path, name: str, stops: Sequence[int], tolerance: float, 
         assert (run.global_step, run.current_epoch) == (UPDATES, EPOCHS), stop
         found = difference(module.net, torch.load(folder / name / "weights.pt"))
         assert found <= tolerance, (name, stop, found)
+
+
+class Single(Classifier):
+    """In float32."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net.float()
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0].float()).float(), batch[1])
+
+
+class SingleSharded(Single, Sharded):
+    """The same, sharded."""
+
+
+def scaled(**options: Any) -> list[MixedPrecision]:
+    """The plugin of float16 on a CPU."""
+    return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **options))]
+
+
+def float16_job() -> None:
+    """float16 with a scaler: the sum in backward() knows the scale."""
+    for module, plan in (Single(), strategy()), (SingleSharded(), sharded()):
+        fit(module, plugins=scaled(init_scale=2.0**12), strategy=plan)
+        assert difference(module.net, expected().float()) < 1e-3
 
 
 class Talking(Classifier):

@@ -79,6 +79,7 @@ def test_the_learning_rate_finder_with_a_dataset_that_is_made_anew() -> None:
     found = Tuner(run).lr_find(Tuned(), num_training=20, update_attr=False)
     assert found is not None
     assert len(found.results["lr"]) >= 20
+    assert run.global_step == 0
     module = Tuned()
     ended = trainer(enable_checkpointing=False, callbacks=[callbacks.LearningRateFinder(num_training_steps=20)])
     ended.fit(module)

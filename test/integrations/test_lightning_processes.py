@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from helpers.lightning_gan import gan_job
-from helpers.lightning_jobs import ALLOWED, KINDS, quieten, resume_job, save_job, several_job, yardstick_job
+from helpers.lightning_jobs import (
+    ALLOWED,
+    KINDS,
+    float16_job,
+    quieten,
+    resume_job,
+    save_job,
+    several_job,
+    yardstick_job,
+)
 from helpers.lightning_metrics import exception_job, metrics_job
 from helpers.yardstick import STOPS, in_processes
 
@@ -49,6 +58,7 @@ def _on_two(folder: Path, one: Path) -> None:
     resume_job(one, "plain", STOPS, 1e-12)
     resume_job(one, "plain", STOPS[2:3], 1e-12, "fsdp2")
     several_job()
+    float16_job()
     gan_job(folder)
     metrics_job(folder)
     exception_job(folder)

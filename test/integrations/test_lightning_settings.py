@@ -13,8 +13,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.tuner import Tuner
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, Subset
@@ -23,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from helpers.lightning_jobs import (
     ALLOWED,
     Classifier,
+    Single,
     Validated,
     difference,
     expected,
@@ -31,7 +30,7 @@ from helpers.lightning_jobs import (
     loader,
     saved,
     saver,
-    trainer,
+    scaled,
 )
 from helpers.yardstick import (
     EPOCHS,
@@ -100,39 +99,24 @@ def _seed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "0")  # so that they are restored
 
 
-class Single(Classifier):
-    """In float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.float()
-
-    def loss(self, batch: Any) -> Any:
-        x, target = batch
-        return torch.nn.functional.cross_entropy(self.net(x.float()).float(), target)
-
-
 def test_mixed_precision() -> None:
     bf16 = Single()
     run = fit(bf16, precision="bf16-mixed")
     assert (run.global_step, bf16.net[0].weight.dtype) == (UPDATES, torch.float32)
     assert difference(bf16.net, expected().float()) < 0.1
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5)
-    fp16 = Single()
-    run = fit(fp16, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.5)
+    fp16, plugins = Single(), scaled(init_scale=2.0**40, growth_interval=5)
+    run = fit(fp16, plugins=plugins, gradient_clip_val=0.5)
     assert run.global_step == UPDATES  # also the first ones, which the scaler skips
-    assert scaler.get_scale() < 2.0**40
+    assert plugins[0].scaler.get_scale() < 2.0**40
     assert torch.isfinite(weights(fp16.net)).all()
 
 
 def test_float16_saves_its_scale(tmp_path: Path) -> None:
-    def plugin() -> MixedPrecision:
-        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=5))
-
+    options = {"init_scale": 2.0**12, "growth_interval": 5}
     module = Single()
-    fit(module, plugins=[plugin()], callbacks=[saver(tmp_path)], enable_checkpointing=True)
+    fit(module, plugins=scaled(**options), callbacks=[saver(tmp_path)], enable_checkpointing=True)
     again = Single()
-    fit(again, saved(tmp_path, 14), plugins=[plugin()])
+    fit(again, saved(tmp_path, 14), plugins=scaled(**options))
     assert difference(again.net, weights(module.net)) == 0.0
 
 
@@ -230,20 +214,6 @@ def test_a_closure_and_a_user_hook() -> None:
     assert warming.calls == UPDATES
     assert difference(manual.net, expected()) < 1e-12
     assert difference(warming.net, expected()) < 1e-12
-
-
-def test_the_learning_rate_finder_counts_updates() -> None:
-    class Tuned(Classifier):
-        lr = 0.1
-
-        def configure_optimizers(self) -> Any:
-            return SGD(self.net.parameters(), lr=self.lr)
-
-    run = trainer(enable_checkpointing=False)
-    found = Tuner(run).lr_find(Tuned(), loader(), num_training=20, update_attr=False)
-    assert found is not None
-    assert len(found.results["lr"]) >= 20
-    assert run.global_step == 0
 
 
 def test_a_schedule_by_samples_and_a_compiled_network() -> None:
