@@ -16,13 +16,14 @@ VENV := .venv
 NEWEST := .venv-newest
 INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
+OLD_VENV := .venv-oldest
 SETUP := setup.cfg pyproject.toml
 
 # Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
-test test-all test-newest test-integrations test-gpu: export OMP_NUM_THREADS := 1
+test test-all test-newest test-integrations test-integrations-oldest test-gpu: export OMP_NUM_THREADS := 1
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help train evaluate lint test test-all test-newest test-integrations test-gpu docs fuzz bench bench-trainers dist check-tag clean
+.PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -34,6 +35,7 @@ help:
 	@echo "make test-all     run the slow tests, too, with more examples of each property"
 	@echo "make test-newest  run the tests that need no XLA, with the newest torch"
 	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras and jax"
+	@echo "make test-integrations-oldest  run some of them with the oldest versions that are supported"
 	@echo "make test-gpu     run the tests and measurements that need a GPU, if there is one"
 	@echo "make docs         build the documentation in build/docs"
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
@@ -108,6 +110,21 @@ test-integrations:
 	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \
 	|| [ $$? -eq 5 ] || code=1; exit $$code # 5: ARGS selects none of these
 
+# The oldest versions of the trainers that setup.cfg allows, over the other packages of that environment: weights, resumes
+# and private names.
+OLDEST = import configparser; c = configparser.ConfigParser(); c.read("setup.cfg"); e = c["options.extras_require"]; \
+	names = [n for k in ("transformers", "accelerate", "lightning", "ignite", "keras") for n in e[k].split()]; \
+	print(*sorted({n.replace(">=", "==") + ".0" * (n.count(".") < 2) for n in names}))
+OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py test/integrations/test_*_processes.py) \
+	$(foreach name,transformers transformers_sharded accelerate lightning lightning_daily ignite keras_yardstick,test/integrations/test_$(name).py)
+
+test-integrations-oldest:
+	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only
+	@$(PYTHON) -m venv --clear $(OLD_VENV)
+	@for site in $(CURDIR)/$(INTEGRATIONS)/lib/python*/site-packages; do echo "$$site"; done >$$(echo $(OLD_VENV)/lib/python*/site-packages)/newest.pth
+	$(OLD_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps $$($(PYTHON) -c '$(OLDEST)')
+	$(OLD_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(OLDEST_TESTS)
+
 docs: $(VENV)/.has-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs
 	@echo "open build/docs/index.html"
@@ -142,7 +159,7 @@ check-tag:
 	"got the tag $(TAG) and the heading '$$(grep -m 1 '^## ' CHANGELOG.md)'" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) $(OLD_VENV) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extras of setup.cfg that each stamp file of .venv stands for.

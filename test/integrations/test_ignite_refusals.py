@@ -60,7 +60,7 @@ def test_runs_that_are_refused() -> None:
     script = Script(Case())
     with pytest.raises(TypeError, match="epoch_length"):
         script.trainer.run(script.loader, max_epochs=3, epoch_length=10)
-    with pytest.raises(ValueError, match="must have the dataset of 203 samples, got 4; pass the loader that the"):
+    with pytest.raises(ValueError, match="a training continues with its 203 samples, got 4; pass the loader"):
         script.trainer.run(DataLoader([1, 2, 3, 4], 8, shuffle=True), max_epochs=3)
 
 

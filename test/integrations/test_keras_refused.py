@@ -64,7 +64,7 @@ def test_arguments_that_contradict_the_trace_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"an update needs its microbatches, which only fit\(\) reads"):
         model.train_on_batch(X, Y)
     fit(model)
-    with pytest.raises(ValueError, match=r"a training continues with its 203 samples, got 200; call compile"):
+    with pytest.raises(ValueError, match=r"a training continues with its 203 samples, got 200; pass the loader"):
         model.fit(X[:200], Y[:200])
     model.fit(X, Y, batch_size=16, verbose=0)  # the microbatches are those of the first call
 

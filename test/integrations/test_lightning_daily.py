@@ -56,9 +56,7 @@ def test_a_schedule_that_counts_batches_is_told() -> None:
             scheduler = OneCycleLR(optimizer, 0.1, epochs=3, steps_per_epoch=self.steps)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-    with pytest.warns(
-        UserWarning, match="total_steps=78 is the number of batches of 3 epochs .* which have 26 updates"
-    ):
+    with pytest.warns(UserWarning, match="total_steps=78 is the number of batches of 3 epochs .* makes 26 steps"):
         fit(Cycle(), max_epochs=3)
 
 

@@ -33,6 +33,20 @@ def sampler_for(loader: DataLoader[Any], settings: Settings, **world: int) -> Cu
     return settings.sampler(loader.dataset, minibatch_size=order.pop("batch_size"), **order, **world)
 
 
+def check_samples(loader: DataLoader[Any], sampler: CustomSampler) -> None:
+    """Check that `loader` has as many samples as the one that `sampler` was made for.
+
+    Raises:
+        TypeError: if its dataset has no index.
+        ValueError: if its length is another one.
+    """
+    check_indexed(loader.dataset)
+    size: Any = sampler.plan.dataset_size
+    if (samples := len(loader.dataset)) != size:  # type: ignore[arg-type]
+        remedy = "pass the loader of the training, or begin another one"
+        raise value_error(f"a training continues with its {size} samples", samples, remedy)
+
+
 def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return `batch_size`, `shuffle` and `drop_last` of a loader.
 

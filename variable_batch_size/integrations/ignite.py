@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from variable_batch_size._validation import value_error
-from variable_batch_size.integrations.from_loader import sampler_for
+from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.versions import require_version
@@ -85,9 +84,7 @@ class VariableBatchEngine(Engine):
         """Train on the loader until `max_epochs` epochs, or `max_iters` updates (Ignite 0.5.5), are made."""
         sampler = self.optimizer.sampler
         if isinstance(data, DataLoader):
-            if (samples := len(data.dataset)) != sampler.plan.dataset_size:  # type: ignore[arg-type]
-                requirement = f"the loader must have the dataset of {sampler.plan.dataset_size} samples"
-                raise value_error(requirement, samples, "pass the loader that the trainer was created with")
+            check_samples(data, sampler)
             data = Updates(with_sampler(data, sampler), self.optimizer)
         limits = {} if max_iters is None else {"max_iters": max_iters}
         return self.state if self.optimizer.done else super().run(data, max_epochs, **limits)

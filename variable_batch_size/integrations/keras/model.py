@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.from_loader import sampler_for
+from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import loaders_of
+from variable_batch_size.integrations.keras.internals import as_saved, begin_at, is_masked, rate_of
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.schedules import warn_of_batches
@@ -145,9 +146,7 @@ class VariableBatchModel(keras.Model):
         if self.sampler is None:
             self.sampler = sampler_for(loader, self.settings)
         sampler = self.sampler
-        if (samples := len(loader.dataset)) != sampler.plan.dataset_size:
-            requirement = f"a training continues with its {sampler.plan.dataset_size} samples"
-            raise value_error(requirement, samples, "call compile() to begin another one")
+        check_samples(loader, sampler)
         source, own = _Source(with_sampler(loader, sampler), len(loader)), _flat(given["callbacks"])
         shown = {"add_history": True, "add_progbar": given["verbose"] != 0, "verbose": given["verbose"], "model": self}
         given["callbacks"] = _Callbacks(
@@ -161,7 +160,7 @@ class VariableBatchModel(keras.Model):
                 data, **{name: given[name] for name in given.keys() - {"self", "shuffle"}}, shuffle=False
             )
         finally:
-            self._initial_epoch = None
+            begin_at(self, None)
             for one in own:
                 if isinstance(one, VariableBatchCheckpoint):
                     one.close()
@@ -181,7 +180,7 @@ class VariableBatchModel(keras.Model):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
             part = optimizer.microbatch
             y_pred = self(x, **training) if "training" in inspect.signature(self.call).parameters else self(x)
-            if any(getattr(output, "_keras_mask", None) is not None for output in keras.tree.flatten(y_pred)):
+            if is_masked(y_pred):
                 raise value_error(
                     "the output of the model must have no mask", "one", "pass sample_weight instead of it"
                 )
@@ -201,7 +200,7 @@ class VariableBatchModel(keras.Model):
 
     def __reduce__(self) -> Any:
         """Return what a copy is made from: a model of its own class, as Keras saves it, without the trace."""
-        return self.__class__._unpickle_model, super().__reduce__()[1]  # by the name of a class that pickle can import
+        return as_saved(self, super().__reduce__())
 
 
 @final
@@ -231,13 +230,13 @@ class _Callbacks(keras.callbacks.CallbackList):
     """
 
     def __init__(self, source: _Source, initial_epoch: int, callbacks: list[Any], **options: Any) -> None:
-        self._source, self._initial, self._ends = source, initial_epoch, False
-        self._metrics: list[torch.Tensor] = []  # restored, of the epoch that is resumed
+        self._source, self._initial, self._ends, self._trained = source, initial_epoch, False, options["model"]
+        self._restored: list[torch.Tensor] = []  # restored, of the epoch that is resumed
         super().__init__(callbacks, **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Create the optimizer, let callbacks restore, and find the first epoch."""
-        model, source, epochs = self._model, self._source, self.params["epochs"]
+        model, source, epochs = self._trained, self._source, self.params["epochs"]
         if model.custom_optimizer is None:
             inner = KerasOptimizer(model.optimizer, model.trainable_variables)
             model.custom_optimizer = model.settings.optimizer(inner, model.sampler, model=model)
@@ -250,20 +249,18 @@ class _Callbacks(keras.callbacks.CallbackList):
         if (clock := model.sampler.clock).end_pending:  # restored after the callbacks of an epoch's end
             deque(source.updates, maxlen=0)
         restored = optimizer.updates > begun
-        self._metrics = [v.value.clone() for v in model.metrics_variables if restored and not clock.finished]
+        self._restored = [v.value.clone() for v in model.metrics_variables if restored and not clock.finished]
         offset = 0 if restored else optimizer.epoch - self._initial
         model.sampler.plan.check_trace(offset + epochs)
-        schedule = getattr(model.optimizer, "_learning_rate", None)  # a schedule, which has no public name
-        warn_of_batches([schedule], model.sampler.plan, source.batches)
-        # "Can be set by callbacks in on_train_begin", says Keras' Trainer.
-        model._initial_epoch = epochs if optimizer.done else optimizer.epoch - offset or None
+        warn_of_batches([rate_of(model.optimizer)], model.sampler.plan, source.batches)
+        begin_at(model, epochs if optimizer.done else optimizer.epoch - offset or None)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Tell the callbacks how many updates the epoch has, and restore the metrics of one that is resumed."""
-        model, clock = self._model, self._model.sampler.clock
-        for variable, value in zip(model.metrics_variables, self._metrics, strict=False):
+        model, clock = self._trained, self._trained.sampler.clock
+        for variable, value in zip(model.metrics_variables, self._restored, strict=False):
             variable.assign(value)
-        self._metrics = []
+        self._restored = []
         made = 0 if clock.finished else clock.step - clock.epoch.first_step
         self.set_params({**self.params, "steps": model.sampler.plan.epoch(model.custom_optimizer.epoch).updates - made})
         super().on_epoch_begin(epoch, logs)
@@ -271,7 +268,7 @@ class _Callbacks(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End the epoch after its last update, unless a callback ends the training there."""
         super().on_train_batch_end(batch, logs)
-        model = self._model
+        model = self._trained
         if model.sampler.clock.finished:
             self._ends = not (model.stop_training or model.custom_optimizer.done)
             model.stop_training = True
@@ -279,7 +276,7 @@ class _Callbacks(keras.callbacks.CallbackList):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Let `stop_training` be what the user's callbacks have set."""
         if self._ends:
-            self._model.stop_training = self._ends = False
+            self._trained.stop_training = self._ends = False
         super().on_epoch_end(epoch, logs)
 
 

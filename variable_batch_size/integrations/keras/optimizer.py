@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from variable_batch_size._validation import value_error
+from variable_batch_size.integrations.keras.internals import rate_of
 
 
 @final
@@ -23,7 +24,7 @@ class KerasOptimizer(Optimizer):
     def __init__(self, wrapped: Any, variables: Sequence[Any]) -> None:
         if not wrapped.built:
             wrapped.build(list(variables))
-        self.wrapped, self._variables = wrapped, list(variables)
+        self.wrapped, self._own = wrapped, list(variables)
         self._read: tuple[object, float] | None = None  # an lr on its device is read only after it has changed
         super().__init__([variable.value for variable in variables], {"lr": self._learning_rate()})
 
@@ -35,11 +36,11 @@ class KerasOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients with the learning rate of the group."""
         scaled, reference = self.param_groups[0]["lr"], self._learning_rate()
-        before = self.wrapped._learning_rate  # a schedule, of which `learning_rate` is the value
+        before = rate_of(self.wrapped)  # a schedule stays one
         is_number = isinstance(before, keras.Variable)
         self.wrapped.learning_rate = scaled if is_number else lambda: scaled
         try:
-            self.wrapped.apply([variable.value.grad for variable in self._variables], self._variables)
+            self.wrapped.apply([variable.value.grad for variable in self._own], self._own)
         finally:
             self.wrapped.learning_rate = reference if is_number else before
             if is_number:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import value_error
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.sampler import CustomSampler
-from variable_batch_size.integrations.from_loader import check_same_order, sampler_for
+from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.lightning.private import set_epoch_length
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -100,7 +100,7 @@ class LightningUpdates:
 
     def reload(self, loader: DataLoader[Any]) -> None:
         """Read another loader of the same samples, when Lightning asks for one again."""
-        check_same_order(loader, self.own_sampler)
+        check_samples(loader, self.own_sampler)
         self.loader = with_sampler(loader, self.own_sampler)
         self.worker_init_fn = loader.worker_init_fn  # which `seed_everything(workers=True)` sets
 
