@@ -26,16 +26,16 @@ class KerasOptimizer(Optimizer):
             wrapped.build(list(variables))
         self.wrapped, self._own = wrapped, list(variables)
         self._read: tuple[object, float] | None = None  # an lr on its device is read only after it has changed
-        super().__init__([variable.value for variable in variables], {"lr": self._learning_rate()})
+        super().__init__([variable.value for variable in variables], {"lr": self._rate()})
 
     def read_learning_rate(self) -> None:
         """Take the learning rate of the next update from Keras, between two updates."""
-        self.param_groups[0]["lr"] = self._learning_rate()
+        self.param_groups[0]["lr"] = self._rate()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients with the learning rate of the group."""
-        scaled, reference = self.param_groups[0]["lr"], self._learning_rate()
+        scaled, reference = self.param_groups[0]["lr"], self._rate()
         before = rate_of(self.wrapped)  # a schedule stays one
         is_number = isinstance(before, keras.Variable)
         self.wrapped.learning_rate = scaled if is_number else lambda: scaled
@@ -62,7 +62,7 @@ class KerasOptimizer(Optimizer):
             variable.assign(value.to(variable.value.device))
         self.param_groups[0]["lr"], self._read = state_dict["param_groups"][0]["lr"], None
 
-    def _learning_rate(self) -> float:
+    def _rate(self) -> float:
         value = self.wrapped.learning_rate
         if not isinstance(value, keras.Variable):
             return float(value)
