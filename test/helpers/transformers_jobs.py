@@ -303,6 +303,22 @@ def updates_of_all_kinds(folder: Path) -> None:
     save(folder, "growing", summary(trainer))
 
 
+class LeavesAlone(TrainerCallback):
+    """Leaves the first epoch on one rank only."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_epoch_stop = state.global_step == 5 and torch.distributed.get_rank() == 1
+        return control
+
+
+def leave_alone(folder: Path) -> None:
+    """Train with it: no update is made in two epochs at once."""
+    trainer = trainer_of(folder, options={"callbacks": [LeavesAlone()]})
+    with pytest.raises(RuntimeError, match="every rank must come to the end of an epoch that a callback has left"):
+        trainer.train()
+    assert trainer.variable_optimizer.updates == 5
+
+
 def resume_in_any_world(folder: Path, saved_by_one: Path) -> None:
     """Train with checkpoints, and resume from them; and from those that one process has saved."""
     whole = {"options": {"callbacks": [SavesAt()]}, "lr_scheduler_type": "cosine"}

@@ -164,6 +164,37 @@ def test_a_schedule_that_counts_batches_gets_a_warning() -> None:
     loop.run(until=3)  # once
 
 
+def test_two_trainings_in_a_loop_have_schedules_of_their_own() -> None:
+    """`sync_gradients` is shared by all Accelerators of a process."""
+    for sizes in (8, 24), (35, 10):
+        loops = []
+        for size in sizes:
+            accelerator, model = Accelerator(cpu=True), network()
+            inner = SGD(model.parameters(), lr=0.1)
+            loader = DataLoader(Samples(), MICROBATCH, shuffle=True)
+            objects = accelerator, model, inner, loader, StepLR(inner, 10**6)
+            loops.append((accelerator, *prepare(*objects, trace=size)))
+        for together in zip(*(loop[3] for loop in loops), strict=False):
+            for (accelerator, model, optimizer, _, scheduler), (x, target) in zip(loops, together, strict=True):
+                accelerator.backward(cross_entropy(model(x), target))
+                optimizer.step()
+                scheduler.step()
+        for _, _, optimizer, _, scheduler in loops:
+            assert scheduler.scheduler.last_epoch == optimizer.updates > 3
+
+
+def test_a_loader_of_fewer_samples_than_a_batch() -> None:
+    data, model = torch.utils.data.Subset(Samples(), range(50)), network()
+    inner, loader = SGD(model.parameters(), lr=0.1), DataLoader(data, 64, drop_last=True)
+    objects = model, inner, loader, CosineAnnealingLR(inner, T_max=9)
+    model, optimizer, loader, scheduler = prepare(accelerator := Accelerator(cpu=True), *objects, trace=20)
+    for x, target in loader:
+        accelerator.backward(cross_entropy(model(x), target))
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.updates == 2
+
+
 def test_the_loop_may_clip() -> None:
     """`accelerator.clip_grad_norm_` in its usual places: it sets the maximum of the update."""
     for at_ends in True, False:

@@ -95,6 +95,14 @@ def test_the_page_has_the_table_of_settings() -> None:
     assert table(SETTINGS) in page.read_text(), f"copy this into {page}:\n{table(SETTINGS)}"
 
 
+def test_a_wrong_argument_may_be_corrected() -> None:
+    """In a notebook, whose objects stay."""
+    accelerator, objects = Accelerator(cpu=True), ordinary()
+    with pytest.raises(ValueError, match="ref_batchsize"):
+        prepare(accelerator, *objects, trace=TRACE, rule="root")
+    prepare(accelerator, *objects, trace=TRACE, rule="root", ref_batchsize=16)
+
+
 def test_a_second_optimizer_is_refused() -> None:
     """Accelerate would step it only at the ends of updates, with the gradients of all their microbatches."""
     loop = Loop(Case("sgd"))
@@ -122,6 +130,10 @@ def test_values_of_partial_gradients_are_not_clipped() -> None:
         loop.accelerator.clip_grad_value_(loop.model.parameters(), 0.5)
     with pytest.raises(ValueError, match="norm_type must be 2 for the parameters of the training, got 1; leave it out"):
         loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0, 1)
+    for some in loop.model[0].parameters(), next(loop.model.parameters()):
+        with pytest.raises(ValueError, match=r"by the norm of all parameters of the training, got \d of 4; pass all"):
+            loop.accelerator.clip_grad_norm_(some, 1.0)
+    assert loop.accelerator.clip_grad_norm_(loop.model.parameters(), torch.tensor(1.0)) == 0
     other = twin_of(loop.model)
     other(x).sum().backward()
     assert loop.accelerator.clip_grad_norm_(other.parameters(), 1.0) > 1

@@ -103,11 +103,27 @@ def ctc() -> Any:
     return Wav2Vec2ForCTC(Wav2Vec2Config(**shape, **convolutions, **more))
 
 
+class Alarming(VariableBatchTrainer):
+    """Slightly different class weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        weight = torch.tensor([1.0, 5.0, 0.2, 3.0, 1.0])
+        logits = model(inputs["x"])["logits"].float()
+        return cross_entropy(logits, inputs["labels"], weight=weight)
+
+
 CAUGHT: dict[str, dict[str, Any]] = {
     "class weights": {"kind": Weighted},
     "a sum": {"model": Summed},
     "CLIP": {"model": clip, "train_dataset": Pairs(), "options": {"data_collator": pairs_together}},
     "CTC": {"model": ctc, "train_dataset": Sounds()},
+    "class weights, row by row": {"kind": Weighted, "per_device_train_batch_size": 1},
+    "class weights in bfloat16": {
+        "kind": Alarming,
+        "model": lambda: Classifier().float(),
+        "bf16": True,
+        "train_dataset": [{"x": row["x"].float(), "labels": row["labels"]} for row in Rows()],
+    },
 }
 
 
@@ -131,6 +147,25 @@ def test_it_can_be_silenced(tmp_path: Path) -> None:
         run(tmp_path, kind=Weighted, options={"check_loss": False})
 
 
+class Denoiser(Classifier):
+    """A model whose loss draws random numbers, also in evaluation."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {"loss": (self.net(x + torch.randn_like(x)) ** 2).mean()}
+
+
+class Counting(Classifier):
+    """A model that counts its forwards, and whose loss depends on the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        self.calls += 1  # type: ignore[operator]
+        return {"loss": super().forward(x, labels)["loss"] / (1 + self.calls)}  # type: ignore[operator]
+
+
 def bert() -> Any:
     """A small BERT."""
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -149,6 +184,9 @@ MEANS: dict[str, dict[str, Any]] = {
         "options": {"data_collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False)},
     },
     "dropout": {"model": lambda: Classifier(dropout=0.5)},
+    "random numbers": {"model": Denoiser},
+    "row by row": {"per_device_train_batch_size": 1},
+    "a buffer": {"model": Counting},
 }  # fmt: skip
 
 

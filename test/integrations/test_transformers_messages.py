@@ -111,6 +111,22 @@ def test_the_page_has_the_table_of_settings() -> None:
     assert table(SETTINGS) in PAGE.read_text(), f"copy this into {PAGE}:\n{table(SETTINGS)}"
 
 
+def test_sharded_states_of_the_best_model_are_refused(tmp_path: Path) -> None:
+    """By a stand-in for a launch with FSDP2: ranks of transformers 5.24 may load different checkpoints, or hang."""
+    trainer = trainer_of(tmp_path)
+    trainer.args.load_best_model_at_end = True
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    try:
+        with pytest.raises(
+            ValueError, match=r"load_best_model_at_end must be False with .*FULL_STATE_DICT in fsdp_con"
+        ):
+            check_settings(trainer)
+        trainer.accelerator.state.fsdp_plugin.state_dict_type = "FULL_STATE_DICT"
+        check_settings(trainer)
+    finally:
+        del trainer.accelerator.state.fsdp_plugin
+
+
 def test_the_order_of_base_classes() -> None:
     with pytest.raises(
         TypeError, match=r"must come before the Trainer.*write class Mine\(VariableBatchMixin, \.\.\.\)"
@@ -144,6 +160,7 @@ def test_methods_of_a_class_above_the_mixin(tmp_path: Path) -> None:
 def test_an_optimizer_of_a_class_above_the_mixin(tmp_path: Path) -> None:
     class OwnOptimizer(VariableBatchTrainer):
         def create_optimizer(self, *_: Any) -> Any:
+            len(self.get_train_dataloader())  # as a schedule may need it
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
             return self.optimizer
 

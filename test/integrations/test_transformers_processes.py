@@ -18,6 +18,7 @@ from helpers.transformers_jobs import (
     SavesAt,
     Texts,
     gpt2,
+    leave_alone,
     mean_over_tokens,
     resume_in_any_world,
     trained_with_repetitions,
@@ -89,6 +90,11 @@ def test_two_processes_make_the_updates_of_whole_batches(tmp_path: Path) -> None
     sizes = [entry["batch_size"] for entry in found["logs"][:-1]]
     assert len(sizes) == found["updates"] == found["max_steps"]
     assert sum(sizes) == 3 * SAMPLES
+
+
+@pytest.mark.filterwarnings("ignore:.*skips")
+def test_an_epoch_that_one_rank_leaves_raises_at_once(tmp_path: Path) -> None:
+    in_processes(leave_alone, 2, tmp_path)
 
 
 def test_a_training_resumes_in_any_world(tmp_path: Path) -> None:

@@ -10,20 +10,22 @@ from typing import Any
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size.data.plan import Plan
 
-_LENGTHS = "T_max", "total_steps", "total_iters", "num_training_steps", "decay_steps"
+_LENGTHS = "T_max", "total_steps", "num_training_steps", "decay_steps"
+_FEW = 8  # batches of an epoch of which any number may be a multiple by chance
 
 
 def lengths(schedule: Any) -> Iterator[tuple[str, int]]:
     """Yield the arguments that say after how many steps a schedule ends, and their values.
 
-    It looks into schedulers of torch, those that they consist of, the keywords of `functools.partial` in a `LambdaLR`,
-    as transformers writes them, and schedules of Keras.
+    It looks into schedulers of torch, those that they consist of (of a `SequentialLR` the last one, after its
+    milestone), the keywords of `functools.partial` in a `LambdaLR`, as transformers has them, and schedules of Keras.
     """
     for name in _LENGTHS:
         if isinstance(value := getattr(schedule, name, None), int):
             yield name, value
-    for part in getattr(schedule, "_schedulers", ()):  # of SequentialLR and ChainedScheduler, which have no public name
-        yield from lengths(part)
+    parts = getattr(schedule, "_schedulers", ())  # of SequentialLR and ChainedScheduler, which have no public names
+    before = sum(getattr(schedule, "_milestones", ())[-1:])
+    yield from ((name, before + steps) for part in parts[-1 if before else 0 :] for name, steps in lengths(part))
     for function in getattr(schedule, "lr_lambdas", ()):
         yield from ((name, value) for name, value in getattr(function, "keywords", {}).items() if name in _LENGTHS)
 
@@ -42,8 +44,8 @@ def warn_of_batches(
         steps_per_update: number of steps of a schedule in an update.
     """
     for name, steps in {pair for schedule in schedules for pair in lengths(schedule)}:
-        epochs, rest = divmod(steps, batches)
-        if rest or not epochs or steps in (updates, plan.max_updates):
+        epochs, rest = divmod(steps, max(batches, 1))
+        if batches <= _FEW or rest or not epochs or steps in (updates, plan.max_updates):
             continue
         ends = (plan.epoch(number).end_step * steps_per_update for number in range(plan.first_epoch, steps))
         try:

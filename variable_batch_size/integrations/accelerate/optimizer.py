@@ -41,6 +41,7 @@ class VariableBatchOptimizer(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False)  # else it loads the state, and with it a position
         self.scaler, self._batches = scaler, batches
         self.schedulers: list[tuple[Any, int]] = []  # each with its steps per update
+        self.updated = False  # whether the last step() has changed the weights
         for register in (name for name in dir(Optimizer) if name.startswith("register_")):
             setattr(self, register, getattr(optimizer, register))
 
@@ -76,7 +77,7 @@ class VariableBatchOptimizer(AcceleratedOptimizer):
         self._is_overflow = ends and not updated
         for scheduler, steps in self.schedulers if ends else ():
             warn_of_batches([scheduler], optimizer.sampler.plan, self._batches, steps_per_update=steps)
-        self.schedulers = [] if ends else self.schedulers
+        self.schedulers, self.updated = [] if ends else self.schedulers, updated
         return updated
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -97,16 +98,24 @@ class VariableBatchScheduler(AcceleratedScheduler):
     _is_accelerate_prepared = True  # Accelerate's own mark: prepare_scheduler() registers it and does not wrap it
 
     def __init__(
-        self, scheduler: Any, optimizer: VariableBatchOptimizer, steps_per_update: int, by_update: bool
+        self, scheduler: Any, optimizer: VariableBatchOptimizer, steps_per_update: int, step_with_optimizer: bool
     ) -> None:
-        # split_batches: Accelerate steps once, instead of once for each process.
-        super().__init__(scheduler, optimizer, by_update, split_batches=steps_per_update == 1)
+        super().__init__(scheduler, optimizer, step_with_optimizer)
+        self._steps = steps_per_update
         optimizer.schedulers.append((scheduler, steps_per_update))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step after the last microbatch of an update that changed the weights; see `Accelerator` for other calls."""
-        if self.gradient_state.sync_gradients or not self.step_with_optimizer:
-            super().step(*args, **kwargs)
+        """Step after an update; with `step_scheduler_with_optimizer=False` of the Accelerator, at any call.
+
+        Not by `sync_gradients`, which all Accelerators of a process share.
+        """
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif self.optimizers[0].updated:
+            for number in range(self._steps):
+                # As Accelerate does: otherwise OneCycleLR raises within an update that only begins before its end.
+                if number == 0 or self.scheduler.last_epoch + 1 < getattr(self.scheduler, "total_steps", float("inf")):
+                    self.scheduler.step(*args, **kwargs)
 
 
 @final

@@ -171,22 +171,26 @@ def _set_methods(accelerator: Any, training: VariableBatchOptimizer, steps_per_u
     def backward(loss: torch.Tensor, **options: Any) -> None:
         optimizer.backward(loss, scaler=accelerator.scaler, **options)
 
-    def is_own(parameters: Any) -> bool:
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return any(id(parameter) in trained for parameter in given)
+    def is_own(parameters: list[torch.Tensor]) -> bool:
+        given = {id(parameter) for parameter in parameters}
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        found = [id(parameter) in given for parameter in trained]
+        if any(found) and not all(found):
+            requirement = "gradients must be clipped by the norm of all parameters of the training"
+            raise value_error(requirement, f"{sum(found)} of {len(found)}", "pass all, or clip in a step pre-hook")
+        return any(found)
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        if not is_own(parameters := list(parameters)):
+        if not is_own(parameters := _listed(parameters)):
             return theirs["clip_grad_norm_"](parameters, max_norm, norm_type)
         if norm_type != 2:
             raise value_error("norm_type must be 2 for the parameters of the training", norm_type, "leave it out")
-        optimizer.max_grad_norm = max_norm
+        optimizer.max_grad_norm = float(max_norm)
         norm = optimizer.grad_norm
         return torch.zeros((), device=accelerator.device) if norm is None else norm
 
     def clip_grad_value_(parameters: Any, clip_value: float) -> None:
-        if is_own(parameters := list(parameters)):
+        if is_own(parameters := _listed(parameters)):
             raise RuntimeError(
                 "clip_grad_value_() must see the whole gradient of an update, but it is complete only within "
                 "optimizer.step(); clip by the norm, or in optimizer.register_step_pre_hook()"
@@ -227,6 +231,10 @@ def _set_methods(accelerator: Any, training: VariableBatchOptimizer, steps_per_u
     vars(accelerator).update(methods)
 
 
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
 def _steps(accelerator: Accelerator) -> int:
     processes = accelerator.num_processes
     if processes > 1 and accelerator.is_main_process and accelerator.step_scheduler_with_optimizer:
@@ -255,9 +263,9 @@ def _sorted(objects: Sequence[Any]) -> tuple[list[nn.Module], Optimizer, DataLoa
     models = [one for one in objects if isinstance(one, nn.Module)]
     optimizers = [one for one in objects if isinstance(one, Optimizer)]
     loaders = [one for one in objects if isinstance(one, DataLoader)]
-    for one in (*models, *optimizers, *loaders):
+    for one in (*optimizers, *loaders):
         if is_prepared(one):
-            requirement = "prepare() must get the models, the optimizer and the loaders as they were created"
+            requirement = "prepare() must get the optimizer and the loaders as they were created"
             raise type_error(requirement, one, "call it instead of accelerator.prepare(), and not after it")
     if len(optimizers) != 1 or not models or not loaders:
         requirement = "prepare() must get models, one optimizer, and the loader of the training before any others"

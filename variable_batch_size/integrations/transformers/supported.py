@@ -23,6 +23,10 @@ def check_settings(trainer: Any) -> None:
     check(SETTINGS, trainer, "transformers")
 
 
+def _saves_shards(state: Any) -> bool:
+    return "SHARDED" in str(getattr(getattr(state, "fsdp_plugin", None), "state_dict_type", ""))
+
+
 def _ends_by_estimate(trainer: Any) -> bool:
     settings = trainer._settings
     return isinstance(settings.trace, AdaptiveTrace) and trainer.args.max_steps <= 0 and settings.ref_batchsize is None
@@ -82,6 +86,13 @@ SETTINGS = (
         "args.train_sampling_strategy",
         ("random", "sequential"),
         "leave it out",
+    ),
+    Setting(
+        "load_best_model_at_end",
+        "False with FSDP2's SHARDED_STATE_DICT: ranks of Trainer may choose different checkpoints (seen with 5.24)",
+        lambda trainer: trainer.args.load_best_model_at_end and _saves_shards(trainer.accelerator.state),
+        OFF,
+        "pass state_dict_type FULL_STATE_DICT in fsdp_config",
     ),
     Setting("fp16", "False, because its scaler is not supported here", "args.fp16", OFF, "pass bf16=True"),
     Setting(

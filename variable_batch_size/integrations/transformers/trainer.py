@@ -95,7 +95,6 @@ class VariableBatchMixin(TrainerInternals):
         **kwargs: Any,
     ) -> None:
         self._settings = Settings(trace, rule, ref_batchsize, sampler_options or {}, optimizer_options or {})
-        self._sampler: CustomSampler | None = None
         self._variable: CustomOptimizer | None = None
         self._initial_samples = 0  # before the train() under way
         self._parts: list[Microbatch] = []  # of the last update
@@ -154,8 +153,8 @@ class VariableBatchMixin(TrainerInternals):
 
     def _bind(self, model: Any, prepared: Any) -> None:
         options = {"model": model, "max_grad_norm": self.args.max_grad_norm or None, "grad_norm": True}
-        assert self._sampler is not None  # get_train_dataloader() was called
-        self._variable = prepared.optimizer = self._settings.optimizer(prepared.optimizer, self._sampler, **options)
+        sampler = self.update_loader.sampler
+        self._variable = prepared.optimizer = self._settings.optimizer(prepared.optimizer, sampler, **options)
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         self.variable_optimizer.backward(loss if self._share is None else self._share.scaled(loss))
@@ -166,8 +165,8 @@ class VariableBatchMixin(TrainerInternals):
         loader = getattr(loader, "base_dataloader", loader)  # below accelerate's, which deals batches to the ranks
         if not isinstance(loader, DataLoader):
             raise type_error("get_train_dataloader() must return a DataLoader", loader, "return one of torch there")
-        self._sampler = self._new_sampler(**order_of(loader))
-        return UpdateLoader(loader, self._sampler, partial(getattr, weakref.proxy(self), "_variable"))
+        sampler = self._new_sampler(**order_of(loader))
+        return UpdateLoader(loader, sampler, partial(getattr, weakref.proxy(self), "_variable"))
 
     def _new_sampler(self, **order: bool) -> CustomSampler:
         args, settings = self.args, self._settings

@@ -80,6 +80,7 @@ class UpdateLoader:
         if optimizer is None or optimizer.sampler is not self.sampler:
             return self._look()
         if self._epoch > optimizer.epoch:
+            optimizer.agreement.gather("the end of an epoch that a callback has left", str(self._epoch))  # on all ranks
             self.sampler.set_epoch(self._epoch)
             optimizer.set_epoch(self._epoch)
         return map(Update, updates(self.loader, optimizer))
