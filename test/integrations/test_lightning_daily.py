@@ -19,7 +19,18 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
-from helpers.lightning_jobs import ALLOWED, Classifier, Validated, difference, expected, fit, loader, strategy, trainer
+from helpers.lightning_jobs import (
+    ALLOWED,
+    Classifier,
+    Recorder,
+    Validated,
+    difference,
+    expected,
+    fit,
+    loader,
+    strategy,
+    trainer,
+)
 from helpers.yardstick import SAMPLES, UPDATES, Samples
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in ALLOWED]
@@ -208,3 +219,67 @@ def test_lightning_knows_the_last_update_of_epochs_that_differ() -> None:
     fit(module, data=data, callbacks=[Looking()], strategy=strategy(trace=trace), val_check_interval=1.0)
     assert [length for length, last in lengths if last] == [5, 21, 5]
     assert len(module.rows) == 3 * 5
+
+
+class Outputs(Recorder):
+    """Keeps the loss that callbacks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.outputs.append(float(outputs["loss"]))
+
+
+def test_the_loss_of_outputs_is_that_of_the_update() -> None:
+    """The learning rate finder, among others, reads it."""
+    records = Outputs()
+    fit(Classifier(), callbacks=[records])
+    assert records.outputs == pytest.approx(records.losses, rel=1e-12)
+
+
+class Ragged(Classifier):
+    """A module whose microbatches are padded to their longest rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, target, lengths = batch
+        assert x.shape[1] == int(lengths.max())
+        return super().training_step((x.sum(1), target), batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rows, target, _ = batch
+        assert len(rows) == len(target) > 0
+        self.log("x", 1.0, on_epoch=True, batch_size=len(target))
+
+
+def padded(rows: list[Any]) -> Any:
+    """Repeat the rows up to the longest one, whose length is their class."""
+    lengths = torch.tensor([1 + int(target) for _, target in rows])
+    x = torch.zeros(len(rows), int(lengths.max()), 6, dtype=torch.float64)
+    x[:, 0] = torch.stack([x for x, _ in rows])
+    return x, torch.stack([target for _, target in rows]), lengths
+
+
+def test_rows_of_unequal_shapes_are_a_list() -> None:
+    fit(module := Ragged(), data=loader(collate_fn=padded))
+    assert difference(module.net, expected()) < 1e-12
+
+
+class OfTensors(Classifier):
+    """A module whose batches are tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch[:, :6], batch[:, 6].long()), batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert torch.cat([batch, batch * 2]).shape[0] == 2 * len(batch)
+
+
+def test_a_batch_that_is_a_tensor_is_one_in_hooks() -> None:
+    def joined(rows: list[Any]) -> Any:
+        return torch.stack([torch.cat([x, target.double()[None]]) for x, target in rows])
+
+    fit(module := OfTensors(), data=loader(collate_fn=joined))
+    assert difference(module.net, expected()) < 1e-12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -60,7 +61,8 @@ def _join(parts: list[Any], *, inside: bool = False) -> Any:
     if len(parts) == 1:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(parts) if first.ndim else torch.stack(parts)
+        alike = len({part.shape[1:] for part in parts}) == 1  # not if each microbatch is padded to its longest row
+        return (torch.cat(parts) if first.ndim else torch.stack(parts)) if alike else [*chain(*parts)]
     if isinstance(first, Mapping):
         return {key: _join([part[key] for part in parts], inside=True) for key in first}
     if not isinstance(first, list | tuple):
@@ -136,7 +138,7 @@ class LightningUpdates:
         at_end = fit.restarting and passed and sampler.clock.step == self.plan.epoch(sampler.epoch).first_step
         set_epoch_length(self._trainer, passed if at_end else len(self))  # its loops have yet to find out the end
 
-    def __iter__(self) -> Iterator[Update]:
+    def __iter__(self) -> Iterator[Any]:
         optimizers = self._optimizers()
         self.loader.worker_init_fn = self.worker_init_fn
         for optimizer in optimizers[1:]:
@@ -147,7 +149,7 @@ class LightningUpdates:
             self._unread = clock.epoch.end_step - clock.step - 1
             set_epoch_length(self._trainer, len(by_update))  # which an adaptive trace may have changed
             self.microbatches = list(microbatches)
-            yield Update(self.microbatches)
+            yield _join(self.microbatches) if isinstance(self.microbatches[0], Tensor) else Update(self.microbatches)
 
     def after_restore(self) -> None:
         """Tell Lightning the length of the epoch, now that the optimizers are restored."""

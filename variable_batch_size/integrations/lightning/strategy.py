@@ -220,11 +220,16 @@ class VariableBatch(ParallelStrategy):
             closure()
             self._stepped = type(optimizer.inner).__name__
             return self._step(optimizer, kwargs)
-        updated = False
+        updated, samples = False, 0
+        total: Any = 0.0
         for microbatch in self._each(optimizer):
             with self._log.microbatch(microbatch):
-                closure()
+                loss = closure()  # which becomes the "loss" of `outputs`
+            samples += microbatch.samples
+            total = total + loss.detach() * microbatch.samples if isinstance(loss, Tensor) else total
             updated = self._step(optimizer, kwargs)
+        if isinstance(total, Tensor) and samples:
+            loss.detach().copy_(total / samples)  # that of the update, on this rank
         return updated
 
     def _step(self, optimizer: CustomOptimizer, arguments: Mapping[str, Any]) -> bool:
