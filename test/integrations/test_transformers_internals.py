@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_training_is_told(tmp_path: Path) -> None:
 
 def sharded(folder: Path) -> None:
     """Save with the method left out: torch steps the optimizer, which is not in a step."""
-    from helpers.transformers_jobs import train_sharded
+    from helpers.transformers_sharded_jobs import train_sharded
 
     saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     with without("_save_optimizer_and_scheduler"):

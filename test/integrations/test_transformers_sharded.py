@@ -10,16 +10,8 @@ import torch
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from helpers.transformers_jobs import (
-    EPS,
-    LR,
-    gpt2,
-    mean_over_tokens,
-    resume_sharded,
-    save_sharded,
-    sharded_yardstick,
-    untied,
-)
+from helpers.transformers_jobs import EPS, LR, gpt2, mean_over_tokens
+from helpers.transformers_sharded_jobs import resume_sharded, save_sharded, sharded_yardstick, untied
 from helpers.yardstick import MAX_GRAD_NORM, STOPS, UPDATES, by_hand, difference, in_processes, network
 
 EXACT = 1e-12
