@@ -21,7 +21,11 @@ from results import TRAINER, record
 from variable_batch_size.integrations.transformers import VariableBatchTrainer
 
 TOKENS, ROWS, WARM_UP = 64, 8, 3
-WIDTHS = {"GPT-2, 0.2M parameters": (64, 2), "GPT-2, 3M parameters": (256, 4)}  # width, layers
+WIDTHS = {  # width, layers
+    "GPT-2, 0.2M parameters": (64, 2),
+    "GPT-2, 3M parameters": (256, 4),
+    "GPT-2, 10M parameters": (384, 6),
+}
 
 
 class Tokens(Dataset[dict[str, Any]]):
