@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers import keras_jobs as jobs
 from helpers.keras_backend import keras
-from helpers.keras_plain import LOSS, X, fit, functional, made
+from helpers.keras_plain import LOSS, fit, functional, made
 from helpers.private_names import private_names
-from helpers.yardstick import TRACE, UPDATES
-from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel, model, optimizer
+from helpers.yardstick import CLASSES
+from variable_batch_size.integrations.keras import VariableBatchModel, model, optimizer
 
 
 def test_private_names_are_in_one_file() -> None:
@@ -22,22 +19,34 @@ def test_private_names_are_in_one_file() -> None:
     plain.compile("sgd", "mse")
     theirs = plain, plain.optimizer, keras.callbacks.CallbackList(), keras.layers.Embedding(2, 2)
     found = private_names("keras", [*theirs, type("Output", (), {"_keras_mask": None})])
-    found["optimizer.py"].discard("_version")  # of torch's tensors
-    found = {file: names for file, names in found.items() if names}
-    assert found == {"internals.py": {"_initial_epoch", "_keras_mask", "_learning_rate", "_unpickle_model"}}
+    assert found == {"internals.py": {"_keras_mask", "_learning_rate", "_symbolic_build"}}
 
 
-def test_a_training_resumes_at_its_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `_initial_epoch`: otherwise `fit` trains all epochs again, and ends late."""
-    for left_out in True, False:
-        with pytest.raises(jobs.StopError):
-            fit(made(), 3, callbacks=[VariableBatchCheckpoint(tmp_path / str(left_out), every=1), jobs.StopAfter(14)])
+class Noisy(keras.layers.Layer):
+    """Draws in each forward, also outside of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal((1,), seed=self.seeds)
+
+
+def test_variables_are_created_without_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `_symbolic_build`: a forward would draw numbers, so that a training would not be that of Keras."""
+
+    def forward(built: Any, microbatch: Any) -> None:
+        built.test_step(microbatch)
+        built.optimizer.build(built.trainable_variables)
+
+    drawn = []
+    for left_out in False, True:
         if left_out:
-            monkeypatch.setattr(model, "begin_at", lambda *_: None)
-        resumed = made()
-        fit(resumed, 3, callbacks=[VariableBatchCheckpoint(tmp_path / str(left_out))])
-        assert (resumed.custom_optimizer.updates > UPDATES) is left_out
-        monkeypatch.undo()
+            monkeypatch.setattr(model, "build", forward)
+        fit(trained := made(keras.Sequential([Noisy(), keras.layers.Dense(CLASSES)])))
+        drawn.append(int(trained.layers[0].seeds.state.value[1]))
+    assert 0 < drawn[0] == drawn[1] - 1
 
 
 def test_a_schedule_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,13 +74,3 @@ def test_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ValueError, match="must have no mask"):
                 masked.fit(ones, ones, verbose=0)
         monkeypatch.undo()
-
-
-def test_a_copy_is_a_model_of_its_own_class() -> None:
-    """By `_unpickle_model`: the class of a model with a trace cannot be imported."""
-    with_trace = made(functional())
-    fit(with_trace)
-    copy = pickle.loads(pickle.dumps(with_trace))
-    assert type(copy) is with_trace.__class__
-    assert np.array_equal(copy.predict(X, verbose=0), with_trace.predict(X, verbose=0))
-    assert not isinstance(VariableBatchModel(copy, TRACE), type(None))

@@ -17,7 +17,7 @@ from helpers.keras_plain import LOSS, X, Y, dense, fit, made
 from helpers.pages import ROOT
 from helpers.yardstick import TRACE, Samples
 from variable_batch_size.integrations.keras import VariableBatchModel
-from variable_batch_size.integrations.keras.model import FIT, SETTINGS
+from variable_batch_size.integrations.keras.model import COMPILED, FIT
 from variable_batch_size.integrations.supported import table
 
 
@@ -77,10 +77,10 @@ def test_samplers_that_choose_samples_are_refused(sampler: Any) -> None:
 
 def test_mistakes_are_told_where_they_are_made(tmp_path: Path) -> None:
     for rule in "sqrt-sde", "linear-momentum":
-        with pytest.raises(ValueError, match=r"the rule must be one that scales the learning rate only.*; pass"):
-            VariableBatchModel(dense(), TRACE, rule, 16).compile("sgd", "mse")
+        with pytest.raises(TypeError, match=r"the inner optimizer must be a torch.optim.*got KerasOptimizer; use the"):
+            fit(made_of(TRACE, rule, 16))
     with pytest.raises(ValueError, match="rule must be one of"):
-        VariableBatchModel(dense(), TRACE, "square", 16).compile("sgd", "mse")
+        VariableBatchModel(dense(), TRACE, "square", 16)
     wrong: Any = VariableBatchModel
     for arguments, name in ({}, "trace"), ({"trace": TRACE, "ref": 16}, "ref"):
         with pytest.raises(TypeError, match=f"argument:? '{name}'"):
@@ -122,7 +122,7 @@ def test_what_compile_refuses() -> None:
 
 def test_the_page_has_the_table_of_settings() -> None:
     page = ROOT / "docs" / "trainers" / "keras.md"
-    rows = table((*SETTINGS, *FIT))
+    rows = table((*COMPILED, *FIT))
     assert rows in page.read_text(), f"copy this into {page}:\n{rows}"
 
 

@@ -14,6 +14,8 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
+from variable_batch_size.rules.base import check_reference
+from variable_batch_size.rules.selection import rules_for_groups
 
 
 @final
@@ -30,7 +32,7 @@ class Settings:
 
     Raises:
         TypeError: if the options are not mappings.
-        ValueError: if they have names of no argument.
+        ValueError: if they have names of no argument, or there is no such rule, or it needs a `ref_batchsize`.
     """
 
     trace: TraceLike
@@ -40,6 +42,8 @@ class Settings:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for rule in rules_for_groups(self.rule, len(self.rule) if isinstance(self.rule, (list, tuple)) else 1):
+            check_reference(rule, self.ref_batchsize)
         for name, kind in ("sampler_options", CustomSampler), ("optimizer_options", CustomOptimizer):
             options = getattr(self, name)
             if not isinstance(options, Mapping):

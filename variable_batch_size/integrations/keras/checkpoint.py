@@ -31,21 +31,19 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int | timedelta | None = None, **options: Any) -> None:
         super().__init__()
+        self._each_epoch = every is None
         self._options: dict[str, Any] = {"dir": folder, "every": every, **options}
         self._checkpoint: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest checkpoint, if there is one and nothing was trained."""
-        model, metrics = self.model, Metrics()
-        for number, variable in enumerate(model.metrics_variables):
+        optimizer, metrics = self.model.custom_optimizer, Metrics()
+        for number, variable in enumerate(self.model.metrics_variables):
             metrics.register_buffer(str(number), variable.value)
         # By their order: Keras numbers the names of layers in a process.
-        parts: dict[str, Any] = {
-            "model": nn.ParameterList([variable.value for variable in model.variables]),
-            "metrics": metrics,
-        }
-        self._checkpoint = Checkpoint(**parts, optimizer=model.custom_optimizer, **self._options)
-        if not model.custom_optimizer.updates:
+        weights = nn.ParameterList([variable.value for variable in self.model.variables])
+        self._checkpoint = Checkpoint(model=weights, metrics=metrics, optimizer=optimizer, **self._options)
+        if not optimizer.updates:
             self._checkpoint.restore()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -56,12 +54,12 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if it is due, at the end of an epoch."""
         self._checkpoint.step()
-        if self._options["every"] is None:
+        if self._each_epoch:
             self._checkpoint.save(wait=False)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the last updates."""
-        if self._options["every"] is not None:
+        if not self._each_epoch:
             self._checkpoint.save(wait=False)
 
     def close(self) -> None:

@@ -22,27 +22,32 @@ class Arrays(Dataset[Any]):
     def __len__(self) -> int:
         return len(keras.tree.flatten(self._data)[0])
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])
-
     def __getitems__(self, indices: list[int]) -> Any:
         return keras.tree.map_structure(lambda array: _tensor(array[np.asarray(indices)]), self._data)
 
 
-def loaders_of(x: Any, y: Any, sample_weight: Any, size: int, shuffle: bool, held_out: float) -> tuple[Any, Any]:
+def loaders_of(parts: Any, size: int, shuffle: bool, held_out: float) -> tuple[Any, Any]:
     """Return a DataLoader in microbatches of `size` rows, unless `x` is one, and the `held_out` part, or None."""
-    if isinstance(x, DataLoader):
-        if y is not None or sample_weight is not None or held_out:
+    given = tuple(part for part in parts if part is not None)
+    if isinstance(given[0], DataLoader):
+        if len(given) > 1 or held_out:
             requirement = "a DataLoader must yield (x, y) or (x, y, sample_weight)"
             raise value_error(requirement, "others besides it", "let its dataset return them, and pass validation_data")
-        return x, None
-    data = keras.tree.map_structure(_array, tuple(part for part in (x, y, sample_weight) if part is not None))
+        return given[0], None
+    data = keras.tree.map_structure(_array, given)
     if len(lengths := {len(array) for array in keras.tree.flatten(data)}) != 1:
         raise value_error("all arrays must have the same number of samples", sorted(lengths), "pass a row for each")
     end = int(lengths.pop() * (1 - held_out))
     own = Arrays(keras.tree.map_structure(lambda array: array[:end], data))
     after = keras.tree.map_structure(lambda array: array[end:], data)
     return DataLoader(own, size, shuffle=shuffle, collate_fn=lambda rows: rows), after if held_out else None
+
+
+def first_microbatch(loader: DataLoader[Any], rows: int) -> Any:
+    """Return the first samples of a dataset as a microbatch, whose shapes are those of others."""
+    dataset: Any = loader.dataset
+    reads = getattr(dataset, "__getitems__", lambda numbers: [dataset[number] for number in numbers])
+    return loader.collate_fn(reads([*range(min(rows, len(dataset)))]))
 
 
 def _array(value: Any) -> Any:

@@ -12,16 +12,11 @@ def rate_of(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
-def begin_at(model: Any, epoch: int | None) -> None:
-    """Let `fit` begin at an epoch: "can be set by callbacks in on_train_begin", says Keras' Trainer."""
-    model._initial_epoch = epoch
+def build(model: Any, microbatch: Any) -> None:
+    """Create the variables of a model and of its metrics as `fit` does, without a forward, which might draw numbers."""
+    model._symbolic_build(data_batch=microbatch)
 
 
 def is_masked(outputs: Any) -> bool:
     """Return whether an output of a model has a mask, over whose entries Keras takes means."""
     return any(getattr(output, "_keras_mask", None) is not None for output in keras.tree.flatten(outputs))
-
-
-def as_saved(model: Any, reduced: Any) -> Any:
-    """Return what a copy of a model is made from, by the name of a class that pickle can import."""
-    return model.__class__._unpickle_model, reduced[1]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache, partial
-from typing import Any, final
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
-from variable_batch_size.integrations.keras.data import loaders_of
-from variable_batch_size.integrations.keras.internals import as_saved, begin_at, is_masked, rate_of
+from variable_batch_size.integrations.keras.data import first_microbatch, loaders_of
+from variable_batch_size.integrations.keras.internals import build, is_masked, rate_of
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.schedules import warn_of_batches
@@ -26,28 +25,12 @@ from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
 from variable_batch_size.optim.consistency import broadcast_parameters
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import updates
-from variable_batch_size.rules import RULES
-from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.optim.updates import Update, updates
 
-_SCALE_MORE = "linear-momentum", "sqrt-sde", "root-half-life"  # hyperparameters that Keras' optimizers keep as floats
 _OPTIONS = "gradient_accumulation_steps", "loss_scale_factor"
 _OTHERS = "LossScaleOptimizer", "MultiOptimizer", "NoneType"
 _MEANS = "mean", "sum_over_batch_size"
-
-
-def _flat(callbacks: Any) -> list[Any]:
-    return list(keras.tree.flatten(callbacks or []))
-
-
-SETTINGS = (
-    Setting(
-        "the rule",
-        f"one that scales the learning rate only, unlike {', '.join(_SCALE_MORE)}",
-        lambda model: rules_for_groups(model.settings.rule, 1)[0],
-        lambda rule: not isinstance(rule, tuple(RULES[name] for name in _SCALE_MORE)),
-        'pass "linear" or "root", for example',
-    ),
+COMPILED = (
     Setting(
         "the optimizer",
         f"one of keras.optimizers without {', '.join(_OPTIONS)}, and no {' or '.join(_OTHERS[:2])}",
@@ -64,16 +47,12 @@ SETTINGS = (
         f'pass reduction="{_MEANS[1]}"',
     ),
 )
-
-
+NOT_FOR_FIT = "class_weight", "steps_per_epoch", "BackupAndRestore"
 FIT = (
     Setting(
         "an argument of fit()",
-        "none of class_weight, steps_per_epoch and BackupAndRestore",
-        lambda given: (
-            [name for name in ("class_weight", "steps_per_epoch") if given[name] is not None]
-            + [type(one).__name__ for one in _flat(given["callbacks"]) if "BackupAndRestore" in type(one).__name__]
-        ),
+        f"none of {', '.join(NOT_FOR_FIT)}",
+        lambda given: [name for name in NOT_FOR_FIT if given.get(name) is not None],
         lambda found: not found,
         "pass sample_weight, max_updates in sampler_options, or VariableBatchCheckpoint",
     ),
@@ -118,12 +97,12 @@ class VariableBatchModel(keras.Model):
         self.sampler: CustomSampler | None = None
         self.custom_optimizer: CustomOptimizer | None = None
         if self.compiled:
-            check(SETTINGS, self, "keras")
+            check(COMPILED, self, "keras")
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile as Keras does, and begin another training; raise ValueError for what is not supported."""
         super().compile(*args, **options)
-        check(SETTINGS, self, "keras")
+        check(COMPILED, self, "keras")
         self.sampler = self.custom_optimizer = None
 
     def fit(self, *args: Any, **options: Any) -> Any:
@@ -138,54 +117,91 @@ class VariableBatchModel(keras.Model):
         """
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
-        given: dict[str, Any] = bound.arguments
-        check(FIT, given, "keras")
-        x, y, sample_weight, rows = (given.pop(name) for name in ("x", "y", "sample_weight", "batch_size"))
-        held_out = given.pop("validation_split") if given["validation_data"] is None else 0.0
-        loader, after = loaders_of(x, y, sample_weight, rows or 32, given["shuffle"], held_out)
+        given, own = SimpleNamespace(**bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
+        check(FIT, {**bound.arguments, **{type(one).__name__: one for one in own}}, "keras")
+        rows, held_out = given.batch_size, 0.0 if given.validation_data is not None else given.validation_split
+        loader, after = loaders_of((given.x, given.y, given.sample_weight), rows or 32, given.shuffle, held_out)
         if self.sampler is None:
             self.sampler = sampler_for(loader, self.settings)
-        sampler = self.sampler
-        check_samples(loader, sampler)
-        source, own = _Source(with_sampler(loader, sampler), len(loader)), _flat(given["callbacks"])
-        shown = {"add_history": True, "add_progbar": given["verbose"] != 0, "verbose": given["verbose"], "model": self}
-        given["callbacks"] = _Callbacks(
-            source, given["initial_epoch"], own, epochs=given["epochs"], steps=None, **shown
-        )
-        given["validation_data"] = given["validation_data"] or after
-        given["validation_batch_size"] = given["validation_batch_size"] or rows
-        data = DataLoader(source, batch_size=None, collate_fn=lambda update: update, generator=torch.Generator())
+        check_samples(loader, self.sampler)
+        if self.custom_optimizer is None:
+            build(self, first_microbatch(loader, self.sampler.plan.minibatch_size))
+            inner = KerasOptimizer(self.optimizer, self.trainable_variables)
+            self.custom_optimizer = self.settings.optimizer(inner, self.sampler, model=self)
+        shown = {"add_history": True, "add_progbar": given.verbose != 0, "verbose": given.verbose}
+        callbacks = keras.callbacks.CallbackList(own, **shown, model=self, epochs=given.epochs, steps=None)
+        given.validation_data = given.validation_data if after is None else after
         try:
-            return super().fit(
-                data, **{name: given[name] for name in given.keys() - {"self", "shuffle"}}, shuffle=False
-            )
+            self._train(loader, callbacks, given)
         finally:
-            begin_at(self, None)
             for one in own:
                 if isinstance(one, VariableBatchCheckpoint):
                     one.close()
+        return self.history
 
-    def make_train_function(self, force: bool = False) -> None:
-        """Let an update be one call of `train_step`."""
-        self.train_function = lambda data: self.train_step(data[0])
+    def _train(self, loader: Any, callbacks: Any, given: Any) -> None:
+        """Make the updates of the epochs, and call the callbacks, in the order of Keras."""
+        optimizer: Any = self.custom_optimizer
+        sampler, clock, plan = optimizer.sampler, optimizer.sampler.clock, optimizer.sampler.plan
+        optimizer.discard_step()  # what an interrupted fit() has left
+        broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
+        self.stop_training, begun, logs = False, optimizer.updates, {}
+        self.reset_metrics()
+        callbacks.on_train_begin()
+        reads = updates(with_sampler(loader, sampler), optimizer)
+        if clock.end_pending:  # restored after the callbacks of an epoch's end
+            deque(reads, maxlen=0)
+        restored = optimizer.updates > begun
+        first = optimizer.epoch if restored else given.initial_epoch
+        plan.check_trace(given.epochs + optimizer.epoch - first)
+        warn_of_batches([rate_of(self.optimizer)], plan, len(loader))
+        resumes = restored and not clock.finished  # within an epoch, whose metrics are restored
+        for epoch in range(first, given.epochs):
+            if optimizer.done:
+                break
+            if not resumes:
+                self.reset_metrics()
+            made, resumes = 0 if clock.finished else clock.step - clock.epoch.first_step, False
+            callbacks.set_params({**callbacks.params, "steps": plan.epoch(optimizer.epoch).updates - made})
+            callbacks.on_epoch_begin(epoch)
+            self.train()
+            for number, update in enumerate(reads):
+                callbacks.on_train_batch_begin(number)
+                logs = self.train_step(update)
+                callbacks.on_train_batch_end(number, logs)
+                if self.stop_training:
+                    break
+            self.eval()
+            often = given.validation_freq
+            due = (epoch + 1) % often == 0 if isinstance(often, int) else epoch + 1 in often
+            if due and given.validation_data is not None:
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(given.validation_data)
+                how = {"sample_weight": sample_weight, "steps": given.validation_steps, "callbacks": callbacks}
+                size = given.validation_batch_size or given.batch_size
+                found = self.evaluate(x, y, size, **how, return_dict=True)
+                logs = {**logs, **{f"val_{name}": value for name, value in found.items()}}
+            callbacks.on_epoch_end(epoch, logs)
+            if self.stop_training:
+                break
+        self.optimizer.finalize_variable_values(self.trainable_weights)
+        callbacks.on_train_end(logs)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Make an update; the loss is that of all ranks so far in the epoch, other metrics are those of this one."""
         optimizer: Any = self.custom_optimizer
-        if optimizer is None or not isinstance(data, list):
+        if optimizer is None or not isinstance(data, Update):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
         optimizer.inner.read_learning_rate()
-        size, training = optimizer.microbatch.batch_size, {"training": True}
+        size = optimizer.microbatch.batch_size
+        calls, losses = _training(self.call), _training(self.compute_loss)
         for microbatch in data:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
             part = optimizer.microbatch
-            y_pred = self(x, **training) if "training" in inspect.signature(self.call).parameters else self(x)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(microbatch)
+            y_pred = self(x, **calls)
             if is_masked(y_pred):
-                raise value_error(
-                    "the output of the model must have no mask", "one", "pass sample_weight instead of it"
-                )
-            more = training if "training" in inspect.signature(self.compute_loss).parameters else {}
-            loss = self.compute_loss(x, y, y_pred, sample_weight, **more)
+                requirement = "the output of the model must have no mask"
+                raise value_error(requirement, "one", "pass sample_weight instead of it")
+            loss = self.compute_loss(x, y, y_pred, sample_weight, **losses)
             loss.backward()
             optimizer.log(loss=loss)
             if part.samples:  # a replay counts on another rank
@@ -196,95 +212,12 @@ class VariableBatchModel(keras.Model):
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
                 metric.update_state(optimizer.logged["loss"], sample_weight=size)
-        return {**self.get_metrics_result(), **_logs(optimizer, size)}
-
-    def __reduce__(self) -> Any:
-        """Return what a copy is made from: a model of its own class, as Keras saves it, without the trace."""
-        return as_saved(self, super().__reduce__())
+        facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **facts_of(optimizer)}
+        return {**self.get_metrics_result(), **facts}
 
 
-@final
-class _Source(IterableDataset[Any]):
-    """The updates of an epoch; before the training one microbatch, from which Keras builds the model."""
-
-    def __init__(self, loader: Any, batches: int) -> None:
-        self.loader, self.batches = loader, batches
-        self.updates: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.updates is not None:
-            yield from map(list, self.updates)
-        else:
-            dataset, rows = self.loader.dataset, self.loader.batch_sampler.plan.minibatch_size
-            reads = getattr(dataset, "__getitems__", lambda numbers: [dataset[number] for number in numbers])
-            yield self.loader.collate_fn(reads([*range(min(rows, len(dataset)))]))
-
-
-@final
-class _Callbacks(keras.callbacks.CallbackList):
-    """The callbacks of a `fit`, whose epochs have unequal lengths.
-
-    Keras takes all of them to be as long as the first one, unless it does not know their length: then only
-    `stop_training` ends them. So it is set after the callbacks of the last update of an epoch, and taken back before
-    those of the end of the epoch.
-    """
-
-    def __init__(self, source: _Source, initial_epoch: int, callbacks: list[Any], **options: Any) -> None:
-        self._source, self._initial, self._ends, self._trained = source, initial_epoch, False, options["model"]
-        self._restored: list[torch.Tensor] = []  # restored, of the epoch that is resumed
-        super().__init__(callbacks, **options)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Create the optimizer, let callbacks restore, and find the first epoch."""
-        model, source, epochs = self._trained, self._source, self.params["epochs"]
-        if model.custom_optimizer is None:
-            inner = KerasOptimizer(model.optimizer, model.trainable_variables)
-            model.custom_optimizer = model.settings.optimizer(inner, model.sampler, model=model)
-        optimizer = model.custom_optimizer
-        optimizer.discard_step()  # what an interrupted fit() has left
-        broadcast_parameters(model)  # also in a second fit: a callback may set weights at the end of the first
-        begun = optimizer.updates
-        super().on_train_begin(logs)
-        source.updates = updates(source.loader, optimizer)
-        if (clock := model.sampler.clock).end_pending:  # restored after the callbacks of an epoch's end
-            deque(source.updates, maxlen=0)
-        restored = optimizer.updates > begun
-        self._restored = [v.value.clone() for v in model.metrics_variables if restored and not clock.finished]
-        offset = 0 if restored else optimizer.epoch - self._initial
-        model.sampler.plan.check_trace(offset + epochs)
-        warn_of_batches([rate_of(model.optimizer)], model.sampler.plan, source.batches)
-        begin_at(model, epochs if optimizer.done else optimizer.epoch - offset or None)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Tell the callbacks how many updates the epoch has, and restore the metrics of one that is resumed."""
-        model, clock = self._trained, self._trained.sampler.clock
-        for variable, value in zip(model.metrics_variables, self._restored, strict=False):
-            variable.assign(value)
-        self._restored = []
-        made = 0 if clock.finished else clock.step - clock.epoch.first_step
-        self.set_params({**self.params, "steps": model.sampler.plan.epoch(model.custom_optimizer.epoch).updates - made})
-        super().on_epoch_begin(epoch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """End the epoch after its last update, unless a callback ends the training there."""
-        super().on_train_batch_end(batch, logs)
-        model = self._trained
-        if model.sampler.clock.finished:
-            self._ends = not (model.stop_training or model.custom_optimizer.done)
-            model.stop_training = True
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Let `stop_training` be what the user's callbacks have set."""
-        if self._ends:
-            self._trained.stop_training = self._ends = False
-        super().on_epoch_end(epoch, logs)
-
-
-def _logs(optimizer: CustomOptimizer, size: int) -> dict[str, Any]:
-    logs = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), "samples": optimizer.samples}
-    with suppress(RuntimeError):  # it is not measured
-        logs["noise_scale"] = optimizer.noise().noise_scale
-    return logs if optimizer.grad_norm is None else {**logs, "grad_norm": optimizer.grad_norm}
+def _training(function: Any) -> dict[str, Any]:
+    return {"training": True} if "training" in inspect.signature(function).parameters else {}
 
 
 def _distinct(repeated: int, rows: Any) -> Any:

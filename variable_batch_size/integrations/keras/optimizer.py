@@ -22,29 +22,24 @@ class KerasOptimizer(Optimizer):
     """
 
     def __init__(self, wrapped: Any, variables: Sequence[Any]) -> None:
-        if not wrapped.built:
-            wrapped.build(list(variables))
         self.wrapped, self._own = wrapped, list(variables)
-        self._read: tuple[object, float] | None = None  # an lr on its device is read only after it has changed
-        super().__init__([variable.value for variable in variables], {"lr": self._rate()})
+        super().__init__([variable.value for variable in variables], {"lr": float(wrapped.learning_rate)})
 
     def read_learning_rate(self) -> None:
         """Take the learning rate of the next update from Keras, between two updates."""
-        self.param_groups[0]["lr"] = self._rate()
+        self.param_groups[0]["lr"] = float(self.wrapped.learning_rate)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply the gradients with the learning rate of the group."""
-        scaled, reference = self.param_groups[0]["lr"], self._rate()
-        before = rate_of(self.wrapped)  # a schedule stays one
-        is_number = isinstance(before, keras.Variable)
+        scaled, own = self.param_groups[0]["lr"], rate_of(self.wrapped)  # a schedule stays one
+        is_number = isinstance(own, keras.Variable)
+        reference = own.value.clone() if is_number else own
         self.wrapped.learning_rate = scaled if is_number else lambda: scaled
         try:
             self.wrapped.apply([variable.value.grad for variable in self._own], self._own)
         finally:
-            self.wrapped.learning_rate = reference if is_number else before
-            if is_number:
-                self._read = (id(before.value), before.value._version), reference
+            self.wrapped.learning_rate = reference
 
     def state_dict(self) -> dict[str, Any]:
         """Return all variables of the Keras optimizer, with their paths, and the learning rate."""
@@ -60,13 +55,4 @@ class KerasOptimizer(Optimizer):
             raise value_error("a state must be that of the same optimizer", f"variables of shapes {shapes}", remedy)
         for variable, value in zip(own, saved, strict=True):
             variable.assign(value.to(variable.value.device))
-        self.param_groups[0]["lr"], self._read = state_dict["param_groups"][0]["lr"], None
-
-    def _rate(self) -> float:
-        value = self.wrapped.learning_rate
-        if not isinstance(value, keras.Variable):
-            return float(value)
-        key = id(value.value), value.value._version
-        if self._read is None or self._read[0] != key:
-            self._read = key, float(value.value.detach())
-        return self._read[1]
+        self.param_groups[0]["lr"] = state_dict["param_groups"][0]["lr"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from numbers import Number
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -75,8 +76,9 @@ class UpdateLog:
                 value, options["batch_size"] = self._combine(name, batch_size)
             log(name, value, **options)
         if trainer.loggers and trainer.log_every_n_steps and optimizer.updates % trainer.log_every_n_steps == 0:
-            for name, number in _facts(optimizer, batch_size).items():
-                log(name, number, on_step=True, on_epoch=False, rank_zero_only=True)
+            rates = {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor()}
+            for name, number in {"global_batch_size": batch_size, **rates, **facts_of(optimizer)}.items():
+                log(f"vbs/{name}", number, on_step=True, on_epoch=False, rank_zero_only=True)
         self._samples, self._logged, self._options = 0, {}, {}
 
     @torch.no_grad()
@@ -117,12 +119,3 @@ def _keep_metrics(module: LightningModule) -> Callable[[], None]:
             vars(part).update(attributes)
 
     return restore
-
-
-def _facts(optimizer: CustomOptimizer, batch_size: int) -> dict[str, Any]:
-    facts = {"global_batch_size": float(batch_size), "samples": float(optimizer.samples)}
-    facts |= {"lr_effective": optimizer.current_lr(), "lr_factor": optimizer.lr_factor()}
-    with suppress(RuntimeError):  # it is not measured
-        facts["noise_scale"] = float(optimizer.noise().noise_scale)
-    norm = {} if optimizer.grad_norm is None else {"grad_norm": optimizer.grad_norm}
-    return {f"vbs/{name}": number for name, number in (facts | norm).items()}

@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import type_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings, check_indexed
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
-from variable_batch_size.rules.base import check_reference
-from variable_batch_size.rules.selection import rules_for_groups
 
 require_version("transformers", "5.19", "transformers")
 require_version("accelerate", "1.13", "transformers")
@@ -100,8 +99,6 @@ class VariableBatchMixin(TrainerInternals):
         self._parts: list[Microbatch] = []  # of the last update
         self._share: Share | None = None  # of the microbatch under way
         self._check_loss = self._checks_loss = check_loss
-        for each in rules_for_groups(rule, len(rule) if isinstance(rule, (list, tuple)) else 1):
-            check_reference(each, ref_batchsize)
         if kwargs.get("train_dataset") is not None:
             check_indexed(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
@@ -295,25 +292,15 @@ class VariableBatchMixin(TrainerInternals):
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log also what an update was made with: batch size, samples so far, the learning rate as it was scaled."""
         if "learning_rate" in logs and self._parts:
-            logs.update(self._of_last_update())
+            optimizer, size = self.variable_optimizer, self._parts[0].batch_size
+            logs |= {"learning_rate": optimizer.current_lr(), "batch_size": size, **facts_of(optimizer)}
+            logs["grad_norm"] = float(logs["grad_norm"])  # always measured here
+            if not math.isfinite(logs.get("noise_scale", 0.0)):  # which is no JSON
+                del logs["noise_scale"]
         if "train_samples_per_second" in logs:
             samples = self.variable_optimizer.samples - self._initial_samples
             logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
-
-    def _of_last_update(self) -> dict[str, float]:
-        optimizer = self.variable_optimizer
-        logs = {
-            "learning_rate": optimizer.current_lr(),
-            "batch_size": self._parts[0].batch_size,
-            "samples": optimizer.samples,
-        }
-        if optimizer.grad_norm is not None:
-            logs["grad_norm"] = optimizer.grad_norm.item()
-        with contextlib.suppress(RuntimeError):  # the noise is not measured
-            scale = float(optimizer.noise().noise_scale)
-            logs |= {"noise_scale": scale} if math.isfinite(scale) else {}
-        return logs
 
 
 class VariableBatchTrainer(VariableBatchMixin, Trainer):

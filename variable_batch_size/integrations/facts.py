@@ -1,0 +1,16 @@
+"""What trainers log of an update besides their own numbers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from variable_batch_size.optim.optimizer import CustomOptimizer
+
+
+def facts_of(optimizer: CustomOptimizer) -> dict[str, Any]:
+    """Return "samples" so far; where they are measured "noise_scale", in samples, and "grad_norm" before clipping."""
+    facts: dict[str, Any] = {"samples": optimizer.samples}
+    with suppress(RuntimeError):  # it is not measured
+        facts["noise_scale"] = float(optimizer.noise().noise_scale)
+    return facts if optimizer.grad_norm is None else {**facts, "grad_norm": optimizer.grad_norm}
