@@ -103,7 +103,7 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
     vbs.PowerRuleOptimizer: Equation(
         lambda at: vbs.rules.Scaling(lr=at.k**EXPONENT, progress=at.k), options={"exponent": EXPONENT}
     ),
-    vbs.LinearRuleMomentumOptimizer: Equation(  # Goyal et al. 2017, equation 9
+    vbs.LinearRuleMomentumOptimizer: Equation(  # Goyal et al. 2017, equation 10 without momentum correction
         lambda at: vbs.rules.Scaling(gradient=at.k, weight_decay=at.k, progress=at.k),
         inners=(torch.optim.SGD,),
         any_inner=False,

@@ -13,13 +13,15 @@ from variable_batch_size.rules.base import RuleContext, RuleInput, Scaling
 class LinearMomentumRule:
     """Apply the linear rule inside SGD's velocity: u = m u + k (G + decay w), w -= lr u, k = B / ref_batchsize.
 
-    Each gradient keeps the weight of its own batch size, while lr stays.
+    Each gradient keeps the weight of its own batch size, while lr stays: what the velocity has from smaller batches is
+    not scaled when the batch grows. The paper calls that scaling momentum correction, and advises it where lr changes;
+    the linear rule makes it, because lr multiplies PyTorch's whole velocity. The two are the same if k is constant.
 
     Scales: gradient and weight decay by k.
     Progress: k.
-    Use when: SGD whose batch size changes often: each gradient keeps its own scale.
+    Use when: SGD, to give each gradient the weight of its own batch; otherwise linear.
     Fails when: k is large, or early in training, like the linear rule.
-    Source: Goyal et al. 2017, arXiv 1706.02677, equation 9.
+    Source: Goyal et al. 2017, arXiv 1706.02677, equation 10, without momentum correction.
     """
 
     def check(self, context: RuleContext) -> None:
