@@ -25,7 +25,7 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
     assert not (tmp_path / "records").exists()
     status, out, err = run_main(*arguments)
     assert status == 0, err
-    assert out.startswith(f"{tmp_path / 'records'}: 4 trainings, 0 of which diverged\n")
+    assert out.startswith(f"{tmp_path / 'records'}: 4 trainings, 0 of which failed\n")
     assert "4/4" in err
     records = read_records(tmp_path / "records")
     assert {record.cell["rule"] for record in records} == {"constant", "linear"}

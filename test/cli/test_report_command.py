@@ -63,13 +63,13 @@ def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     status, out, err = run_main("report", tmp_path)
     assert (status, out) == (0, f"report: {tmp_path / 'report.html'} ({there} of 8 trainings)\n"), err
     page = (tmp_path / "report.html").read_text()
-    assert f"Trainings: {there} of 8, 0 of them diverged" in page
+    assert f"Trainings: {there} of 8, 0 of them failed" in page
     assert f"<code>vbs evaluate {TINY} --trace 8" in page
     status, out, err = run_main(*arguments)
     assert status == 0, err
     assert f"{there}/8" in err  # where the bar begins
     assert out.endswith(f"report: {tmp_path / 'report.html'} (8 of 8 trainings)\n")
-    assert "Trainings: 8, 0 of them diverged" in (tmp_path / "report.html").read_text()
+    assert "Trainings: 8, 0 of them failed" in (tmp_path / "report.html").read_text()
     assert len(Plan.read(tmp_path).keys) == 8
 
 
@@ -106,7 +106,7 @@ def test_a_report_of_the_whole_folder(tmp_path: Path, done: Path) -> None:
     status, out, err = run_main("evaluate", TINY, "--trace", "8", *BOTH, "--seeds", "1", "--folder", tmp_path)
     assert status == 0, err
     assert out.splitlines() == [
-        f"{tmp_path}: 2 trainings, 0 of which diverged",
+        f"{tmp_path}: 2 trainings, 0 of which failed",
         f"report: {tmp_path / 'report.html'} (8 of 8 trainings)",
     ]
 

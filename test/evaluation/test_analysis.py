@@ -60,7 +60,7 @@ def test_seeds_that_diverged_are_counted() -> None:
         row = fact(Analysis(found), trace, "linear")
         cells = [one for one in found if (one.cell["trace"], one.cell["rule"]) == (trace, "linear")]
         diverged = sum(one.status == "diverged" for one in cells)
-        assert row["divergence"] == diverged / 8
+        assert row["failed"] == diverged / 8
         assert row["value_n"] == 8 - diverged
         assert row["difference_n"] <= row["value_n"]
         assert row["grid"] < 5  # a learning rate at which a training diverged is not the best one
@@ -68,7 +68,7 @@ def test_seeds_that_diverged_are_counted() -> None:
 
 def test_a_rule_that_always_diverges_has_no_value() -> None:
     row = fact(Analysis(records(divergence={"linear": 1.0}), targets=TARGET), "64", "linear")
-    assert (row["divergence"], row["divergence_high"], row["value_n"], row["reached"]) == (1, 1, 0, 0)
+    assert (row["failed"], row["failed_high"], row["value_n"], row["reached"]) == (1, 1, 0, 0)
     assert np.isnan([row["value"], row["difference"], row["regret"], row["target_samples"]]).all()
 
 

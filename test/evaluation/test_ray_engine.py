@@ -144,7 +144,7 @@ def test_the_command_trains_a_task_of_its_working_directory_at_an_address(cluste
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("records: 2 trainings, 0 of which diverged\n")
+    assert done.stdout.startswith("records: 2 trainings, 0 of which failed\n")
     expected = run(experiment(arguments={"shift": 0.5}, seeds=2), tmp_path / "expected", progress=False)
     found = {record.cell["seed"]: record.curve for record in read_records(tmp_path / "records")}
     assert found == {record.cell["seed"]: record.curve for record in expected}

@@ -106,6 +106,7 @@ def evaluate(
     """
     from variable_batch_size.evaluation import Experiment, ModelTime, engines
     from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
+    from variable_batch_size.evaluation.record import status_of
     from variable_batch_size.simulation import NoiseCurve
 
     model, under = time.throughput(), None
@@ -136,8 +137,8 @@ def evaluate(
             records = engines.run(
                 cells, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command
             )
-            diverged = sum(record.status == "diverged" for record in records)
-            typer.echo(f"{folder}: {len(records):,} trainings, {diverged:,} of which diverged")
+            failed = sum(status_of(record) != "finished" for record in records)
+            typer.echo(f"{folder}: {len(records):,} trainings, {failed:,} of which failed")
             report.publish(
                 folder, table="parquet" if parquet else "csv", recommend=recommend, data_dir=of_task.data_dir
             )

@@ -1,4 +1,4 @@
-"""From records to tables: values over seeds, paired differences, regret, divergence and time to a target."""
+"""From records to tables: values over seeds, paired differences, regret, failures and time to a target."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.evaluation.claims import FAILED, Claim, claims_of
 from variable_batch_size.evaluation.metric import Mode, is_known_to_be_less, lower_is_better
 from variable_batch_size.evaluation.naming import task_names
-from variable_batch_size.evaluation.record import Record
+from variable_batch_size.evaluation.record import Record, status_of
 from variable_batch_size.evaluation.statistics import (
     CONFIDENCE,
     Interval,
@@ -46,8 +47,9 @@ def possible(metric: str, values: FloatArray) -> dict[str, float]:
 class Analysis:
     """Tables of an evaluation, complete or not.
 
-    A training that diverged has no final value: the means are those of the seeds that finished, their number is beside
-    them, and so is the rate of divergence.
+    A training failed if it diverged, or if its final loss is not below that of the untrained model by the margin of the
+    task, 5 % by default. It has no final value: means are those of the seeds that did not fail, whose number is beside
+    them, and so is the rate of failures.
 
     Args:
         records: those of any tasks, traces, rules, learning rates and seeds, at least one.
@@ -139,7 +141,7 @@ class Analysis:
 
     @cached_property
     def ends(self) -> pd.DataFrame:
-        """A row for each cell: its values at the end of the samples, nan if it diverged, and what it used until then.
+        """A row for each cell: its values at the end of the samples, nan if it failed, and what it used until then.
 
         `reached` is whether it reached the target, and `target_samples`, `target_updates`, `target_seconds` and
         `target_cost` are what that took, or all that it used.
@@ -168,10 +170,9 @@ class Analysis:
         """For each task, trace and rule, at the learning rate of the reference: everything that the report prints.
 
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
-        `value` of the metric, the paired `difference` to the baseline, the `regret` and the `divergence` rate; each
+        `value` of the metric, the paired `difference` to the baseline, the `regret` and the `failed` rate; each
         `target_...` with `reached` of `target_n`. Without an interval its bounds are nan. `difference_decided` is
-        whether its interval does not contain 0 even if it is so wide that those of all rules hold together; never after
-        a divergence of the rule or of the baseline, whose other seeds are a choice.
+        whether one of the `claims` is about the rule and the baseline.
         """
         import pandas as pd
 
@@ -179,13 +180,16 @@ class Analysis:
         for task in self.tasks:
             for trace in self.traces(task):
                 pairs, grid = self.differences(task, trace, self.baseline), self.tuned(task, trace)
-                wide = self.differences(task, trace, self.baseline, self.simultaneous(task, trace))
-                stable = self.stable(task, trace)
+                decided = {
+                    rule
+                    for claim in self.claims[task, trace]
+                    for rule in (claim.better, claim.worse)
+                    if self.baseline in claim
+                }
                 for name, cells in self._own(task, trace).groupby("rule", sort=False):
                     rule = str(name)
                     row = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
-                    judged = {rule, self.baseline}.issubset(stable) and wide.get(rule, _NONE).decided
-                    rows[task, trace, rule] = row | {"difference_decided": judged}
+                    rows[task, trace, rule] = row | {"difference_decided": rule != self.baseline and rule in decided}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis(GROUP)
 
     def facts(self, task: str, trace: str) -> pd.DataFrame:
@@ -199,21 +203,49 @@ class Analysis:
         import pandas as pd
 
         own = self._own(task, trace)
-        values = {rule: _by_seed(own[(own["rule"] == rule) & ~own["diverged"]], self.metric) for rule in rules}
+        values = {rule: _by_seed(own[(own["rule"] == rule) & ~own["failed"]], self.metric) for rule in rules}
         return pd.DataFrame(values).dropna()
 
     def stable(self, task: str, trace: str) -> list[str]:
-        """Return the rules that have the metric at the learning rate of the reference, and never diverged."""
+        """Return the rules that have the metric at the learning rate of the reference, and never failed."""
         own = self._own(task, trace).groupby("rule")
-        kept = ~own["diverged"].any() & own[self.metric].count().gt(0)
+        kept = ~own["failed"].any() & own[self.metric].count().gt(0)
         return [rule for rule in self.rules if kept.get(rule, False)]
 
-    def simultaneous(self, task: str, trace: str) -> float:
-        """Return the confidence of an interval with which those of all differences to a rule hold together.
+    @cached_property
+    def claims(self) -> dict[tuple[str, str], list[Claim]]:
+        """What may be claimed of each task and trace, at the learning rate of the reference; see `claims_of`."""
+        return claims_of({key: self._by_rule(*key) for key in self._groups})
 
-        By Bonferroni's correction, for the rules that never diverged.
-        """
-        return 1 - (1 - CONFIDENCE) / max(1, len(self.stable(task, trace)) - 1)
+    @cached_property
+    def together(self) -> float:
+        """The confidence of an interval with which those of all pairs of rules hold together (Bonferroni)."""
+        pairs = sum(math.comb(len(self._by_rule(*key)), 2) for key in self._groups)
+        return 1 - (1 - CONFIDENCE) / max(1, pairs)
+
+    @cached_property
+    def pairing(self) -> float:
+        """The standard deviation of paired differences to the baseline over that without pairs: the median."""
+        found = []
+        for key in self._groups:
+            rules = self._by_rule(*key)
+            for rule, values in rules.items():
+                both = np.isfinite(values) & np.isfinite(first := rules.get(self.baseline, values))
+                apart = float(values[both].var(ddof=1) + first[both].var(ddof=1)) if both.sum() > 2 else 0.0
+                if rule != self.baseline and apart > 0:
+                    found.append(float((values[both] - first[both]).std(ddof=1)) / math.sqrt(apart))
+        return float(np.median(found)) if found else math.nan
+
+    @property
+    def _groups(self) -> list[tuple[str, str]]:
+        return [(task, trace) for task in self.tasks for trace in self.traces(task)]
+
+    def _by_rule(self, task: str, trace: str) -> dict[str, FloatArray]:
+        """Return the metric of each rule by seed as `claims_of` takes it."""
+        own, sign = self._own(task, trace), 1.0 if self.lower else -1.0
+        values = (sign * own[self.metric]).where(~own["failed"], FAILED)
+        table = own.assign(judged=values).pivot_table("judged", "rule", "seed", aggfunc="first", dropna=False)
+        return {rule: _floats(table.loc[rule]) for rule in self.rules if rule in table.index}
 
     def differences(self, task: str, trace: str, first: str, confidence: float = CONFIDENCE) -> dict[str, Interval]:
         """Return the paired differences of each rule to the rule `first`, at the learning rate of the reference."""
@@ -230,16 +262,16 @@ class Analysis:
         return self.own[(self.own["task"] == task) & (self.own["trace"] == trace)]
 
     def tuned(self, task: str, trace: str) -> pd.DataFrame:
-        """Return the metric of the constant rule by factor and seed, without factors at which a training diverged."""
+        """Return the metric of the constant rule by factor and seed, without factors at which a training failed."""
         cells = self.ends[(self.ends["task"] == task) & (self.ends["trace"] == trace) & (self.ends["rule"] == BASELINE)]
-        stable = cells[~cells["diverged"].groupby(cells["lr_factor"]).transform("any")]
+        stable = cells[~cells["failed"].groupby(cells["lr_factor"]).transform("any")]
         return stable.pivot_table(index="lr_factor", columns="seed", values=self.metric, dropna=False)
 
     def _end(self, cell: pd.DataFrame) -> dict[str, Any]:
         last: dict[str, Any] = {str(name): value for name, value in cell.iloc[-1].items()}
-        diverged = last["status"] == "diverged"
-        row = {**last, "diverged": diverged, "evaluations": len(cell)}
-        row |= {name: np.nan if diverged else last.get(name, np.nan) for name in self.metrics}
+        failed = last["status"] != "finished"
+        row = {**last, "failed": failed, "evaluations": len(cell)}
+        row |= {name: np.nan if failed else last.get(name, np.nan) for name in self.metrics}
         target = (self.targets or {}).get(last["task_name"])
         if target is None:
             return row
@@ -249,10 +281,10 @@ class Analysis:
         return {**row, "reached": found is not None, **{f"target_{name}": at[name] for name in PLACES}}
 
     def _row(self, cells: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
-        finished = cells[~cells["diverged"]]
+        finished = cells[~cells["failed"]]
         values = _floats(finished[self.metric].dropna())
         row = _flat("value", mean_interval(values, **possible(self.metric, values)))
-        row |= _flat("divergence", rate_interval(int(cells["diverged"].sum()), len(cells)))
+        row |= _flat("failed", rate_interval(int(cells["failed"].sum()), len(cells)))
         for name in (*PLACES, "wall_seconds", *self.metrics):
             row[f"end_{name}"] = finished[name].mean()
         row |= self._regret(finished, grid)
@@ -315,7 +347,7 @@ def _cell_columns(record: Record, task: str) -> dict[str, Any]:
         "seed": cell["seed"],
         "ref_batchsize": cell.get("ref_batchsize"),
         "planned_samples": cell["samples"],
-        "status": record.status,
+        "status": status_of(record),
         "wall_seconds": record.wall_seconds,
     }
 

@@ -131,7 +131,7 @@ def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]
 def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: Mapping[str, tuple[str, str]]) -> None:
     """Draw the mean of a metric over the seeds along a place, with its 95% interval at each evaluation as a band.
 
-    A cross marks where a training diverged.
+    A cross marks the end of a training that failed.
     """
     later, alpha = [], min(0.15, 0.3 / rows["rule"].nunique())
     for rule, cells in rows.groupby("rule", sort=False):
@@ -140,7 +140,7 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: 
         axes.plot(x, mean, label=rule, lw=1.4, **style)
         axes.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
         later.append(mean[len(mean) // 5 :])
-        for _, cell in cells[cells["status"] == "diverged"].groupby("key"):
+        for _, cell in cells[cells["status"] != "finished"].groupby("key"):
             stable = cell.dropna(subset=[place, metric])
             axes.plot(stable[place], stable[metric], lw=0.7, alpha=0.6, **style)
             axes.plot(stable[place].iloc[-1:], stable[metric].iloc[-1:], "x", color=style["color"], ms=5)
@@ -152,7 +152,7 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: 
 def _focus(axes: Axes, values: FloatArray, drawn: pd.Series[float]) -> None:
     """Show where the means are after the first fifth: bands of few seeds are wide, and all curves begin alike.
 
-    Where all trainings diverged there are no means, and the values that are `drawn` have any size.
+    Where all trainings failed there are no means, and the values that are `drawn` have any size.
     """
     if not len(values) and len(drawn) and (drawn > 0).all():
         axes.set_yscale("log")
@@ -195,10 +195,10 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
 
 
 def _regret_text(fact: Mapping[Any, float], digits: int) -> str:
-    failed = fact["divergence"] * fact["divergence_n"]
+    failed = fact["failed"] * fact["failed_n"]
     star = "*" if fact["regret_low"] > 0 else ""
     lines = [f"{fact['regret']:+.{digits}f}{star}"] if np.isfinite(fact["regret"]) else [] if failed > 0 else ["-"]
-    return "\n".join([*lines, *([f"{failed:.0f} of {fact['divergence_n']:.0f} div."] if failed > 0 else [])])
+    return "\n".join([*lines, *([f"{failed:.0f} of {fact['failed_n']:.0f} failed"] if failed > 0 else [])])
 
 
 def _first_seeds(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis, possible
+from variable_batch_size.evaluation.claims import Claim
 from variable_batch_size.evaluation.statistics import Interval, mean_interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 
@@ -45,13 +46,10 @@ class Recommendation:
 def recommend(analysis: Analysis) -> list[Recommendation]:
     """Return a recommendation for each task and trace.
 
-    Of the rules that never diverged, and are not seen to be worse than the baseline, the one with the best mean over
-    the seeds that all of them have is compared with each other one by paired differences over the seeds that both have,
-    whose intervals are widened by the number of rules (Bonferroni). Where one contains 0, no difference is seen. The
-    rule that is truly best is then the named one, or one to which no difference is seen, with 95% confidence (Hsu 1984,
-    Constrained Simultaneous Confidence Intervals for Multiple Comparisons with the Best). That all others
-    are worse is less sure, because the best mean is in part luck. If no difference to the baseline is seen, that is
-    recommended, as the simplest, unless a third rule is seen to be better than it.
+    Of the rules that never failed, and that no such rule is claimed to be better than (see `claims_of`), it is the one
+    with the best mean over the seeds that all of them have; the others are those to which no difference is seen. The
+    rule that is truly best among those that do not fail is one of them, with 95% confidence, for all traces of a report
+    together. The baseline is recommended if it is among them, as the simplest.
     """
     return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
 
@@ -62,49 +60,21 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     if why := _why_none(analysis.metric, facts, values):
         which = f"No rule can be recommended for {task} under {trace}{why[0]}."
         return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, None, facts)))
+    claims = analysis.claims[task, trace]
+    beaten = {claim.worse for claim in claims if claim.better in stable}
+    left = [rule for rule in stable if rule not in beaten] or stable
     sign = 1 if analysis.lower else -1
-    worse = facts["difference_decided"] & (sign * facts["difference"] > 0)  # than the baseline
-    best, pairs = _best(analysis, task, trace, [rule for rule in stable if not worse[rule]])
-    better = _better(analysis, task, trace, stable, best)
-    beaten = {name for names in better.values() for name in names}
-    alike = [rule for rule in stable if rule not in {best, *beaten}]
+    best = str((sign * analysis.shared(task, trace, left).mean()).idxmin())
+    alike = [rule for rule in left if rule != best]
     rule = analysis.baseline if analysis.baseline in alike else best
+    pairs = analysis.differences(task, trace, best, analysis.together)
     sentences = (
         _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
-        _how_sure(pairs, better, [best, *alike], _range(analysis.metric, values)),
+        _how_sure(pairs, claims, [best, *alike], _range(analysis.metric, values), bool(facts["failed"].any())),
         _unknown(analysis, task, rule, facts),
     )
     alternatives = tuple(name for name in (best, *alike) if name != rule)
     return Recommendation(task, trace, rule, alternatives, sentences)
-
-
-def _best(analysis: Analysis, task: str, trace: str, rules: list[str]) -> tuple[str, dict[str, Interval]]:
-    """Return the rule with the best mean over the seeds that all have, and the differences of all others to it.
-
-    With more seeds that only two of them have, another one may be seen to be better: then it is that one.
-    """
-    sign = 1 if analysis.lower else -1
-    best = str((sign * analysis.shared(task, trace, rules).mean()).idxmin())
-    for _ in rules:
-        pairs = analysis.differences(task, trace, best, analysis.simultaneous(task, trace))
-        better = [rule for rule in rules if rule in pairs and pairs[rule].decided and sign * pairs[rule].value < 0]
-        if not better:
-            break
-        best = better[0]
-    return best, pairs
-
-
-def _better(analysis: Analysis, task: str, trace: str, rules: list[str], best: str) -> dict[str, list[str]]:
-    """Return rule -> those than which it is seen to be better, by the differences to the best one and the baseline."""
-    sign = 1 if analysis.lower else -1
-    found: dict[str, str] = {}  # rule -> one that is better
-    for first in dict.fromkeys(rule for rule in (best, analysis.baseline) if rule in rules):
-        pairs = analysis.differences(task, trace, first, analysis.simultaneous(task, trace))
-        for rule in rules:
-            if rule in pairs and pairs[rule].decided:
-                winner, loser = (first, rule) if sign * pairs[rule].value > 0 else (rule, first)
-                found.setdefault(loser, winner)
-    return {winner: [rule for rule in rules if found.get(rule) == winner] for winner in dict.fromkeys(found.values())}
 
 
 def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
@@ -113,12 +83,12 @@ def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[s
     Args:
         metric: what rules are compared by.
         facts: the rules, trained.
-        values: of the rules that never diverged and have the metric, by seed, of the seeds that all have.
+        values: of the rules that never failed and have the metric, by seed, of the seeds that all have.
     """
-    if not len(values.columns) and (facts["value_n"] + facts["divergence"] * facts["divergence_n"] == 0).all():
+    if not len(values.columns) and (facts["value_n"] + facts["failed"] * facts["failed_n"] == 0).all():
         return f": no training has {metric}", f"Either the task does not evaluate {metric}, or it is not finite."
     if not len(values.columns):
-        return ": each one diverged at least once", "How they compare where they do not diverge is not said."
+        return ": each one failed at least once", "How they compare where they do not fail is not said."
     names = [*map(str, values.columns)]
     if values.empty:
         apart = f"Rules are compared by equal seeds, which {listed(names)} do not have."
@@ -156,31 +126,42 @@ def _which(
     )
 
 
-def _how_sure(pairs: dict[str, Interval], better: dict[str, list[str]], alike: list[str], most: float) -> str:
-    """Return what the paired differences say, and how large one could be that was not seen.
+def _how_sure(pairs: dict[str, Interval], claims: list[Claim], alike: list[str], most: float, failed: bool) -> str:
+    """Return what was claimed, and how large a difference could be that was not seen.
 
     Args:
-        pairs: rule -> its difference to the best one.
-        better: rule -> those than which it was seen to be better.
+        pairs: rule -> its difference to the best one, with an interval that holds together with those of all pairs.
+        claims: what may be claimed.
         alike: the best one, and those to which no difference is seen.
         most: largest difference that there can be.
+        failed: whether a rule is left out, because a training failed.
     """
-    (best, *others), beaten = alike, [rule for worse in better.values() for rule in worse]
-    if not (others or beaten):
+    best, *others = alike
+    winners = dict.fromkeys([best, *(claim.better for claim in claims)])
+    parts = [text for winner in winners if (text := _claimed(winner, claims, best, pairs))]
+    if not (others or parts):
         return "There is nothing to compare it with."
-    least = min((min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in better.get(best, ())), default=0.0)
-    by = {best: f", by {number(least)} or more"}
-    parts = [f"{rule} was better than {listed(worse)}{by.get(rule, '')}" for rule, worse in better.items()]
     if others:
         bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in others]
         missed = min(most, max((bound for bound in bounds if math.isfinite(bound)), default=math.nan))
         other = others[0] if len(others) == 1 else "another one of these"
         lost = f"a difference of up to {number(missed)} between {best} and {other} could not be told from chance"
         parts.append(lost if number(missed).strip("0.") else f"{listed(alike)} brought the same")
-    counts = sorted({pairs[rule].n for rule in (*others, *beaten)})
-    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    sure = f"the best of them is {listed(alike, 'or')} with 95% confidence"
+    counts = sorted({pairs[rule].n for rule in pairs if pairs[rule].n})
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
+    sure = f"the best of {'those that did not fail' if failed else 'them'} is {listed(alike, 'or')} with 95% confidence"
     return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
+
+
+def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Interval]) -> str:
+    """Return than which rules one was better, or failed less often."""
+    by_means = [claim.worse for claim in claims if claim.better == winner and claim.by != "failures"]
+    failing = [claim.worse for claim in claims if claim.better == winner and claim.by == "failures"]
+    bounds = [min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in by_means if rule in pairs]
+    least = min((bound for bound in bounds if winner == best and math.isfinite(bound)), default=0.0)
+    by = f", by {number(least)} or more" if least else ""
+    parts = [f"{winner} was better than {listed(by_means)}{by}"] if by_means else []
+    return " and ".join([*parts, *([f"{winner} failed less often than {listed(failing)}"] if failing else [])])
 
 
 def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:
@@ -194,10 +175,10 @@ def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFram
         edge = ", whose best one is at the edge of the grid" if fact["edge"] else ""
         parts.append(f"the order at other learning rates ({rule} has a regret of {bounds} to a tuned {BASELINE}{edge})")
     parts.append("other models, data and hardware")
-    failed = facts["divergence"] * facts["divergence_n"]
+    failed = facts["failed"] * facts["failed_n"]
     counts = {
-        "left out because trainings diverged": failed,
-        f"without {analysis.metric}": facts["divergence_n"] - failed - facts["value_n"],
+        "left out because trainings failed": failed,
+        f"without {analysis.metric}": facts["failed_n"] - failed - facts["value_n"],
     }
     said = [f"; {what}: {listed(found)}" for what, count in counts.items() if (found := _counts(count, facts))]
     return f"Not known: {listed(parts)}{''.join(said)}."
@@ -205,5 +186,5 @@ def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFram
 
 def _counts(count: pd.Series[float], facts: pd.DataFrame) -> list[str]:
     """Return the rules whose count of trainings is not 0, each with it and the number of all."""
-    pairs = zip(facts.index, count, facts["divergence_n"], strict=True)
+    pairs = zip(facts.index, count, facts["failed_n"], strict=True)
     return [f"{name} {some:.0f} of {all_:.0f}" for name, some, all_ in pairs if round(some)]

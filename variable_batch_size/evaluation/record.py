@@ -16,6 +16,8 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.evaluation.table import is_table, read_table, write_table
 
 FORMAT = 1
+MARGIN = "margin of the task"
+DEFAULT_MARGIN = 0.05
 _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 
@@ -68,6 +70,18 @@ class Record:
         except ValueError as error:
             raise _not_a_record(path, error, remedy) from error
         return _record_of(content, path, remedy)
+
+
+def status_of(record: Record) -> Literal["finished", "failed", "diverged"]:
+    """Return the status of a training: "failed" if it finished with a loss that is hardly below the untrained one.
+
+    final loss > (1 - margin) * loss of the untrained model, if that is positive; `MARGIN` is in the environment.
+    """
+    losses = record.curve.get("loss") or ()
+    if record.status == "diverged" or len(losses) < 2 or None in (losses[0], losses[-1]) or losses[0] <= 0:
+        return record.status
+    margin = record.environment.get(MARGIN, DEFAULT_MARGIN)
+    return "finished" if losses[-1] <= (1 - margin) * losses[0] else "failed"
 
 
 def path_of(folder: str | os.PathLike[str], key: str) -> Path:

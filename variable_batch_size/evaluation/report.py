@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from variable_batch_size.evaluation import figures, wording
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis
 from variable_batch_size.evaluation.metric import Mode
 from variable_batch_size.evaluation.recommendation import Recommendation, recommend
-from variable_batch_size.evaluation.record import Record
+from variable_batch_size.evaluation.record import Record, status_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,6 +104,7 @@ def render(analysis: Analysis, command: str = "", planned: int | None = None) ->
         markup=jinja2.utils.markupsafe.Markup,
         metric=analysis.metric,
         baseline=analysis.baseline,
+        pairing=wording.number(analysis.pairing) if math.isfinite(analysis.pairing) else "",
         tasks=[_task(analysis, task, found) for task in analysis.tasks],
         facts=_facts(analysis, command, planned),
     )
@@ -147,11 +149,12 @@ def _panels(analysis: Analysis, task: str, trace: str) -> list[tuple[str, str]]:
 def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     """Return the columns of a table and its rows, each a rule and its cells; columns without a number are left out."""
     facts = analysis.facts(task, trace)
+    facts = facts.sort_values("failed", key=lambda rate: rate > 0, kind="stable")  # which is no claim
     columns = {
+        "failed": [_failures(row) for row in _rows(facts)],
         f"{analysis.metric}": [_interval(row, "value") for row in _rows(facts)],
         f"difference to {analysis.baseline}": [_interval(row, "difference", "+") for row in _rows(facts)],
         "regret": [_interval(row, "regret", "+") for row in _rows(facts)],
-        "diverged": [_divergence(row) for row in _rows(facts)],
     }
     for name in analysis.metrics:
         if name != analysis.metric:
@@ -175,14 +178,14 @@ def _rows(facts: Any) -> list[dict[str, float]]:
 
 def _interval(row: Mapping[str, float], name: str, sign: str = "") -> str:
     text = wording.interval(row[name], row[f"{name}_low"], row[f"{name}_high"], sign)
-    few = row[f"{name}_n"] < row["divergence_n"] and text != "-"
-    return f"{text}, {row[f'{name}_n']:.0f} of {row['divergence_n']:.0f} seeds" if few else text
+    few = row[f"{name}_n"] < row["failed_n"] and text != "-"
+    return f"{text}, {row[f'{name}_n']:.0f} of {row['failed_n']:.0f} seeds" if few else text
 
 
-def _divergence(row: Mapping[str, float]) -> str:
-    low, high = row["divergence_low"], row["divergence_high"]
-    count = row["divergence"] * row["divergence_n"]
-    return f"{count:.0f} of {row['divergence_n']:.0f} ({low:.0%} to {high:.0%})"
+def _failures(row: Mapping[str, float]) -> str:
+    low, high = row["failed_low"], row["failed_high"]
+    count = row["failed"] * row["failed_n"]
+    return f"{count:.0f} of {row['failed_n']:.0f} ({low:.0%} to {high:.0%})"
 
 
 def _to_target(row: Mapping[str, float], name: str) -> str:
@@ -201,9 +204,9 @@ def _target(analysis: Analysis, task: str) -> str:
 
 def _facts(analysis: Analysis, command: str, planned: int | None) -> dict[str, str]:
     """Return what the evaluation was, and on what it ran."""
-    total, diverged = len(analysis.records), sum(record.status == "diverged" for record in analysis.records)
+    total, failed = len(analysis.records), sum(status_of(record) != "finished" for record in analysis.records)
     of = f" of {planned:,}" if planned is not None and planned != total else ""
-    facts = {"trainings": f"{total:,}{of}, {diverged:,} of them diverged"}
+    facts = {"trainings": f"{total:,}{of}, {failed:,} of them failed"}
     facts["computed in"] = wording.duration(sum(record.wall_seconds for record in analysis.records))
     if command:
         facts["command"] = command

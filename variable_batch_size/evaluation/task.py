@@ -28,6 +28,7 @@ from variable_batch_size._validation import (
     value_error,
 )
 from variable_batch_size.evaluation.metric import lower_is_better
+from variable_batch_size.evaluation.record import DEFAULT_MARGIN
 from variable_batch_size.evaluation.tasks.table import TASKS
 
 FUNCTIONS = {
@@ -52,6 +53,8 @@ class Task(Protocol):
     - `max_grad_norm`: norm to which gradients are clipped (not clipped);
     - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a training, read
       once in `ref_batchsize` samples (1);
+    - `margin`: by how much the final loss must be below that of the untrained model, as a part of it, for a training
+      not to have failed (0.05);
     - `target`: a metric and its value, such as `("loss", 0.12)`: a loss is reached from above, others from below;
     - `version`: text that names its code and data: what was trained with another version is trained again.
 
@@ -92,6 +95,7 @@ class Defaults:
     max_grad_norm: float | None
     schedule: Callable[[int, int], float] | None
     target: tuple[str, float] | None
+    margin: float
     version: str
 
     @classmethod
@@ -111,6 +115,7 @@ class Defaults:
             max_grad_norm=read("max_grad_norm", _norm),
             schedule=read("schedule", _function),
             target=read("target", _target),
+            margin=read("margin", _part, DEFAULT_MARGIN),
             version=str(getattr(task, "version", "")),
         )
 
@@ -125,6 +130,12 @@ def _rate(value: object, name: str) -> float:
 
 def _norm(value: object, name: str) -> float:
     return check_positive(value, name, "pass a norm, or leave it out")
+
+
+def _part(value: object, name: str) -> float:
+    if (part := check_number(value, name, "pass a part between 0 and 1")) > 1:
+        raise value_error(f"{name} must be between 0 and 1", repr(value), "pass a part of the untrained loss")
+    return part
 
 
 def _function(value: object, name: str) -> Callable[[int, int], float]:

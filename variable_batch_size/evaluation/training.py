@@ -25,7 +25,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
-from variable_batch_size.evaluation.record import Record
+from variable_batch_size.evaluation.record import MARGIN, Record
 from variable_batch_size.evaluation.saving import Saving
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
@@ -106,6 +106,8 @@ def record_of(
         parts = parts_of(cell)
         curve = Curve(cell.course.time, cell.minibatch_size)
         own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler, "curve": curve}
+        own_facts: dict[str, Any] = {"threads": threads, DATASET_SIZE: parts.sampler.plan.dataset_size}
+        own_facts[MARGIN] = Defaults.of(parts.task, cell.task).margin
         with Saving(checkpoints, save_every, own) as saving:
             saving.restore()
             _train(parts, cell, curve, saving)
@@ -115,7 +117,7 @@ def record_of(
             status="diverged" if curve.diverged else "finished",
             curve=curve.columns(),
             wall_seconds=round(curve.wall_seconds, 3),
-            environment=environment() | {"threads": threads, DATASET_SIZE: parts.sampler.plan.dataset_size},
+            environment=environment() | own_facts,
         )
 
 
