@@ -145,7 +145,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"strategy": strategy(optimizer_options={"max_grad_norm": 4.0}), "gradient_clip_val": 1.0},
         "optimizer_options must be .*, got max_grad_norm; leave",
     ),
-    ({"strategy": VariableBatchStrategy(TRACE, "root")}, "ref_batchsize"),
     ({"strategy": strategy(trace=[24, 24])}, "trace"),
     ({"strategy": strategy(trace=SAMPLES + 1)}, "batch size"),
 ]
@@ -157,6 +156,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         fit(**({"module": Classifier()} | options))
+
+
+def test_a_rule_without_its_reference_is_refused_where_it_is_given() -> None:
+    with pytest.raises(ValueError, match="needs ref_batchsize"):
+        VariableBatchStrategy(TRACE, "root")
 
 
 def test_a_second_fit_and_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_a_model_whose_loss_ignores_the_number_of_labels(tmp_path: Path, create:
     assert difference(model, weights(twin)) < 1e-9  # T5 computes its norms in float32
     assert [entry["loss"] for entry in trainer.state.log_history[:-1]] == pytest.approx(losses, rel=1e-6)
     by_samples.accepts_loss_kwargs = False  # the mean over samples, for a loss that is one
-    trainer_of(tmp_path, by_samples, train_dataset=Texts(), optim="sgd").train()
+    with pytest.warns(UserWarning, match="a mean over rows or labels"):  # it is not
+        trainer_of(tmp_path, by_samples, train_dataset=Texts(), optim="sgd").train()
     assert 1e-5 < difference(by_samples, weights(twin)) < 1
 
 

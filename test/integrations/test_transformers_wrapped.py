@@ -16,8 +16,6 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5F
 
 from helpers import fsdp2_on_cpu
 from helpers.transformers_jobs import (
-    BLOCKS,
-    FSDP2,
     VOCABULARY,
     Classifier,
     Rows,
@@ -28,6 +26,7 @@ from helpers.transformers_jobs import (
     sum_in_float64,
     trainer_of,
 )
+from helpers.transformers_sharded_jobs import BLOCKS, FSDP2
 from helpers.yardstick import REF, TRACE, difference, in_processes, weights
 from variable_batch_size.integrations.transformers import VariableBatchMixin
 
