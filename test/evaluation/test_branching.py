@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from helpers.branching_tasks import Quadratic
 from helpers.commands import environment
 from helpers.evaluation_tasks import Tiny
 from helpers.pages import ROOT
-from variable_batch_size.evaluation import Candidate, branch, critical_batch_size
+from variable_batch_size.evaluation import Candidate, branch
 from variable_batch_size.evaluation.branching.branch import Branches
 from variable_batch_size.evaluation.branching.ranking import ranking
 from variable_batch_size.evaluation.branching.start import Start
@@ -75,7 +74,7 @@ def test_a_training_of_an_evaluation_is_continued_too(tmp_path: Path, monkeypatc
     """Its checkpoint has a curve beside model, optimizer and scheduler."""
     from variable_batch_size.evaluation import Experiment, training
 
-    (cell,) = Experiment(
+    cell, *_ = Experiment(
         ["helpers.evaluation_tasks:Tiny"], [str(BATCH)], ["root"], seeds=[5], samples=40 * BATCH, between=SAMPLES
     ).cells()
     monkeypatch.setattr(training.shutil, "rmtree", lambda *_, **__: None)
@@ -143,16 +142,45 @@ def test_a_quadratic_is_ranked_as_its_curvature_says() -> None:
 
 
 def test_no_difference_is_seen_where_there_is_none() -> None:
-    """At the reference batch size all rules are the same; a learning rate that differs by a thousandth nearly is."""
-    found = branch(None, Quadratic(), batch_size=8, candidates=["root", "linear"], updates=60)
+    """At the reference AdaScale's gain is 1; a learning rate that differs by a thousandth is nearly the same."""
+    found = branch(None, Quadratic(), batch_size=8, candidates=["root", "adascale"], updates=40)
     assert found.pairs[0].difference[:3] == (0.0, 0.0, 0.0)
     assert found.conclusion() == "No difference is seen between any of the candidates: train longer branches."
     few = branch(None, Quadratic(), batch_size=8, candidates=["root", "root*2"], updates=14)
     assert few.conclusion().endswith(": 7 updates are too few for an interval, compare 8 or more (--updates, --last).")
     assert f"more than {few.places[0].name}" in str(few)
+    assert [place.rank for place in few.places] == [None, None]
+    assert [[row[1], row[3], row[-1]] for row in few.table()[1]] == [["-"] * 3] * 2
+    assert len(few.best) == 2
     assert [place.rank for place in found.places] == [1, 1]
     near = branch(None, Quadratic(), batch_size=8, candidates=["root", "root*1.001"], updates=60, orders=4)
     assert near.places[1].same == (near.places[0].name,)
+
+
+def test_candidates_that_train_alike_are_one() -> None:
+    own: dict[str, Any] = {"candidates": ["constant", "linear", "root*2", "root*0.5", "legw:5"], "updates": 140}
+    found = branch(None, Quadratic(), batch_size=32, **own)
+    assert [trial.name for trial in found.trials] == ["constant = root*0.5", "linear = root*2", "legw:5"]
+    assert found.cost.branches == 3
+    (alone,) = branch(None, Quadratic(), batch_size=32, **own | {"candidates": ["root*2"]}).trials
+    assert alone.losses == found.trials[1].losses
+    one = branch(None, Quadratic(), batch_size=8, candidates=["root", "linear"], updates=20)
+    assert one.conclusion() == "root = linear is the only candidate."
+
+
+@pytest.mark.parametrize(("updates", "names"), [(56, ["root*3 = linear"]), (57, ["root*3", "linear"])])
+def test_the_smaller_update_at_the_end_of_an_epoch_tells_candidates_apart(updates: int, names: list[str]) -> None:
+    """At 9 times the reference, 56 updates of 72 samples leave 64 of the 4,096."""
+    candidates = tuple(map(Candidate.of, ["root*3", "linear"]))
+    assert list(Branches(Start.read(None, Quadratic()), 72, candidates, updates).distinct) == names
+
+
+def test_a_checkpoint_after_the_warm_up_trains_legw_as_the_root_rule(tmp_path: Path) -> None:
+    trained(tmp_path)
+    for updates, names in ((20, ["legw:20 = root"]), (30, ["legw:30", "root"])):
+        candidates = [f"legw:{updates}", "root"]
+        found = branch(tmp_path, Tiny(), batch_size=32, candidates=candidates, updates=20, samples=SAMPLES)
+        assert [trial.name for trial in found.trials] == names
 
 
 def test_a_decay_lets_the_learning_rate_fall_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +229,7 @@ def test_evaluations_are_compared_over_orders_only() -> None:
 def test_the_checkpoint_is_only_read(tmp_path: Path) -> None:
     trained(tmp_path)
     before = content(tmp_path)
-    arguments: dict[str, Any] = {"batch_size": 32, "candidates": ["root", "linear*0.5"], "updates": 20}
+    arguments: dict[str, Any] = {"batch_size": 32, "candidates": ["root", "linear*0.4"], "updates": 20}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that the rule changes is what branches are for
         first = branch(tmp_path, Tiny(), samples=SAMPLES, **arguments)
@@ -211,7 +239,7 @@ def test_the_checkpoint_is_only_read(tmp_path: Path) -> None:
     again = branch(next(tmp_path.glob("update-*")), Tiny(), samples=SAMPLES, **arguments)
     assert again.as_json() == first.as_json()
     assert content(tmp_path) == before
-    other = branch(tmp_path, Tiny(), samples=SAMPLES, **arguments | {"candidates": ["linear*0.5", "root"]})
+    other = branch(tmp_path, Tiny(), samples=SAMPLES, **arguments | {"candidates": ["linear*0.4", "root"]})
     assert {t.name: t for t in other.trials} == {t.name: t for t in first.trials}  # no branch changes another
 
 
@@ -223,7 +251,7 @@ from helpers.evaluation_tasks import Tiny
 from variable_batch_size.evaluation import branch
 
 def run():
-    arguments = {"candidates": ["root", "linear*0.5"], "updates": 40, "samples": 2000, "orders": 2}
+    arguments = {"candidates": ["root", "linear*0.4"], "updates": 40, "samples": 2000, "orders": 2}
     return branch(sys.argv[1], Tiny(), batch_size=32, **arguments)
 
 torch.set_num_threads(1)
@@ -252,7 +280,7 @@ def test_killed_and_repeated_it_says_the_same(tmp_path: Path) -> None:
     assert killed > 2
     assert content(tmp_path) == before
     expected = branch(
-        tmp_path, Tiny(), batch_size=32, candidates=["root", "linear*0.5"], updates=40, samples=SAMPLES, orders=2
+        tmp_path, Tiny(), batch_size=32, candidates=["root", "linear*0.4"], updates=40, samples=SAMPLES, orders=2
     )
     assert found == json.loads(json.dumps(expected.as_json()))
 
@@ -334,38 +362,6 @@ def test_the_cost_is_known_beforehand() -> None:
         "4 branches of at most 2,048 samples, 8,192 in all, 25 % of a full training, and 5 evaluations"
     )
     assert sum(map(sum, (trial.samples for trial in branches.run().trials))) == 8192
-
-
-def test_the_critical_batch_size_of_a_quadratic() -> None:
-    """With linear scaling, the learning rate of batch 32 is 0.4, of 64 above 0.5: it diverges."""
-    found = critical_batch_size(
-        None, Quadratic(), batch_sizes=[8, 16, 32, 64, 128], samples=8192, rule="linear", tolerance=1.0
-    )
-    assert (found.value, found.low, found.high) == (32, 32, 32)
-    assert [size.verdict for size in found.sizes] == ["within"] * 3 + ["beyond"] * 2
-    assert "The critical batch size is 32" in str(found)
-    json.dumps(found.as_json(), allow_nan=False)
-    none = critical_batch_size(None, Quadratic(), batch_sizes=[8, 16, 32], samples=8192, rule="constant", tolerance=0.5)
-    assert (none.value, none.low, none.high) == (32, 32, None)
-    assert none.conclusion() == "The critical batch size is at least 32, the largest one that was tried."
-
-
-def test_noise_forbids_an_answer_about_the_critical_batch_size() -> None:
-    """Losses of the same samples in batches of 8 and 16 differ by noise only; the tolerance lies within it."""
-    arguments: dict[str, Any] = {"batch_sizes": [8, 16], "samples": 2048, "rule": "root"}
-    first = critical_batch_size(None, Quadratic(), **arguments)
-    (_, size) = first.sizes
-    found = critical_batch_size(None, Quadratic(), tolerance=max(0.0, size.difference.value), **arguments)
-    assert found.sizes[1].verdict == "not told apart"
-    assert (found.low, found.high) == (8, None)
-    assert found.conclusion() == "The critical batch size is 8 or more: the noise allows no narrower answer."
-    assert replace(found, high=16).conclusion().startswith("The critical batch size is between 8 and 16: the noise")
-
-
-def test_the_critical_batch_size_checks_its_arguments() -> None:
-    for sizes, message in (([8], "two or more"), ([16, 8], "the smallest first"), ([8, 1024], "at least 16 times")):
-        with pytest.raises(ValueError, match=message):
-            critical_batch_size(None, Quadratic(), batch_sizes=sizes, samples=8192)
 
 
 def test_mnist_in_seconds() -> None:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Final, Literal, final, get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from variable_batch_size._validation import FloatArray, check_choice, check_int, check_number, type_error, value_error
 from variable_batch_size.evaluation.branching.candidate import Candidate
 from variable_batch_size.evaluation.branching.ranking import Pair, Place, ranking
-from variable_batch_size.evaluation.branching.start import Start
+from variable_batch_size.evaluation.branching.start import Start, updates_ahead
 from variable_batch_size.evaluation.branching.trial import Trial, kept_random_numbers, train_trial, untrained_metrics
 from variable_batch_size.evaluation.statistics import CONFIDENCE, LEAST
 from variable_batch_size.evaluation.task import Task
@@ -69,7 +70,7 @@ class Branching:
         batch_size: samples of an update.
         compared: updates, the last ones, that are compared; 0: the losses of the evaluation at the end are.
         cost: what they cost.
-        places: the candidates, the best one first.
+        places: the candidates, the best one first; those that train alike are one, "constant = root*0.5".
         pairs: the difference of each pair of candidates that have not diverged, with intervals that hold together.
         trials: the branches, by candidate and order of samples.
     """
@@ -86,7 +87,7 @@ class Branching:
     @property
     def best(self) -> tuple[str, ...]:
         """The candidates than which no other one is seen to be better; none if all have diverged."""
-        return tuple(place.name for place in self.places if place.rank == 1 and not math.isnan(place.loss))
+        return tuple(one.name for one in self.places if one.rank in (1, None) and not math.isnan(one.loss))
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the names of the columns, and the rows, of a table of the candidates."""
@@ -107,8 +108,9 @@ class Branching:
             diverged = "diverged" if len(own) == 1 else f"diverged ({count} of {len(own)})"
             return [place.name, str(place.rank), diverged, "-", *("-" for _ in metrics), "-"]
         finals = [number(float(np.mean([trial.metrics[name] for trial in own]))) for name in metrics]
-        more = "-" if place is self.places[0] else interval(*place.to_best[:3], sign="+")
-        return [place.name, str(place.rank), f"{place.loss:.5g}", more, *finals, ", ".join(place.same) or "-"]
+        unknown = place is self.places[0] or math.isnan(place.to_best.low)
+        more = "-" if unknown else interval(*place.to_best[:3], sign="+")
+        return [place.name, str(place.rank or "-"), f"{place.loss:.5g}", more, *finals, ", ".join(place.same) or "-"]
 
     def conclusion(self) -> str:
         """Return what is seen, as a sentence."""
@@ -117,8 +119,7 @@ class Branching:
             return "All candidates diverged."
         if len(self.places) == 1:
             return f"{best[0]} is the only candidate."
-        others = [place for place in self.places if place.rank > 1]
-        if not others:
+        if all(place.rank in (1, None) for place in self.places):
             return f"No difference is seen between any of the candidates: {self._missing()}."
         if len(best) == 1:
             return f"{best[0]} is better than all others."
@@ -179,10 +180,24 @@ class Branches:
         if check_number(self.decay, "decay", "pass a share of the updates") > 1:
             raise value_error("decay must be a share of the updates", self.decay, "pass a number from 0 to 1")
 
+    @cached_property
+    def distinct(self) -> dict[str, Candidate]:
+        """What is trained, by the names of all candidates that train alike, such as "constant = root*0.5"."""
+        self.start.check_ends(self.updates * self.batch_size)
+        found: dict[object, list[Candidate]] = {}
+        with kept_random_numbers(self.threads):
+            for candidate in self.candidates:
+                try:
+                    parts = self.start.begin(candidate, self.batch_size, 0, updates=self.updates)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"candidate {candidate}: {error}") from error
+                found.setdefault(candidate.course(updates_ahead(parts)), []).append(candidate)
+        return {" = ".join(map(str, alike)): alike[0] for alike in found.values()}
+
     @property
     def cost(self) -> Cost:
         """What the branches cost."""
-        return Cost.of(len(self.candidates) * self.orders, self.updates * self.batch_size, self.start.total)
+        return Cost.of(len(self.distinct) * self.orders, self.updates * self.batch_size, self.start.total)
 
     @property
     def compared(self) -> int:
@@ -195,28 +210,19 @@ class Branches:
 
     def check(self) -> None:
         """Create the objects of each branch, so that errors come before the first one trains."""
-        self.start.check_ends(self.cost.samples_each)
-        with kept_random_numbers(self.threads):
-            for candidate in self.candidates:
-                try:
-                    self.start.begin(candidate, self.batch_size, 0, updates=self.updates)
-                except (TypeError, ValueError) as error:
-                    raise type(error)(f"candidate {candidate}: {error}") from error
+        _ = self.distinct
 
     def run(self, *, progress: bool = False) -> Branching:
         """Train the branches."""
-        self.check()
         trials = []
         bar = tqdm(total=self.cost.samples, unit="sample", unit_scale=True, disable=not progress)
         with kept_random_numbers(self.threads), bar:
             untrained = untrained_metrics(self.start.task, self.start.seed)
-            for candidate in self.candidates:
+            for name, candidate in self.distinct.items():
                 for order in range(self.orders):
                     parts = self.start.begin(candidate, self.batch_size, order, updates=self.updates)
-                    trials.append(train_trial(parts, str(candidate), order, untrained, bar, self.factor))
-        places, pairs = ranking(
-            {str(one): self._compared(str(one), trials) for one in self.candidates}, self.confidence
-        )
+                    trials.append(train_trial(parts, name, order, untrained, bar, self.factor))
+        places, pairs = ranking({name: self._compared(name, trials) for name in self.distinct}, self.confidence)
         at = self.start.updates, self.start.samples
         return Branching(*at, self.batch_size, self.compared, self.cost, places, pairs, tuple(trials))
 
@@ -264,6 +270,7 @@ def branch(
         task: the task, or its name, see `load_task`.
         batch_size: samples of each update.
         candidates: rules and factors on the learning rate: a `Candidate`, or its text, such as "root" or "linear*0.5".
+            Those with the same factors in all updates are trained once, as "constant = root*0.5" at a ratio of 4.
         updates: updates of each branch.
         orders: number of orders of samples that each candidate trains on. The first one is that of the training; in the
             others, samples of the epoch under way may repeat. The intervals are then not narrower than those of the

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
 from typing import final
 
 from variable_batch_size._validation import check_positive, type_error, value_error
 from variable_batch_size.evaluation.cell import rule_of
 from variable_batch_size.rules import RULES
+from variable_batch_size.rules.base import Rule, RuleInput, needs_noise
 
 
 @final
@@ -52,6 +54,20 @@ class Candidate:
                 requirement = "a candidate must be a rule, or a rule, * and a factor"
                 raise value_error(requirement, repr(text), f'pass "{name}*{text[len(name) :]}"') from None
             raise
+
+    def course(self, updates: Iterable[RuleInput]) -> object:
+        """Return what is equal for candidates that train alike: their factors in each update; of measured ones, itself.
+
+        Args:
+            updates: those of the branch.
+        """
+        found = rule_of(self.rule)
+        rule: Rule = RULES[found]() if isinstance(found, str) else found
+        if needs_noise(rule):
+            return self
+        scalings = (rule(update) for update in updates)
+        alike = (astuple(replace(one, lr=self.lr_factor * one.lr, progress=1.0)) for one in scalings)
+        return tuple(tuple(f"{factor:.12g}" for factor in factors) for factors in alike)
 
     def __str__(self) -> str:
         """Return its text."""

@@ -79,7 +79,8 @@ class CriticalBatchSize:
         finals = [number(float(np.mean([one.get(name, math.nan) for one in own]))) for name in metrics]
         if math.isnan(size.difference.value):
             return [f"{size.batch_size:,}", "diverged", *finals, size.verdict]
-        more = "-" if size is self.sizes[0] else interval(*size.difference[:3], sign="+")
+        unknown = size is self.sizes[0] or math.isnan(size.difference.low)
+        more = "-" if unknown else interval(*size.difference[:3], sign="+")
         return [f"{size.batch_size:,}", more, *finals, "-" if size is self.sizes[0] else size.verdict]
 
     def conclusion(self) -> str:

@@ -29,14 +29,15 @@ class Place:
 
     Attributes:
         name: of the candidate.
-        rank: 1 + the number of candidates that are better by more than chance; 1 is best, several may have it.
+        rank: 1 + the number of candidates that are better by more than chance; 1 is best, several may have it. None:
+            there are no intervals.
         loss: mean of its losses; nan after a divergence.
         to_best: difference of its loss to that of the candidate with the least one, with its interval.
         same: the others from which no difference is seen.
     """
 
     name: str
-    rank: int
+    rank: int | None
     loss: float
     to_best: Interval
     same: tuple[str, ...]
@@ -88,10 +89,11 @@ def _place(
     name: str, names: Sequence[str], means: Mapping[str, float], found: Mapping[tuple[str, str], Interval]
 ) -> Place:
     better = sum(found[other, name].decided for other in names[: names.index(name)])
-    same = [one for one in names if one != name and not _between(one, name, found).decided]
+    unknown = any(math.isnan(interval.low) for interval in found.values())
+    same = [one for one in names if one != name and not _between(one, name, found).decided and not unknown]
     own = _between(names[0], name, found) if name != names[0] else Interval(0.0, 0.0, 0.0, 0)
     to_best = Interval(0.0 - own.value, 0.0 - own.high, 0.0 - own.low, own.n)
-    return Place(name, 1 + better, means[name], to_best, tuple(same))
+    return Place(name, None if unknown else 1 + better, means[name], to_best, tuple(same))
 
 
 def _between(one: str, other: str, found: Mapping[tuple[str, str], Interval]) -> Interval:

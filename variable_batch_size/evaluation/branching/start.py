@@ -6,8 +6,10 @@ import math
 import os
 import random
 import warnings
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -29,6 +31,7 @@ from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.update import OtherSettingsWarning
+from variable_batch_size.rules.base import RuleInput
 
 
 @final
@@ -256,6 +259,19 @@ class Start:
             raise value_error(
                 requirement, found, "pass the samples of that training (--total), or schedule=False (--hold-lr)"
             )
+
+
+def updates_ahead(parts: Parts) -> Iterator[RuleInput]:
+    """Yield what is known of each update of a branch; the last one of an epoch may be smaller."""
+    plan, samples = parts.sampler.plan, parts.optimizer.samples
+    number, begin = parts.sampler.clock.position
+    for epoch in map(plan.epoch, count(number)):
+        for step in range(max(begin, epoch.first_step), epoch.end_step):
+            size = plan.step(epoch, step).batch_size
+            yield RuleInput(size, parts.optimizer.ref_batchsize or size, step, samples)
+            samples += size
+        if plan.ends_with(epoch):
+            return
 
 
 def _scale_lr(optimizer: CustomOptimizer, schedule: LambdaLR | None, factor: float) -> None:
