@@ -35,14 +35,22 @@ def test_the_committed_tables_have_the_recorded_figures(branching: Any) -> None:
 
 
 def test_tables_have_what_was_trained(branching: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = branching.Kind(branching.TEACHER, {}, 2**13, (64,), ("constant", "linear", "linear*0.0625"))
-    monkeypatch.setattr(branching, "KINDS", {"tiny": kind})
-    trained = branching.train(["tiny"], ["tiny"], tmp_path / "runs", None)
+    candidates = ("constant", "linear", "linear*0.0625", "root*2", "root*0.5")
+    kind = branching.Kind(branching.TEACHER, {}, 2**13, 32, (4,), candidates)
+    monkeypatch.setattr(branching, "KINDS", {"tiny": kind, "other": kind})
+    trained = branching.train(["tiny", "other"], tmp_path / "runs", None)
     trained.write(tmp_path)
     read = branching.Runs.read(tmp_path)
-    assert len(read.records) == 6
+    assert read.candidates("tiny", 4) == ["constant = root*0.5", "linear = root*2", "linear*0.0625"]
+    assert len(read.trainings) == 2 * 3 * branching.SEEDS
     figures = list(branching.figures(read))
     assert figures == list(branching.figures(trained))
-    assert any(what == "another seed" for _, what, *_ in figures)
-    again = branching.train(["tiny"], ["tiny"], tmp_path / "runs", None)  # which trains nothing
-    assert (again.records, again.branches) == (trained.records, trained.branches)
+    values = {what: measured.value for question, what, measured, *_ in figures if question == branching.RANK}
+    assert values[branching.OTHERS] == pytest.approx(1)  # the two tasks are the same
+    again = branching.train(["tiny", "other"], tmp_path / "runs", None)  # which trains nothing
+    assert (again.trainings, again.branches) == (trained.trainings, trained.branches)
+
+
+def test_the_rates_that_sort_candidates_are_those_of_the_rules(branching: Any) -> None:
+    expected = {"constant": 1, "power:0.25": 2, "root*2": 8, "linear*0.5": 8, "adascale": 4, "adamscale": 2}
+    assert {one: branching.rate(one, 16) for one in expected} == pytest.approx(expected)
