@@ -29,7 +29,7 @@ PYTEST := pytest -n $(JOBS) --dist loadgroup
 
 help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
-	@echo "make evaluate     compare rules on MNIST under three traces, and write a report to runs/evaluate"
+	@echo "make evaluate     compare rules on MNIST under two traces, and write a report to runs/evaluate"
 	@echo "make lint         run ruff and mypy"
 	@echo "make test         run ruff, mypy and the tests, in ten minutes on two cores"
 	@echo "make test-all     run the slow tests, too, with more examples of each property"
@@ -51,14 +51,14 @@ train: $(VENV)/.has-xla
 	@$(if $(findstring --data-dir,$(ARGS)),,$(VENV)/bin/python test/helpers/mnist.py)
 	$(VENV)/bin/python test/variable_train_mnist.py $(ARGS)
 
-# 117 trainings of 20 seconds: every rule that fits SGD, 3 seeds, and the learning rates of the regret. The traces: one
-# written by hand, a doubling batch with a fifth of the samples at each size, and a cluster of up to 8 devices that take
-# 32 seconds for 64 samples, as those of a larger model would.
-EVALUATE := --trace traces/test_trace.csv --trace "0:32 800:64 1200:128 1400:256 1500:512" \
-	--trace per-device:64@traces/synthetic_capacity.csv --samples-per-second 2 --communication-seconds 1 \
-	--restart 120 --save-every 600 --devices 8 --price 1 \
-	$(addprefix --rule ,constant linear root power:0.75 linear-momentum legw:50 adascale adamscale surge) \
-	$(addprefix --retune ,0.25 0.5 1 2 4) --samples 131072 --seeds 3
+# At most 171 trainings of some seconds: each rule at its own learning rate, chosen on 3 seeds and judged on 5 others. The
+# traces: a doubling batch with a fifth of the samples at each size, and a cluster of up to 8 devices that take two
+# minutes for 64 samples, as those of a larger model would.
+EVALUATE := --trace "0:32 200:64 300:128 350:256 375:512" --name doubling \
+	--trace per-device:64@traces/synthetic_capacity.csv --name "a cluster" \
+	--samples-per-second 0.5 --communication-seconds 4 --restart 120 --save-every 600 --devices 8 --price 1 \
+	$(addprefix --rule ,constant linear root adascale) $(addprefix --lr-factor ,0.5 1 2) \
+	--samples 32768 --tuning-seeds 3 --seeds 5
 
 evaluate: $(VENV)/.has-test
 	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter auto,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)

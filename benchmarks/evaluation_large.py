@@ -13,12 +13,12 @@ Fashion-MNIST with SGD and a small GPT on Python's standard library with AdamW t
 Of a trace it is the window with the most changes of the number of machines, of all that begin on a full hour, and of
 several the first: its hours are in the name. Each machine computes half of the reference's batch in an update, and so
 many samples a second that the training takes nine tenths of the window. Every rule trains on the same samples in the
-same batches. The constant rule also trains at 1/4 to 4 times the learning rate: the best of these is what tuning would
-bring. The same learning rates at the reference's batch size tell whether the reference is tuned itself.
+same batches, at 1/4 to 4 times the learning rate with the tuning seeds, and at its best one and the reference's with
+those that judge. The same learning rates at the reference's batch size tell whether the reference is tuned itself.
 
-Kill it at any time; the same command continues. `--report` writes the report of what is there. The trainings take about
-100 minutes on two cores. At the end all records become one table, evaluation_large.csv.gz beside this file, which `vbs
-report` reads, too. `--time` trains a single cell of each task, and records what it takes.
+Kill it at any time; the same command continues. `--report` writes the report of what is there. At the end all records
+become one table, evaluation_large.csv.gz beside this file, which `vbs report` reads, too. `--time` trains a single cell
+of each task, and records what it takes.
 """
 
 from __future__ import annotations
@@ -102,16 +102,14 @@ def under(log: Log, folder: Path, devices: int, samples: int) -> tuple[str, Unde
     return name, UnderCapacity(capacity, f"per-device:{devices}", Throughput.simple(rate))
 
 
-def cells(part: Part, flags: argparse.Namespace) -> list[Cell]:
+def experiment(part: Part, flags: argparse.Namespace) -> Experiment:
     """Return the trainings of a task."""
     ref = load_task(part.task, part.arguments, flags.data_dir).ref_batchsize  # type: ignore[attr-defined]
     own = {"seeds": flags.seeds, "samples": part.samples, "lr": part.lr, "data_dir": flags.data_dir}
     traces = dict(under(log, flags.capacity_traces, ref // 2, part.samples) for log in LOGS)
     traces[f"constant, {TIMES} times the reference"] = ref * TIMES  # type: ignore[assignment]
-    tasks = {part.task: part.arguments}
-    compared = Experiment(tasks, traces, part.rules, retune=FACTORS, **own)
-    reference = Experiment(tasks, {"the reference": ref}, ["constant"], lr_factors=FACTORS, **own)
-    return compared.cells() + reference.cells()
+    own |= {"lr_factors": FACTORS, "tuning_seeds": flags.tuning_seeds}
+    return Experiment({part.task: part.arguments}, traces, part.rules, **own)
 
 
 def write_report(flags: argparse.Namespace, planned: int) -> None:
@@ -145,7 +143,8 @@ def parse() -> argparse.Namespace:
     add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
     add("--folder", type=Path, default=Path("runs/large"), help="folder of the records and of the report")
     add("--table", type=Path, default=TABLE, help="file of all records")
-    add("--seeds", type=int, default=5, help="number of seeds")
+    add("--seeds", type=int, default=5, help="number of seeds that judge")
+    add("--tuning-seeds", type=int, default=3, help="number of seeds on which learning rates are chosen")
     add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
     add("--report", action="store_true", help="only write the report of what is there")
     add("--time", action="store_true", help="only record what a training takes")
@@ -154,12 +153,16 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     flags = parse()
-    wanted = [cell for part in PARTS for cell in cells(part, flags)]
+    experiments = [experiment(part, flags) for part in PARTS]
+    wanted = [cell for one in experiments for cell in one.cells()]
     wanted.sort(key=lambda cell: cell.seed)  # so that what is not complete can be compared
     if flags.time:
         take_time(wanted)
         return
     if not flags.report:
+        found = engines.run(wanted, flags.folder, jobs=flags.jobs)
+        judged = [cell for one in experiments for cell in one.judged(found)]
+        wanted += sorted(judged, key=lambda cell: cell.seed)
         found = engines.run(wanted, flags.folder, jobs=flags.jobs)
         write_records(sorted(found, key=lambda record: record.key), flags.table)
     write_report(flags, len(wanted))

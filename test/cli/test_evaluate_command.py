@@ -21,18 +21,42 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
     arguments = ["evaluate", TINY, "--trace", "0:8 10:32", "--trace", f"per-device:4@{tmp_path / 'nodes.csv'}", *BOTH]
     arguments += ["--seeds", 1, "--samples-per-second", 10, "--price", 2, "--folder", tmp_path / "records"]
     status, out, _ = run_main(*arguments, "--dry-run")
-    assert (status, out) == (0, f"{tmp_path / 'records'}: 4 trainings, 4 to make, of 960 samples in all\n")
+    assert (status, out) == (0, f"{tmp_path / 'records'}: 5 trainings, 5 to make, of 1,200 samples in all\n")
     assert not (tmp_path / "records").exists()
     status, out, err = run_main(*arguments)
     assert status == 0, err
-    assert out.startswith(f"{tmp_path / 'records'}: 4 trainings, 0 of which failed\n")
-    assert "4/4" in err
+    assert out.startswith(f"{tmp_path / 'records'}: 5 trainings, 0 of which failed\n")
+    assert "5/5" in err
     records = read_records(tmp_path / "records")
     assert {record.cell["rule"] for record in records} == {"constant", "linear"}
     assert all(record.curve["seconds"] and record.curve["cost"] for record in records)
     assert Plan.read(tmp_path / "records").keys == {record.key for record in records}
     assert Plan.read(tmp_path / "records").command.startswith(f"vbs evaluate {TINY} --trace '0:8 10:32' --trace per")
-    assert run_main(*arguments, "--dry-run")[1].endswith("4 trainings, 0 to make, of 0 samples in all\n")
+    assert run_main(*arguments, "--dry-run")[1].endswith("5 trainings, 0 to make, of 0 samples in all\n")
+
+
+def test_traces_have_the_names_that_they_are_given(tmp_path: Path) -> None:
+    arguments = ["evaluate", TINY, "--trace", 8, "--trace", "0:8 10:32", *BOTH, "--seeds", 1, "--folder", tmp_path]
+    status, _, err = run_main(*arguments, "--name", "small", "--name", "growing")
+    assert status == 0, err
+    assert {record.cell["trace"] for record in read_records(tmp_path)} == {"small", "growing", "the reference"}
+    page = (tmp_path / "report.html").read_text()
+    assert "Trace growing" in page
+    status, said = error_of(*arguments, "--name", "small")[:2]
+    assert (status, said) == (2, "--name must be given once for each --trace, each another one, got 1: ['small']")
+
+
+def test_a_dry_run_says_what_follows_the_tuning_and_what_can_be_seen(tmp_path: Path) -> None:
+    arguments = ["evaluate", TINY, "--trace", "0:8 10:32", *BOTH, "--seeds", 5, "--folder", tmp_path, "--dry-run"]
+    for factor in (0.5, 1, 2):
+        arguments += ["--lr-factor", factor]
+    lines = run_main(*arguments, "--tuning-seeds", 3)[1].splitlines()
+    assert lines == [
+        f"{tmp_path}: 27 trainings, 27 to make, of 6,480 samples in all",
+        "then up to 30 trainings at the factors that these choose, to judge",
+        "with 5 seeds and 1 comparisons, a difference is claimed in 80 % of cases if it is 1.7 standard deviations (of "
+        "paired differences) or more",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,8 @@ def test_a_training_that_resumes_sees_the_same_crops(
     experiment = Experiment(
         {"cifar10-resnet": {"width": 4}}, ["0:24 5:40"], ["adascale"], lr=0.01, data_dir=str(folder), **options
     )
-    (whole,) = engines.run(experiment, tmp_path / "whole", progress=False)
+    (cell, _) = experiment.cells()
+    (whole,) = engines.run([cell], tmp_path / "whole", progress=False)
     assert whole.status == "finished"
     task: Any = load_task("cifar10-resnet", {"width": 4}, data_dir=str(folder))
     losses, kill_after = 0, 21  # microbatches: three an update, then five
@@ -202,6 +203,6 @@ def test_a_training_that_resumes_sees_the_same_crops(
     with monkeypatch.context() as patch:
         patch.setattr(task, "loss", killed, raising=False)
         with pytest.raises(KeyboardInterrupt):
-            engines.run(experiment, tmp_path / "killed", progress=False, save_every=1)
-    (resumed,) = engines.run(experiment, tmp_path / "killed", progress=False, save_every=1)
+            engines.run([cell], tmp_path / "killed", progress=False, save_every=1)
+    (resumed,) = engines.run([cell], tmp_path / "killed", progress=False, save_every=1)
     assert resumed.curve == whole.curve

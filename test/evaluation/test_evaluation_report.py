@@ -7,7 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,8 +16,9 @@ import pandas as pd
 import pytest
 
 from helpers.evaluations import EFFECTS, records
+from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation import Analysis, write_report
-from variable_batch_size.evaluation.figures import look
+from variable_batch_size.evaluation.figures import FORMATS, _mark_outside, draw_batch_sizes, look
 from variable_batch_size.evaluation.report import render
 from variable_batch_size.evaluation.wording import interval
 
@@ -107,15 +108,16 @@ def test_the_pictures_take_their_colors_from_the_page(page: str) -> None:
 
 
 def test_tables_and_a_picture_for_papers_lie_beside_it(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir()} == {
-        *("report.html", "report.csv", "report-table.csv", "report-simulated.png")
-    }
+    pictures = {f"report-simulated.{kind}" for kind in FORMATS}
+    assert {path.name for path in folder.iterdir()} == {"report.html", "report.csv", "report-table.csv", *pictures}
     with (folder / "report.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["trace"] for row in rows} == {"64", "spot"}
     assert {row["status"] for row in rows} == {"finished", "diverged"}
     assert float(rows[0]["loss"]) == 2.3
     assert (folder / "report-simulated.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "report-simulated.pdf").read_bytes().startswith(b"%PDF")
+    ElementTree.fromstring((folder / "report-simulated.svg").read_bytes())
 
 
 def test_parquet_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
@@ -206,3 +208,57 @@ def test_neighbors_differ_in_color_and_in_dashes() -> None:
 
 def test_rules_look_different() -> None:
     assert len(set(look([str(number) for number in range(40)]).values())) == 40
+
+
+# What a deuteranope sees of linear RGB: Machado, Oliveira and Fernandes 2009, severity 1.
+DEUTERANOPE = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(color: str) -> FloatArray:
+    """The CIELAB coordinates of what a deuteranope sees of a color."""
+    values = np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    x, y, z = np.cbrt(XYZ @ (DEUTERANOPE @ linear).clip(0, 1) / (0.9505, 1.0, 1.089))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_rules_look_different_to_a_deuteranope() -> None:
+    """Two of twelve with the same dashes differ by 15 in color; 2.3 is just seen."""
+    looks = look([str(number) for number in range(12)]).values()
+    pairs = [(lab(one), lab(other)) for (one, dashes), (other, same) in combinations(looks, 2) if dashes == same]
+    assert len(pairs) == 6
+    assert min(float(np.linalg.norm(one - other)) for one, other in pairs) > 15
+
+
+def test_a_mean_that_ends_outside_is_marked_at_the_edge() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    axes.plot([0, 1], [0.0, 5.0])
+    axes.plot([0, 1], [0.0, -5.0])
+    axes.set_ylim(-1, 1)
+    _mark_outside(axes)
+    marks = {line.get_marker(): list(line.get_data()[1]) for line in axes.get_lines()[2:]}
+    assert marks == {"^": [1.0], "v": [-1.0]}
+
+
+def test_the_range_of_batch_sizes_is_drawn_where_it_is_known() -> None:
+    from matplotlib.figure import Figure
+
+    found = records({"constant": 0.0}, ["spot"], seeds=1, grid=())
+    known = [
+        replace(one, curve=one.curve | {"batch_least": one.curve["batch_size"], "batch_most": one.curve["batch_size"]})
+        for one in found
+    ]
+    for these, bands in (found, 0), (known, 1):
+        axes = Figure().subplots()
+        draw_batch_sizes(axes, Analysis(these).rows("simulated", "spot"))
+        assert len(axes.collections) == bands
+
+
+def test_each_number_at_the_end_has_an_interval() -> None:
+    facts = Analysis(records(seeds=4)).facts("simulated", "spot")
+    for name in ("accuracy", "updates", "progress", "samples", "seconds"):
+        assert (facts[f"end_{name}_low"] <= facts[f"end_{name}"]).all()
+        assert (facts[f"end_{name}"] <= facts[f"end_{name}_high"]).all()

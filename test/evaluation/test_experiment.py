@@ -23,6 +23,7 @@ from variable_batch_size.evaluation.cell import rule_of
 from variable_batch_size.evaluation.courses import TraceOptions, TraceSource
 from variable_batch_size.evaluation.task import FUNCTIONS
 from variable_batch_size.evaluation.tasks.table import TASKS
+from variable_batch_size.evaluation.tuning import REFERENCE
 from variable_batch_size.rules import LEGWRule, PowerRule
 
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -31,14 +32,23 @@ MODEL = Throughput.simple(samples_per_second=10)
 
 def test_cells_are_the_product_without_repetitions_and_their_names_are_their_own() -> None:
     traces, rules = ["8", "0:8 10:32"], ["constant", "linear", "power:0.75"]
-    cells = Experiment([TINY], traces, rules, seeds=[3, 5], retune=(0.5, 1, 2)).cells()
+    cells = Experiment([TINY], traces, rules, seeds=[3, 5], lr_factors=(0.5, 1, 2, 1)).cells()
     found = [(cell.trace, cell.rule, cell.lr_factor, cell.seed) for cell in cells]
-    pairs = [(rule, 1.0) for rule in rules] + [("constant", 0.5), ("constant", 2.0)]
+    pairs = [(rule, factor) for rule in rules for factor in (0.5, 1.0, 2.0)]
     assert sorted(found) == sorted((trace, *pair, seed) for trace in traces for pair in pairs for seed in (3, 5))
     assert {cell.lr for cell in cells} == {0.05, 0.025, 0.1}
     assert len({cell.key for cell in cells}) == len(cells)
-    tuned = Experiment([TINY], ["8"], ["linear"], seeds=1, retune=[2]).cells()
-    assert [(cell.rule, cell.lr_factor) for cell in tuned] == [("linear", 1), ("constant", 1), ("constant", 2)]
+
+
+def test_the_reference_is_always_trained() -> None:
+    for trace, rule, more in ("8", "linear", True), ("16", "constant", True), ("8", "constant", False):
+        cells = Experiment([TINY], [trace], [rule], seeds=1, lr_factors=(1, 2)).cells()
+        assert [(cell.trace, cell.rule, cell.lr_factor) for cell in cells] == [
+            (name, own, factor)
+            for name, own in ((trace, rule), (REFERENCE, "constant"))[: 1 + more]
+            for factor in (1, 2)
+        ]
+    assert len(Experiment(["helpers.evaluation_tasks:NoReference"], ["8"], ["constant"], seeds=1).cells()) == 1
 
 
 def test_a_capacity_trace_without_a_policy_is_told(tmp_path: Path) -> None:
@@ -52,7 +62,7 @@ def test_a_capacity_trace_without_a_policy_is_told(tmp_path: Path) -> None:
 def test_a_key_is_that_of_what_determines_the_training() -> None:
     def keys(**other: Any) -> set[str]:
         arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
-        return {cell.key for cell in Experiment(**arguments | other).cells()}
+        return {cell.key for cell in Experiment(**arguments | other).cells() if cell.trace != REFERENCE}
 
     here = keys()
     assert here == keys(tasks={TINY: {}}) == keys(samples=240, between=64, lr=0.05)
@@ -75,7 +85,7 @@ def test_a_key_is_that_of_what_determines_the_training() -> None:
 
 
 def test_a_key_does_not_change_between_versions() -> None:
-    (cell,) = Experiment([TINY], ["8"], ["linear"], seeds=1).cells()
+    cell = Experiment([TINY], ["8"], ["linear"], seeds=1).cells()[0]
     assert cell.key == "2d35b1ac0ff7d322"
     assert json.loads(json.dumps(cell.as_json())) == cell.as_json()
 

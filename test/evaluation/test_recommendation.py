@@ -29,7 +29,7 @@ def test_a_clear_effect_is_recommended() -> None:
     assert "over 5 seeds, the best of them is adascale with 95% confidence" in second
     assert "adascale was better than constant and root, by 0.0" in second
     assert "20,000 samples" in third
-    assert "regret of -0.0" in third
+    assert "what another learning rate would bring" in third
 
 
 def test_the_baseline_may_be_the_best_one() -> None:
@@ -145,13 +145,14 @@ def test_a_rule_that_diverged_is_not_recommended() -> None:
 
 
 def test_one_rule_has_nothing_to_be_compared_with() -> None:
-    found = only({"constant": 0.0}, grid=(1.0,))
+    found = only({"root": 0.0}, grid=(1.0,))
     assert "is the only rule that can be judged" in found.sentences[0]
     assert "what another learning rate would bring" in found.sentences[2]
 
 
 def test_a_best_rate_at_the_edge_is_named() -> None:
-    assert "at the edge of the grid" in only(grid=(0.25, 0.5, 1.0), noise=0.001).sentences[2]
+    (found,) = recommend(Analysis(records(RULES, ["spot"], lrs=(0.5, 1.0), grid=(), noise=0.001)))
+    assert "beyond 0.5 to 1 times the reference's, at whose edge that of adascale is" in found.sentences[2]
 
 
 @pytest.mark.slow("analyses many random experiments")

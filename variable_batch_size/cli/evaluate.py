@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +21,7 @@ from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.cell import Cell
+    from variable_batch_size.evaluation.experiment import Experiment
     from variable_batch_size.simulation import Overheads
 
 EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engines, which is imported when it is needed
@@ -49,17 +52,21 @@ def evaluate(
             show_default=False,
         ),
     ],
+    names: Annotated[
+        list[str] | None, option("What the report calls the traces: once for each.", "--name", show_default=False)
+    ] = None,
     folder: Annotated[
         Path, option("Folder of the records; what is there is not trained again.", "--folder", "-f")
     ] = Path("evaluation"),
     seeds: Annotated[int, option("Number of seeds, 0, 1, ...", min=1)] = 3,
     lr_factor: Annotated[
-        list[float] | None, option("Factors on the learning rate, for every rule.", show_default="1")
-    ] = None,
-    retune: Annotated[
         list[float] | None,
-        option("Further factors for the rule constant only, to find the best learning rate of each trace."),
+        option("Factors on the learning rate; each rule is judged at its best one.", show_default="1"),
     ] = None,
+    tuning_seeds: Annotated[
+        int,
+        option("Seeds on which each rule's factor is chosen, beside those that judge; 0: those that judge.", min=0),
+    ] = 0,
     samples: Annotated[int | None, options.of_task_option("Samples of a training.", min=1)] = None,
     of_task: options.OfTask,
     between: Annotated[int | None, options.of_task_option("Samples between two evaluations.", min=1)] = None,
@@ -116,11 +123,11 @@ def evaluate(
     with usage():
         experiment = Experiment(
             tasks=tasks,
-            traces=traces,
+            traces=_named(traces, names),
             rules=rules,
             seeds=seeds,
             lr_factors=lr_factor or [1.0],
-            retune=retune or [],
+            tuning_seeds=tuning_seeds,
             samples=samples,
             between=between,
             options=TraceOptions(on_end, bounds, every, under),
@@ -130,12 +137,12 @@ def evaluate(
     with _failed():
         cells = experiment.cells()
         if dry_run:
-            _print_plan(cells, folder)
+            _print_plan(experiment, cells, folder)
             return
         command = shlex.join(context.obj)
         with _interrupted(cells, folder, command):
             records = engines.run(
-                cells, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command
+                experiment, folder, jobs=jobs, threads=threads, engine=engine, address=address, command=command
             )
             failed = sum(status_of(record) != "finished" for record in records)
             typer.echo(f"{folder}: {len(records):,} trainings, {failed:,} of which failed")
@@ -176,6 +183,14 @@ def _failed() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def _named(traces: list[str], names: list[str] | None) -> list[str] | dict[str, str]:
+    if names is None:
+        return traces
+    if len(names) != len(traces) or len(set(names)) != len(names):
+        raise UsageError(f"--name must be given once for each --trace, each another one, got {len(names)}: {names}")
+    return dict(zip(names, traces, strict=True))
+
+
 def _only(costs: options.Costs) -> Overheads | None:
     overheads = list(costs.overheads().values())
     if len(overheads) > 1:
@@ -183,12 +198,24 @@ def _only(costs: options.Costs) -> Overheads | None:
     return overheads[0]
 
 
-def _print_plan(cells: list[Cell], folder: Path) -> None:
-    """Check the trainings, and print how many there are."""
+def _print_plan(experiment: Experiment, cells: list[Cell], folder: Path) -> None:
+    """Check the trainings, and print how many there are, and how large a difference they can see."""
     from variable_batch_size.evaluation.engines import without_record
     from variable_batch_size.evaluation.experiment import check
+    from variable_batch_size.evaluation.statistics import detectable
 
     left = without_record(cells, folder)
     check(left.values())
     samples = sum(cell.samples for cell in left.values())
     typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {samples:,} samples in all")
+    kinds = {(cell.task, cell.trace, cell.rule) for cell in cells}
+    if experiment.tuning_seeds:
+        most = 2 * len(kinds) * len(experiment.judging_seeds)
+        typer.echo(f"then up to {most:,} trainings at the factors that these choose, to judge")
+    pairs = sum(math.comb(number, 2) for number in Counter(kind[:2] for kind in kinds).values())
+    seeds = len(experiment.judging_seeds)
+    if pairs and seeds > 1:
+        typer.echo(
+            f"with {seeds} seeds and {pairs:,} comparisons, a difference is claimed in 80 % of cases if it is "
+            f"{detectable(seeds, pairs):.2g} standard deviations (of paired differences) or more"
+        )

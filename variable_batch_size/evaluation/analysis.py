@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from variable_batch_size._validation import FloatArray, value_error
+from variable_batch_size.evaluation import tuning
 from variable_batch_size.evaluation.claims import FAILED, Claim, claims_of
-from variable_batch_size.evaluation.metric import Mode, is_known_to_be_less, lower_is_better
-from variable_batch_size.evaluation.naming import task_names
-from variable_batch_size.evaluation.record import Record, status_of
+from variable_batch_size.evaluation.metric import Mode, lower_is_better, possible
+from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.statistics import (
     CONFIDENCE,
     Interval,
@@ -25,22 +25,15 @@ from variable_batch_size.evaluation.statistics import (
     regret_interval,
     to_target,
 )
+from variable_batch_size.evaluation.tidy import PLACES, tidy
 from variable_batch_size.rules import RULES
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PLACES = ("updates", "samples", "progress", "seconds", "cost")  # what a curve can be drawn along
-NOT_METRICS = {*PLACES, "batch_size", "lr"}
+NOT_METRICS = {*PLACES, "batch_size", "batch_least", "batch_most", "lr"}
 BASELINE = "constant"
 GROUP = ["task", "trace", "rule"]
-
-
-def possible(metric: str, values: FloatArray) -> dict[str, float]:
-    """Return the bounds `least` and `most` of a metric: an accuracy is in [0, 1], and most losses are >= 0."""
-    if "accuracy" in metric and len(values) and values.max() <= 1:
-        return {"least": 0.0, "most": 1.0}
-    return {"least": 0.0} if is_known_to_be_less(metric) and len(values) and values.min() >= 0 else {}
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,10 @@ class Analysis:
     A training failed if it diverged, or if its final loss is not below that of the untrained model by the margin of the
     task, 5 % by default. It has no final value: means are those of the seeds that did not fail, whose number is beside
     them, and so is the rate of failures.
+
+    Each rule is judged at its own learning rate: of the factors that all rules of a trace have, the one that failed
+    least often and had the least mean loss, on the tuning seeds if there are any, see `Experiment`; otherwise on those
+    that judge, and then all values are optimistic by that choice.
 
     Args:
         records: those of any tasks, traces, rules, learning rates and seeds, at least one.
@@ -130,14 +127,7 @@ class Analysis:
     @cached_property
     def tidy(self) -> pd.DataFrame:
         """A row for each evaluation of each cell: the cell, its status, and the values of its curve."""
-        import pandas as pd
-
-        names = task_names(self.records)
-        tables = [
-            pd.DataFrame({**_cell_columns(record, names[record.key]), **_columns(record.curve)})
-            for record in sorted(self.records, key=lambda record: record.key)
-        ]
-        return pd.concat(tables, ignore_index=True)
+        return tidy(self.records)
 
     @cached_property
     def ends(self) -> pd.DataFrame:
@@ -158,20 +148,56 @@ class Analysis:
 
     @cached_property
     def own(self) -> pd.DataFrame:
-        """The rows of `ends` at the learning rate of the reference: of a task and trace with the factor nearest to 1.
+        """The rows of `ends` that judge: of the seeds that chose nothing, each rule of a trace at its own factor."""
+        return self._judging[self._judging["lr_factor"] == self._judging["own_factor"]]
 
-        Of two that are equally near it is the smaller one: a row of the tables is of one learning rate.
-        """
-        nearest = self.ends.groupby(["task", "trace"])["lr_factor"].transform(_nearest_to_one)
-        return self.ends[self.ends["lr_factor"] == nearest]
+    @cached_property
+    def untuned(self) -> pd.DataFrame:
+        """The rows of `ends` that judge at the learning rate of the reference: the factor nearest to 1 of a trace."""
+        nearest = self._judging.groupby(["task", "trace"])["lr_factor"].transform(tuning.nearest_to_one)
+        return self._judging[self._judging["lr_factor"] == nearest]
+
+    @cached_property
+    def _judging(self) -> pd.DataFrame:
+        import pandas as pd
+
+        found = []
+        for key in self._groups:
+            cells, factors = self.cells(*key), tuning.own_factors(self.cells(*key))
+            judging = cells[cells["seed"] < tuning.TUNING]
+            cells = judging if len(judging) else cells  # nothing is judged yet
+            found.append(cells.assign(own_factor=cells["rule"].map(factors)))
+        return pd.concat(found)
+
+    def tried(self, task: str, trace: str) -> pd.DataFrame:
+        """Return the rows of `ends` by which the factors of a trace are chosen: those of tuning seeds, or all."""
+        return tuning.tried(self.cells(task, trace))
+
+    def factors(self, task: str, trace: str) -> list[float]:
+        """Return the factors of a trace among which each rule's own one is chosen, sorted."""
+        return tuning.common_factors(self.cells(task, trace))
+
+    def is_optimistic(self, task: str, trace: str) -> bool:
+        """Return whether the seeds that judge have chosen the learning rates, too."""
+        return len(self.factors(task, trace)) > 1 and not tuning.is_apart(self.cells(task, trace))
+
+    def is_reference(self, task: str, trace: str) -> bool:
+        """Return whether a trace is the reference's constant batch size, at which rules are alike."""
+        return trace in (tuning.REFERENCE, f"{self.cells(task, trace)['ref_batchsize'].iloc[0]:g}")
+
+    def cells(self, task: str, trace: str) -> pd.DataFrame:
+        """Return the rows of `ends` of a task and trace."""
+        return self.ends[(self.ends["task"] == task) & (self.ends["trace"] == trace)]
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """For each task, trace and rule, at the learning rate of the reference: everything that the report prints.
+        """For each task, trace and rule, at its own learning rate: everything that the report prints.
 
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
-        `value` of the metric, the paired `difference` to the baseline, the `regret` and the `failed` rate; each
-        `target_...` with `reached` of `target_n`. Without an interval its bounds are nan. `difference_decided` is
+        `value` of the metric, the paired `difference` to the baseline, the rate of those that `failed`; `untuned`, the
+        value at the learning rate of the reference, and its `regret`, by how much it is worse than the best that was
+        tried for that trace; each `target_...` with `reached` of `target_n`. Without an interval its bounds are nan.
+        `factor` is the own one, `edge` whether it is at the edge of those that were tried, and `difference_decided`
         whether one of the `claims` is about the rule and the baseline.
         """
         import pandas as pd
@@ -179,7 +205,7 @@ class Analysis:
         rows = {}
         for task in self.tasks:
             for trace in self.traces(task):
-                pairs, grid = self.differences(task, trace, self.baseline), self.tuned(task, trace)
+                pairs, factors = self.differences(task, trace, self.baseline), self.factors(task, trace)
                 decided = {
                     rule
                     for claim in self.claims[task, trace]
@@ -188,7 +214,9 @@ class Analysis:
                 }
                 for name, cells in self._own(task, trace).groupby("rule", sort=False):
                     rule = str(name)
-                    row = self._row(cells, grid) | _flat("difference", pairs.get(rule, _NONE))
+                    row = self._row(cells) | _flat("difference", pairs.get(rule, _NONE))
+                    row |= self._untuned(task, trace, rule) | {"factor": (factor := cells["lr_factor"].iloc[0])}
+                    row["edge"] = len(factors) > 1 and factor in (factors[0], factors[-1])
                     rows[task, trace, rule] = row | {"difference_decided": rule != self.baseline and rule in decided}
         return pd.DataFrame.from_dict(rows, orient="index").rename_axis(GROUP)
 
@@ -261,11 +289,12 @@ class Analysis:
     def _own(self, task: str, trace: str) -> pd.DataFrame:
         return self.own[(self.own["task"] == task) & (self.own["trace"] == trace)]
 
-    def tuned(self, task: str, trace: str) -> pd.DataFrame:
-        """Return the metric of the constant rule by factor and seed, without factors at which a training failed."""
-        cells = self.ends[(self.ends["task"] == task) & (self.ends["trace"] == trace) & (self.ends["rule"] == BASELINE)]
-        stable = cells[~cells["failed"].groupby(cells["lr_factor"]).transform("any")]
-        return stable.pivot_table(index="lr_factor", columns="seed", values=self.metric, dropna=False)
+    def grid(self, task: str, trace: str) -> pd.DataFrame:
+        """Return the metric of what was tried, (rule, factor) x seed, without what failed with any seed."""
+        cells = tuning.tried(self.cells(task, trace))
+        stable = cells[~cells["failed"].groupby([cells["rule"], cells["lr_factor"]]).transform("any")]
+        table = stable.pivot_table(self.metric, ["rule", "lr_factor"], "seed", aggfunc="first", dropna=False)
+        return table.dropna(how="all")
 
     def _end(self, cell: pd.DataFrame) -> dict[str, Any]:
         last: dict[str, Any] = {str(name): value for name, value in cell.iloc[-1].items()}
@@ -280,88 +309,42 @@ class Analysis:
         at = cell.iloc[-1 if found is None else found]
         return {**row, "reached": found is not None, **{f"target_{name}": at[name] for name in PLACES}}
 
-    def _row(self, cells: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
+    def _row(self, cells: pd.DataFrame) -> dict[str, Any]:
         finished = cells[~cells["failed"]]
         values = _floats(finished[self.metric].dropna())
         row = _flat("value", mean_interval(values, **possible(self.metric, values)))
         row |= _flat("failed", rate_interval(int(cells["failed"].sum()), len(cells)))
-        for name in (*PLACES, "wall_seconds", *self.metrics):
-            row[f"end_{name}"] = finished[name].mean()
-        row |= self._regret(finished, grid)
+        for name in dict.fromkeys((*PLACES, "wall_seconds", *self.metrics)):
+            own = _floats(finished[name].dropna())
+            row |= _flat(f"end_{name}", mean_interval(own, **possible(name, own)))
         for name in PLACES if "reached" in cells and cells["reached"].notna().all() else ():
             found = to_target(cells[f"target_{name}"].to_numpy(np.float64), cells["reached"].to_numpy(bool))
             row |= {"reached": found.reached, "target_n": found.n, f"target_{name}": found.value}
             row |= {f"target_{name}_low": found.low, f"target_{name}_high": found.high}
         return row
 
-    def _regret(self, finished: pd.DataFrame, grid: pd.DataFrame) -> dict[str, Any]:
-        """Return the regret, the factor that was best, whether it is at the edge, and the size of the grid."""
-        values = _by_seed(finished, self.metric)
-        grid = grid[[seed for seed in values.index if seed in grid.columns]]
-        whole = grid.dropna(axis=1)  # a seed that has only begun says nothing of tuning
-        grid = whole if whole.shape[1] else grid.dropna()
-        seeds = list(grid.columns)
-        if grid.empty:
-            return _flat("regret", _NONE) | {"best_factor": np.nan, "edge": False, "grid": 0}
-        sign = 1.0 if self.lower else -1.0
-        regret = regret_interval(sign * _floats(values[seeds]), sign * _floats(grid))
-        best = int((sign * grid.mean(axis=1)).to_numpy().argmin())
-        edge = len(grid) > 1 and best in (0, len(grid) - 1)
-        return _flat("regret", regret) | {"best_factor": float(grid.index[best]), "edge": edge, "grid": len(grid)}
-
-
-def _nearest_to_one(factors: pd.Series[float]) -> float:
-    return min(map(float, factors.unique()), key=lambda factor: (round(abs(math.log(factor)), 9), factor))
+    def _untuned(self, task: str, trace: str, rule: str) -> dict[str, Any]:
+        """Return the value of a rule at the learning rate of the reference, and its regret."""
+        cells, sign = self.untuned, 1.0 if self.lower else -1.0
+        cells = cells[(cells["task"] == task) & (cells["trace"] == trace) & (cells["rule"] == rule) & ~cells["failed"]]
+        own, grid = _by_seed(cells, self.metric), self.grid(task, trace)
+        values, judged = _floats(own), self._own(task, trace)
+        regret = _NONE
+        if len(grid) and tuning.is_apart(self.cells(task, trace)):
+            means = (sign * grid.mean(axis=1)).to_dict()
+            tried = [kind for kind in zip(judged["rule"], judged["lr_factor"], strict=True) if kind in means]
+            best = min(tried, key=means.__getitem__, default=("", 1.0))[0]
+            least = _by_seed(judged[(judged["rule"] == best) & ~judged["failed"]], self.metric)
+            regret = difference_interval(sign * _floats((own - least).dropna()))
+        elif len(grid):
+            grid = grid[[seed for seed in own.index if seed in grid.columns]]
+            whole = grid.dropna(axis=1)  # a seed that has only begun says nothing of tuning
+            grid = whole if whole.shape[1] else grid.dropna()
+            regret = regret_interval(sign * _floats(own[grid.columns]), sign * _floats(grid)) if grid.size else _NONE
+        return _flat("untuned", mean_interval(values, **possible(self.metric, values))) | _flat("regret", regret)
 
 
 _NONE = Interval(np.nan, np.nan, np.nan, 0)
-
-
-def along(cells: pd.DataFrame, place: str, metric: str) -> tuple[FloatArray, FloatArray]:
-    """Return places, (evaluations,), and mean, low and high of the metric, (3, evaluations), of one rule's trainings.
-
-    Only those that finished count. The evaluations of different seeds belong together by their number, as they are made
-    after equal samples. There is none if the place is not known.
-    """
-    finished = cells[cells["status"] == "finished"]
-    rows = finished.assign(number=finished.groupby("key").cumcount()).dropna(subset=[place, metric])
-    if rows.empty:
-        return np.empty(0), np.empty((3, 0))
-    every = rows["number"].value_counts() == rows["key"].nunique()  # without those that some seeds do not have
-    by_number = rows[rows["number"].map(every)].groupby("number")
-    limits = possible(metric, _floats(rows[metric]))
-    intervals = [mean_interval(_floats(values), **limits)[:3] for _, values in by_number[metric]]
-    return by_number[place].mean().to_numpy(np.float64), np.array(intervals).reshape(-1, 3).T
-
-
-def _cell_columns(record: Record, task: str) -> dict[str, Any]:
-    cell = record.cell
-    return {
-        "key": record.key,
-        "task": task,
-        "task_name": cell["task"],
-        "trace": cell["trace"],
-        "rule": cell["rule"],
-        "lr": float(cell["lr"]),
-        "lr_factor": float(cell["lr_factor"]),
-        "seed": cell["seed"],
-        "ref_batchsize": cell.get("ref_batchsize"),
-        "planned_samples": cell["samples"],
-        "status": status_of(record),
-        "wall_seconds": record.wall_seconds,
-    }
-
-
-def _columns(curve: Mapping[str, Sequence[float | None] | None]) -> dict[str, FloatArray]:
-    """Return the values of a curve as columns of equal length, nan where there is none; `lr` is the effective one."""
-    length = len(curve["samples"] or ())
-    columns = {}
-    for name in dict.fromkeys([*PLACES, *curve]):
-        column = np.full(length, np.nan)
-        values = np.asarray([np.nan if value is None else value for value in curve.get(name) or ()], np.float64)
-        column[: len(values)] = values
-        columns["effective_lr" if name == "lr" else name] = column
-    return columns
 
 
 def _by_seed(cells: pd.DataFrame, metric: str) -> pd.Series[float]:

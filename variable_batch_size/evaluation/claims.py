@@ -1,7 +1,7 @@
 """What a report may claim: which rule was better than which, so that at most 5 % of reports claim what is not so.
 
-Two families are corrected, each at 5 %: the differences of all pairs of rules, under all traces and of all tasks of a
-report, for one metric; and the differences of how often they fail. How many reports of equal rules claim anything is
+Two families are corrected, together at 5 %: the differences of all pairs of rules, under all traces and of all tasks of
+a report, for one metric; and the differences of how often they fail. How many reports of equal rules claim anything is
 measured by `benchmarks/null_reports.py`.
 """
 
@@ -53,19 +53,20 @@ def claims_of(groups: Mapping[G, Mapping[str, FloatArray]], level: float = LEVEL
     A pair of rules is compared by Student's t test of its paired differences; if a training of it failed, by the signed
     ranks, of which all signs are permuted (Wilcoxon 1945); and by Fisher's exact test of how often they failed. Each of
     the families, of differences and of failures, is corrected by Holm's method (1979), without the tests that cannot
-    reach its level whatever the outcome, as of few seeds (Tarone 1990).
+    reach its level whatever the outcome, as of few seeds (Tarone 1990). If a training failed, each has half of `level`.
 
     Args:
         groups: rule -> the metric by seed, less is better, (seeds,), for each group: `FAILED` if the training failed,
             nan if there is none. The seeds of all rules of a group are in the same order.
-        level: how many reports of equal rules may claim anything, of each family.
+        level: how many reports of equal rules may claim anything.
     """
     pairs = [(group, *pair) for group, rules in groups.items() for pair in combinations(rules, 2)]
     means = [_difference(groups[group][first], groups[group][second]) for group, first, second in pairs]
     failures = [_failures(groups[group][first], groups[group][second]) for group, first, second in pairs]
     found: dict[G, list[Claim]] = {group: [] for group in groups}
+    any_failed = any(np.isinf(values).any() for rules in groups.values() for values in rules.values())
     for tests in means, failures:
-        for number in _rejected(tests, level):
+        for number in _rejected(tests, level / 2 if any_failed else level):
             (group, *rules), test = pairs[number], tests[number]
             better, worse = (rules[1], rules[0]) if test.sign > 0 else rules
             failed = any(np.isinf(groups[group][rule]).any() for rule in rules)

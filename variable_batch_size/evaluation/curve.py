@@ -12,6 +12,7 @@ from variable_batch_size.evaluation.simulated_time import SimulatedTime
 FACTOR = 10  # a loss above this multiple of the untrained model's is one of a training that has diverged
 TOTALS = ("updates", "samples", "progress", "seconds", "cost")
 MEANS = ("batch_size", "lr", "train_loss")
+RANGE = ("batch_least", "batch_most")
 
 
 @final
@@ -36,6 +37,7 @@ class Curve:
         self.seconds = 0.0
         self._step = (0.0, 0)  # sum of the losses of the update under way, samples
         self._since = [0.0, 0.0, 0, 0]  # since the last row: sums of losses, learning rates, samples and updates
+        self._range: tuple[int, ...] = ()  # since the last row: the smallest and the largest batch size
         self._first: float | None = None  # training loss of the first update
         self.last: float | None = None
         self.diverged = False
@@ -88,6 +90,7 @@ class Curve:
             self._since[column] += value
         if self._time is not None:
             self.seconds = self._time.after(self.seconds, updates, count, self._minibatch_size)
+        self._range = min((*self._range, count)), max((*self._range, count))
         self.last = total / count
         self._first = self.last if self._first is None else self._first
 
@@ -107,10 +110,11 @@ class Curve:
         self.diverged |= bool(number) and not losses / count <= self._training_limit
         cost = None if self._time is None else self._time.cost(self.seconds)
         totals = (updates, samples, progress, None if self._time is None else self.seconds, cost)
-        row = dict(zip((*TOTALS, *MEANS), (*totals, *means), strict=True)) | values
+        sizes = self._range or (None, None)
+        row = dict(zip((*TOTALS, *MEANS, *RANGE), (*totals, *means, *sizes), strict=True)) | values
         if math.isfinite(values["loss"]):
             self.rows.append({name: _finite(value) for name, value in row.items()})
-            self._since = [0.0, 0.0, 0, 0]
+            self._since, self._range = [0.0, 0.0, 0, 0], ()
 
     def columns(self) -> dict[str, list[Any] | None]:
         """Return the columns of the record."""
@@ -124,12 +128,13 @@ class Curve:
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as plain values."""
         kept = {"rows": self.rows, "seconds": self.seconds, "since": self._since, "losses": (self._first, self.last)}
-        return {**kept, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
+        return {**kept, "range": self._range, "diverged": self.diverged, "wall_seconds": self.wall_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
         self.rows, self.seconds = list(state_dict["rows"]), state_dict["seconds"]
         self._since, self._step = list(state_dict["since"]), (0.0, 0)
+        self._range = tuple(state_dict.get("range", ()))
         self._first, self.last = state_dict.get("losses", (None, None))
         self.diverged, self.wall_seconds = state_dict["diverged"], state_dict["wall_seconds"]
 
@@ -149,6 +154,6 @@ def _checked(metrics: Any) -> dict[str, float]:
         requirement = "evaluate() must return a mapping with the key 'loss'"
         raise type_error(requirement, metrics, 'return for example {"loss": 0.5, "accuracy": 0.9}')
     for name in metrics:
-        if not isinstance(name, str) or name in (*TOTALS, *MEANS):
+        if not isinstance(name, str) or name in (*TOTALS, *MEANS, *RANGE):
             raise type_error("a metric of evaluate() must have a name of its own", name, "choose another one")
     return {name: float(value) for name, value in metrics.items()}

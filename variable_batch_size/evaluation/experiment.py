@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -18,8 +18,11 @@ from variable_batch_size.evaluation.courses import (
     course_of,
     depends_on_the_dataset,
 )
+from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.simulated_time import SimulatedTime
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
+from variable_batch_size.evaluation.tuning import REFERENCE, TUNING, chosen_factors, nearest_to_one
+from variable_batch_size.trace import BatchTrace
 
 if TYPE_CHECKING:
     from variable_batch_size.evaluation.loop import Parts
@@ -33,11 +36,12 @@ class Experiment:
     """Trainings of each task under each trace, with each rule, learning rate and seed.
 
     Seeds and samples are the same for all of them, so that rules are compared in pairs. What is None is taken from the
-    attributes of the task, see `Task`.
+    attributes of the task, see `Task`. The reference is trained, too: the rule "constant" at the constant batch size
+    `ref_batchsize`, at which all rules of the table are alike, tells whether its learning rate is tuned.
 
-    >>> experiment = Experiment(["mnist-cnn"], ["32", "0:32 1000:256"], ["linear", "root"], seeds=3)
-    >>> len(experiment.cells())
-    12
+    >>> experiment = Experiment(["mnist-cnn"], ["256", "0:32 1000:256"], ["linear", "root"], seeds=3)
+    >>> len(experiment.cells())  # with 3 of the reference
+    15
 
     Args:
         tasks: names of tasks; or a mapping from each name to the arguments of that task.
@@ -45,9 +49,10 @@ class Experiment:
             capacity trace, "per-device:64@spot.json"; or a mapping from names to these, or to the objects.
         rules: names of rules, with a number if they take one, see `rule_of`.
         seeds: number of seeds, 0, 1, ...; or the seeds.
-        lr_factors: factors on the learning rate of the task, for every rule.
-        retune: further factors for the rule "constant" only: with `lr_factors`, the learning rates among which the best
-            one of each trace is found, to which the rules are compared.
+        lr_factors: factors on the learning rate of the task, all of which are trained with every rule.
+        tuning_seeds: number of further seeds, 1000, 1001, ..., on which the factor of each rule and trace is chosen:
+            `cells` are those, and `judged` the trainings of `seeds` at the chosen factors and the reference's. With 0
+            all factors are trained with `seeds`, and rules are judged by the numbers by which they were chosen.
         samples: samples of a training.
         lr: learning rate at `ref_batchsize`.
         ref_batchsize: batch size at which it was tuned, in samples.
@@ -67,7 +72,7 @@ class Experiment:
     rules: Sequence[str]
     seeds: int | Sequence[int] = 3
     lr_factors: Sequence[float] = (1.0,)
-    retune: Sequence[float] = ()
+    tuning_seeds: int = 0
     samples: int | None = None
     lr: float | None = None
     ref_batchsize: int | None = None
@@ -78,18 +83,21 @@ class Experiment:
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "traces", "rules", "lr_factors", "retune"):
+        for name in ("tasks", "traces", "rules", "lr_factors"):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, (Sequence, Mapping, AbstractSet)):
                 raise type_error(f"{name} must be a sequence", values, "pass a list")
-            if not len(values) and name != "retune":
+            if not len(values):
                 raise value_error(f"{name} must have at least one item", "none", "pass one")
         for name in ("samples", "ref_batchsize", "minibatch_size", "between"):
             if getattr(self, name) is not None:
                 check_int(getattr(self, name), name, 1, MAX_INT)
-        for name in ("lr_factors", "retune"):
-            for factor in getattr(self, name):
-                check_positive(factor, f"each of {name}", "pass factors on the learning rate of the task")
+        for factor in self.lr_factors:
+            check_positive(factor, "each of lr_factors", "pass factors on the learning rate of the task")
+        check_int(self.tuning_seeds, "tuning_seeds", 0)
+        if self.tuning_seeds and len(set(self.lr_factors)) == 1:
+            requirement = "tuning_seeds need several lr_factors, of which the best one is chosen"
+            raise value_error(requirement, f"{self.lr_factors}", "pass lr_factors=[0.5, 1, 2], for example")
         if self.lr is not None:
             check_positive(self.lr, "lr", "pass a learning rate")
         for rule in self.rules:
@@ -104,23 +112,49 @@ class Experiment:
             OSError: if a file cannot be read.
             TypeError, ValueError: if a task or a trace is not one, or what a task needs is not known.
         """
+        seeds: Iterable[int] = range(TUNING, TUNING + self.tuning_seeds) if self.tuning_seeds else self.judging_seeds
+        factors = dict.fromkeys(map(float, self.lr_factors))
+        return self._cells(seeds, lambda *_: factors)
+
+    def judged(self, records: Iterable[Record]) -> list[Cell]:
+        """Return the trainings that judge what the tuning seeds have chosen: none without `tuning_seeds`.
+
+        Those of each rule and trace at the factor that was best by its mean loss, and at the one nearest to 1.
+
+        Args:
+            records: those of `cells`.
+        """
+        if not self.tuning_seeds:
+            return []
+        chosen = chosen_factors(records)
+        nearest = nearest_to_one(self.lr_factors)
+        return self._cells(self.judging_seeds, lambda *kind: dict.fromkeys((chosen[kind], nearest)))
+
+    def _cells(self, seeds: Iterable[int], factors: Callable[[str, str, str], Iterable[float]]) -> list[Cell]:
         cells: list[Cell] = []
-        seeds = range(check_int(self.seeds, "seeds", 1)) if isinstance(self.seeds, int) else self.seeds
-        checked = [check_int(seed, "each of seeds", 0, 2**63 - 1) for seed in seeds]
         for name, arguments in self._tasks.items():
             fixed, courses = self._of_task(name, arguments)
-            for seed in checked:
+            for seed in seeds:
                 for trace, course in courses.items():
-                    for rule, factor in self._rules_and_factors():
-                        scaled = {"rule": rule, "lr": fixed["lr"] * factor, "lr_factor": factor, "seed": seed}
-                        kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
-                        cells.append(Cell(**fixed | scaled | kind))
-        return cells
+                    for rule in (CONSTANT,) if trace == REFERENCE else self.rules:
+                        for factor in factors(name, trace, rule):
+                            scaled = {"rule": rule, "lr": fixed["lr"] * factor, "lr_factor": factor, "seed": seed}
+                            kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
+                            cells.append(Cell(**fixed | scaled | kind))
+        return list({cell.key: cell for cell in cells}.values())
 
     def targets(self) -> dict[str, tuple[str, float]]:
         """Return the target of each task that has one: a metric and its value."""
         found = {name: self._task(name, arguments)[1].target for name, arguments in self._tasks.items()}
         return {name: target for name, target in found.items() if target is not None}
+
+    @property
+    def judging_seeds(self) -> Sequence[int]:
+        """The seeds that judge."""
+        most = TUNING - 1
+        if isinstance(self.seeds, int):
+            return range(check_int(self.seeds, "seeds", 1, most))
+        return [check_int(seed, "each of seeds", 0, most) for seed in self.seeds]
 
     @property
     def _tasks(self) -> Mapping[str, Mapping[str, Any]]:
@@ -129,13 +163,6 @@ class Experiment:
     def _task(self, name: str, arguments: Mapping[str, Any]) -> tuple[Task, Defaults]:
         task = load_task(name, arguments, self.data_dir)
         return task, Defaults.of(task, name)
-
-    def _rules_and_factors(self) -> Iterator[tuple[str, float]]:
-        pairs = [(rule, float(factor)) for rule in self.rules for factor in self.lr_factors]
-        tuned = (
-            [*map(float, (*self.lr_factors, *self.retune))] if self.retune else []
-        )  # with what rules are compared at
-        return iter(dict.fromkeys(pairs + [(CONSTANT, factor) for factor in tuned]))
 
     def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Course]]:
         """Return the fields that all cells of a task have in common, and the course of each trace."""
@@ -156,7 +183,12 @@ class Experiment:
         return fixed, self._courses(task, fixed)
 
     def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, Course]:
-        traces = self.traces if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
+        traces: dict[str, TraceSource] = (
+            dict(self.traces) if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
+        )
+        reference = fixed["ref_batchsize"]
+        if reference is not None and not (str(reference) in traces and CONSTANT in self.rules):
+            traces.setdefault(REFERENCE, BatchTrace.constant(reference))
         courses = {}
         for name, source in traces.items():
             needed = depends_on_the_dataset(source)

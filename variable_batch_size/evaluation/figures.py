@@ -1,4 +1,4 @@
-"""The pictures of a report, as SVG that takes its colors from the page, and as PNG for papers."""
+"""The pictures of a report, as SVG that takes its colors from the page, and as PNG, PDF and SVG for papers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
-from variable_batch_size.evaluation.analysis import Analysis, along
+from variable_batch_size.evaluation.analysis import Analysis
+from variable_batch_size.evaluation.tidy import along
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,10 +29,12 @@ AXES = {
     "progress": "progress (updates at the reference)",
     "seconds": "simulated time (s)",
 }
-# Colors that are seen on white and on black; a rule has the same one in all pictures. Neighbors have other dashes, so
-# that both are seen where their lines coincide.
-COLORS = ("#7a7f87", "#2a7de1", "#e0661a", "#2c9c4a", "#d23f57", "#8a63d2", "#b08a00", "#00929b", "#c2519f", "#6b8e23")
-DASHES = ("", "6 2", "2 2", "6 2 2 2")
+# Of Okabe and Ito (2008), which are told apart by those who do not see all colors: those that are seen on white and on
+# black. A rule has the same one in all pictures. Neighbors have other dashes, so that both are seen where their lines
+# coincide; 7 and 6 have no common divisor, so that the first 42 rules differ.
+COLORS = ("#808080", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+DASHES = ("", "6 2", "2 2", "6 2 2 2", "12 3", "1 2")
+FORMATS = ("png", "pdf", "svg")
 INK, FAINT = "#010203", "#040506"  # replaced by the colors of the page
 PANEL = (4.2, 2.7)  # inches
 MARGINS = {"left": 0.18, "right": 0.97, "bottom": 0.17, "top": 0.97}  # shares of a panel
@@ -55,11 +58,7 @@ THEMED = {
 
 def look(rules: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the color and the dashes, as an SVG dash array, of each rule."""
-    turns = 2 * len(COLORS)  # after which color and dashes would repeat
-    return {
-        rule: (COLORS[number % len(COLORS)], DASHES[(number + number // turns) % len(DASHES)])
-        for number, rule in enumerate(rules)
-    }
+    return {rule: (COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]) for number, rule in enumerate(rules)}
 
 
 def svg(draw: Callable[[Axes], object], size: tuple[float, float] | None = None) -> str:
@@ -75,36 +74,48 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] | None = None)
     return _inline(file.getvalue())
 
 
-def png(analysis: Analysis, task: str) -> bytes:
-    """Return a picture for a paper: for each trace its batch sizes, learning rates and curves; and the regret."""
+def paper(analysis: Analysis, task: str) -> dict[str, bytes]:
+    """Return a picture for a paper, in each of FORMATS: of each trace batch sizes, rates and curves; and the regret."""
     traces = analysis.traces(task)
     with _style({}):
         figure = _figure((max(7.0, 2.6 * len(traces)), 9.0))
         parts: Any = figure.subfigures(2, height_ratios=[3, 1.25])
         above, below = parts
         panels = above.subplots(3, len(traces), squeeze=False, sharey="row", height_ratios=[1, 1, 1.6])
-        looks = look(analysis.rules)
+        looks, limits = look(analysis.rules), []
         for (batch, lr, curve), trace in zip(panels.T, traces, strict=True):
             rows = analysis.rows(task, trace)
             draw_batch_sizes(batch, rows)
             draw_lr(lr, rows, looks)
-            draw_curves(curve, rows, analysis.metric, "samples", looks)
+            _draw_curves(curve, rows, analysis.metric, "samples", looks)
+            limits.append(curve.get_ylim())
             batch.set(title="\n".join(textwrap.wrap(short_trace(trace, 48), 26)), xlabel="")
             lr.set(xlabel="")
+        panels[2, 0].set_ylim(min(low for low, _ in limits), max(high for _, high in limits))  # of all traces
+        for axes in panels[2]:
+            _mark_outside(axes)
         for axes in panels[:, 1:].ravel():
             axes.set_ylabel("")
         draw_regret(below.subplots(), analysis, task, across=True)
         handles, labels = panels[2, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(6, max(1, len(labels))), frameon=False)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
-    return file.getvalue()
+        without = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+        files = {name: io.BytesIO() for name in FORMATS}
+        for name, file in files.items():
+            figure.savefig(file, format=name, dpi=200, metadata=without[name])
+    return {name: file.getvalue() for name, file in files.items()}
 
 
 def draw_batch_sizes(axes: Axes, rows: pd.DataFrame) -> None:
-    """Draw the batch sizes along the samples: of each rule's first seed, which coincide unless they are adaptive."""
+    """Draw the batch sizes along the samples: of each rule's first seed, which coincide unless they are adaptive.
+
+    The line is their mean between two evaluations, and the band has the smallest and the largest one, if it is known.
+    """
     for _, cell in _first_seeds(rows):
-        axes.step(cell["samples"], cell["batch_size"], where="pre", color="#2a7de1", lw=1.3, alpha=0.8)
+        axes.step(cell["samples"], cell["batch_size"], where="pre", color=COLORS[1], lw=1.3, alpha=0.8)
+        if "batch_least" in cell:
+            least, most = cell["batch_least"], cell["batch_most"]
+            axes.fill_between(cell["samples"], least, most, step="pre", color=COLORS[1], alpha=0.2, lw=0)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
@@ -131,8 +142,13 @@ def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]
 def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: Mapping[str, tuple[str, str]]) -> None:
     """Draw the mean of a metric over the seeds along a place, with its 95% interval at each evaluation as a band.
 
-    A cross marks the end of a training that failed.
+    A cross marks the end of a training that failed, and a triangle a mean that ends outside of what is shown.
     """
+    _draw_curves(axes, rows, metric, place, looks)
+    _mark_outside(axes)
+
+
+def _draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: Mapping[str, tuple[str, str]]) -> None:
     later, alpha = [], min(0.15, 0.3 / rows["rule"].nunique())
     for rule, cells in rows.groupby("rule", sort=False):
         x, (mean, low, high) = along(cells, place, metric)
@@ -163,11 +179,18 @@ def _focus(axes: Axes, values: FloatArray, drawn: pd.Series[float]) -> None:
         axes.set_ylim(values.min() - margin, values.max() + margin)
 
 
-def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False) -> None:
-    """Draw the regret as a heat map, rules x traces, or traces x rules.
+def _mark_outside(axes: Axes) -> None:
+    """Mark at the edge a mean that ends outside of what is shown."""
+    low, high = axes.get_ylim()
+    for line in axes.get_lines():
+        x, y = (np.asarray(data, np.float64) for data in line.get_data())
+        if len(x) > 1 and np.isfinite(y[-1]) and not low <= y[-1] <= high:
+            edge, marker = (high, "^") if y[-1] > high else (low, "v")
+            axes.plot(x[-1:], [edge], marker, color=line.get_color(), ms=6, clip_on=False)
 
-    A star marks an interval above 0.
-    """
+
+def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False) -> None:
+    """Draw the regret as a heat map, rules x traces, or traces x rules."""
     traces, rules = analysis.traces(task), analysis.rules_of(task)
     facts = analysis.summary.reindex([(task, trace, rule) for trace in traces for rule in rules])
     values = facts["regret"].to_numpy(np.float64).reshape(len(traces), len(rules))
@@ -191,13 +214,12 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"regret in {analysis.metric}; * interval above 0")
+    axes.set_title(f"regret in {analysis.metric}")
 
 
 def _regret_text(fact: Mapping[Any, float], digits: int) -> str:
     failed = fact["failed"] * fact["failed_n"]
-    star = "*" if fact["regret_low"] > 0 else ""
-    lines = [f"{fact['regret']:+.{digits}f}{star}"] if np.isfinite(fact["regret"]) else [] if failed > 0 else ["-"]
+    lines = [f"{fact['regret']:+.{digits}f}"] if np.isfinite(fact["regret"]) else [] if failed > 0 else ["-"]
     return "\n".join([*lines, *([f"{failed:.0f} of {fact['failed_n']:.0f} failed"] if failed > 0 else [])])
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from variable_batch_size._validation import FloatArray
-from variable_batch_size.evaluation.analysis import BASELINE, Analysis, possible
+from variable_batch_size.evaluation import tuning
+from variable_batch_size.evaluation.analysis import BASELINE, Analysis
 from variable_batch_size.evaluation.claims import Claim
-from variable_batch_size.evaluation.statistics import Interval, mean_interval
+from variable_batch_size.evaluation.metric import possible
+from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval, difference_interval, mean_interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 
 if TYPE_CHECKING:
@@ -51,7 +53,12 @@ def recommend(analysis: Analysis) -> list[Recommendation]:
     rule that is truly best among those that do not fail is one of them, with 95% confidence, for all traces of a report
     together. The baseline is recommended if it is among them, as the simplest.
     """
-    return [_recommend(analysis, task, trace) for task in analysis.tasks for trace in analysis.traces(task)]
+    return [
+        _recommend(analysis, task, trace)
+        for task in analysis.tasks
+        for trace in analysis.traces(task)
+        if not (analysis.is_reference(task, trace) and [*analysis.facts(task, trace).index] == [BASELINE])
+    ]
 
 
 def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
@@ -59,7 +66,7 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     values = analysis.shared(task, trace, stable)
     if why := _why_none(analysis.metric, facts, values):
         which = f"No rule can be recommended for {task} under {trace}{why[0]}."
-        return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, None, facts)))
+        return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, trace, None, facts)))
     claims = analysis.claims[task, trace]
     beaten = {claim.worse for claim in claims if claim.better in stable}
     left = [rule for rule in stable if rule not in beaten] or stable
@@ -71,10 +78,39 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     sentences = (
         _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
         _how_sure(pairs, claims, [best, *alike], _range(analysis.metric, values), bool(facts["failed"].any())),
-        _unknown(analysis, task, rule, facts),
+        _unknown(analysis, task, trace, rule, facts),
     )
     alternatives = tuple(name for name in (best, *alike) if name != rule)
     return Recommendation(task, trace, rule, alternatives, sentences)
+
+
+def reference_of(analysis: Analysis, task: str) -> str:
+    """Return whether the learning rate is tuned within noise at the reference's batch size, as a sentence."""
+    traces = [trace for trace in analysis.traces(task) if analysis.is_reference(task, trace)]
+    cells = analysis.ends[analysis.ends["trace"].isin(traces) & (analysis.ends["task"] == task)]
+    cells = cells[cells["rule"] == BASELINE]
+    if cells.empty:
+        return "The reference was not trained: whether its learning rate is tuned is not known."
+    factors = sorted(map(float, tuning.tried(cells)["lr_factor"].unique()))
+    size, lr = cells["ref_batchsize"].iloc[0], (cells["lr"] / cells["lr_factor"]).iloc[0]
+    at = f"at its batch size of {size:g} and learning rate of {lr:.4g}"
+    if len(factors) == 1:
+        return f"Whether the reference is tuned is not known: {at} one learning rate was tried."
+    best, own = tuning.own_factors(cells)[BASELINE], tuning.nearest_to_one(factors)
+    tried = f"of {listed([f'{factor:g}' for factor in factors])} times that"
+    edge = f", at the edge {tried}" if best in (factors[0], factors[-1]) else ""
+    if best == own:
+        return f"The reference is tuned, as far as was tried: {at} no learning rate {tried} was better{edge}."
+    judged = cells if tuning.is_apart(cells) is False else cells[cells["seed"] < tuning.TUNING]
+    by_factor = [judged[(judged["lr_factor"] == factor) & ~judged["failed"]] for factor in (own, best)]
+    first, second = (rows.set_index("seed")[analysis.metric].dropna() for rows in by_factor)
+    choices = 1 if tuning.is_apart(cells) else len(factors) - 1  # of which the best one was chosen
+    sign = 1.0 if analysis.lower else -1.0
+    gain = difference_interval(sign * (first - second).dropna().to_numpy(np.float64), 1 - (1 - CONFIDENCE) / choices)
+    better = f"{best:g} times it is better by {interval(gain.value, gain.low, gain.high)}{edge}"
+    if gain.low > 0:
+        return f"The reference is not tuned: {at} {better}. What rules bring at its learning rate depends on that."
+    return f"The reference is tuned within noise: {at} {better}, which is not told from chance."
 
 
 def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
@@ -110,7 +146,11 @@ def _which(
 ) -> str:
     mean = mean_interval(values, **possible(analysis.metric, values))
     seeds = f"{mean.n} seed{'s' if mean.n > 1 else ''}"
-    lead = f"{analysis.metric} {interval(mean.value, mean.low, mean.high)}, {seeds}"
+    factors = analysis.factors(task, trace)
+    optimistic = ", optimistic by the choice of its learning rate" if analysis.is_optimistic(task, trace) else ""
+    factor = float(analysis.facts(task, trace)["factor"].to_dict()[best])
+    at = f" at {factor:g} times the learning rate of the reference" if len(factors) > 1 else ""
+    lead = f"{analysis.metric} {interval(mean.value, mean.low, mean.high)}{at}, {seeds}{optimistic}"
     if single:
         return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
     if not alike:
@@ -164,16 +204,16 @@ def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Inter
     return " and ".join([*parts, *([f"{winner} failed less often than {listed(failing)}"] if failing else [])])
 
 
-def _unknown(analysis: Analysis, task: str, rule: str | None, facts: pd.DataFrame) -> str:
+def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts: pd.DataFrame) -> str:
     cells = analysis.own[analysis.own["task"] == task]
     parts = [f"longer trainings than {cells['planned_samples'].max():,.0f} samples"]
-    fact: dict[Any, float] | None = facts.loc[rule].to_dict() if rule in facts.index else None
-    if fact is None or fact["grid"] < 2:
+    factors = analysis.factors(task, trace)
+    if len(factors) < 2:
         parts.append("what another learning rate would bring")
     else:
-        bounds = interval(fact["regret"], fact["regret_low"], fact["regret_high"], "+")
-        edge = ", whose best one is at the edge of the grid" if fact["edge"] else ""
-        parts.append(f"the order at other learning rates ({rule} has a regret of {bounds} to a tuned {BASELINE}{edge})")
+        edge = rule in facts.index and facts.loc[rule]["edge"]
+        beyond = f"learning rates beyond {factors[0]:g} to {factors[-1]:g} times the reference's"
+        parts.append(f"{beyond}{f', at whose edge that of {rule} is' if edge else ''}")
     parts.append("other models, data and hardware")
     failed = facts["failed"] * facts["failed_n"]
     counts = {

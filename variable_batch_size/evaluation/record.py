@@ -35,9 +35,9 @@ class Record:
         status: "finished", or "diverged": a loss of training or of the evaluation was not finite, or above 10 times
             that of the untrained model.
         curve: columns of the same length. `updates`, `samples` and `progress` so far; simulated `seconds` and `cost`,
-            or None in their place; of the updates since the row before `batch_size` (mean, samples), `lr` (mean
-            effective learning rate) and `train_loss` (mean over the samples), None in the first row; and `loss` and
-            the other metrics of the evaluation.
+            or None in their place; of the updates since the row before `batch_size` (mean, samples), `batch_least` and
+            `batch_most`, `lr` (mean effective learning rate) and `train_loss` (mean over the samples), None in the
+            first row; and `loss` and the other metrics of the evaluation.
         wall_seconds: seconds that all of it took, over all sittings.
         environment: versions, commit of the library (None if it is not known) and processor.
     """

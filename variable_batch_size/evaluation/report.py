@@ -18,9 +18,10 @@ from variable_batch_size._files import write_bytes
 from variable_batch_size._validation import check_choice
 from variable_batch_size.evaluation import figures, wording
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis
-from variable_batch_size.evaluation.metric import Mode
-from variable_batch_size.evaluation.recommendation import Recommendation, recommend
+from variable_batch_size.evaluation.metric import Mode, possible
+from variable_batch_size.evaluation.recommendation import Recommendation, recommend, reference_of
 from variable_batch_size.evaluation.record import Record, status_of
+from variable_batch_size.evaluation.statistics import mean_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,8 +45,8 @@ def write_report(
     """Write the report of an evaluation, complete or not, and return the path of the page.
 
     Beside `report.html` are `report.csv`, with a row for each evaluation of each training; `report-table.csv`, with the
-    numbers of the tables; and `report-TASK.png` for each task. Those of an earlier report are replaced, whatever the
-    format of its tables.
+    numbers of the tables; and `report-TASK.png`, `.pdf` and `.svg` for each task. Those of an earlier report are
+    replaced, whatever the format of its tables.
 
     Args:
         records: what the trainings brought, at least one.
@@ -80,11 +81,14 @@ def write_analysis(
         import_extra("pyarrow", "parquet")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    pictures = {target / f"report-{_file_name(task)}.png": task for task in analysis.tasks}
-    for path, task in pictures.items():
-        write_bytes(path, figures.png(analysis, task))
-    for path in set(target.glob("report-*.png")) - pictures.keys():
-        path.unlink()
+    pictures = set()
+    for task in analysis.tasks:
+        for kind, content in figures.paper(analysis, task).items():
+            pictures.add(path := target / f"report-{_file_name(task)}.{kind}")
+            write_bytes(path, content)
+    for kind in figures.FORMATS:
+        for path in set(target.glob(f"report-*.{kind}")) - pictures:
+            path.unlink()
     _write_table(target / "report", analysis.tidy, table)
     _write_table(target / "report-table", analysis.summary.reset_index(), table)
     page = target / "report.html"
@@ -118,12 +122,17 @@ def _task(analysis: Analysis, task: str, recommendations: Sequence[Recommendatio
     return {
         "name": task,
         "looks": {rule: looks[rule] for rule in rules},
-        "image": f"report-{_file_name(task)}.png",
+        "images": [f"report-{_file_name(task)}.{kind}" for kind in figures.FORMATS],
         "recommendations": [found for found in recommendations if found.task == task],
         "heat": figures.svg(partial(figures.draw_regret, analysis=analysis, task=task), size),
-        "grid": any((analysis.facts(task, trace)["grid"] > 1).any() for trace in traces),
+        "reference": reference_of(analysis, task),
         "traces": [
-            {"name": trace, "panels": _panels(analysis, task, trace), "table": _table(analysis, task, trace)}
+            {
+                "name": trace,
+                "table": _table(analysis, task, trace),
+                "factors": _factors(analysis, task, trace),
+                "panels": _panels(analysis, task, trace),
+            }
             for trace in traces
         ],
         "target": _target(analysis, task),
@@ -154,14 +163,22 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
         "failed": [_failures(row) for row in _rows(facts)],
         f"{analysis.metric}": [_interval(row, "value") for row in _rows(facts)],
         f"difference to {analysis.baseline}": [_interval(row, "difference", "+") for row in _rows(facts)],
+    }
+    if facts["factor"].ne(1).any() or len(analysis.factors(task, trace)) > 1:
+        columns = {
+            "factor": [f"{row['factor']:g}{' (edge)' if row['edge'] else ''}" for row in _rows(facts)],
+            **columns,
+        }
+    columns |= {
+        f"{analysis.metric} at the reference's rate": [_interval(row, "untuned") for row in _rows(facts)],
         "regret": [_interval(row, "regret", "+") for row in _rows(facts)],
     }
     for name in analysis.metrics:
         if name != analysis.metric:
-            columns[name] = [wording.number(value) for value in facts[f"end_{name}"]]
-    columns |= {name: [wording.number(value) for value in facts[f"end_{name}"]] for name in ("updates", "progress")}
+            columns[name] = [_interval(row, f"end_{name}") for row in _rows(facts)]
+    columns |= {name: [_interval(row, f"end_{name}") for row in _rows(facts)] for name in ("updates", "progress")}
     columns["simulated time"] = [wording.duration(value) for value in facts["end_seconds"]]
-    columns["cost"] = [wording.number(value) for value in facts["end_cost"]]
+    columns["cost"] = [_interval(row, "end_cost") for row in _rows(facts)]
     if "reached" in facts and facts["reached"].notna().any():
         columns["reached the target"] = [f"{row['reached']:.0f} of {row['target_n']:.0f}" for row in _rows(facts)]
         for name in ("samples", "seconds", "cost"):
@@ -171,13 +188,42 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     return {"columns": list(shown), "rows": list(rows)}
 
 
+def _factors(analysis: Analysis, task: str, trace: str) -> dict[str, Any] | None:
+    """Return a table rule x factor of what was tried, and which factor was chosen; None if there is only one."""
+    cells = analysis.tried(task, trace)
+    factors = sorted(map(float, cells["lr_factor"].unique()))
+    if len(factors) < 2:
+        return None
+    rows, chosen = [], analysis.facts(task, trace)["factor"]
+    for rule in analysis.rules_of(task):
+        own = cells[cells["rule"] == rule]
+        texts = [_tried(own[own["lr_factor"] == factor], analysis.metric) for factor in factors]
+        if any(text != "-" for text in texts):
+            rows.append(
+                (rule, [(text, chosen.get(rule) == factor) for text, factor in zip(texts, factors, strict=True)])
+            )
+    return {
+        "factors": [f"{factor:g}" for factor in factors],
+        "rows": rows,
+        "optimistic": analysis.is_optimistic(task, trace),
+    }
+
+
+def _tried(cells: pd.DataFrame, metric: str) -> str:
+    """Format the mean of some trainings, and how many of them failed."""
+    values, failed = cells.loc[~cells["failed"], metric].dropna().to_numpy(np.float64), int(cells["failed"].sum())
+    text = wording.interval(*mean_interval(values, **possible(metric, values))[:3])
+    return f"{text}, {failed} of {len(cells)} failed" if failed else text
+
+
 def _rows(facts: Any) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = facts.to_dict("records")
     return rows
 
 
 def _interval(row: Mapping[str, float], name: str, sign: str = "") -> str:
-    text = wording.interval(row[name], row[f"{name}_low"], row[f"{name}_high"], sign)
+    value, low, high = (row[f"{name}{bound}"] for bound in ("", "_low", "_high"))
+    text = wording.number(value, sign=sign) if low == high else wording.interval(value, low, high, sign)
     few = row[f"{name}_n"] < row["failed_n"] and text != "-"
     return f"{text}, {row[f'{name}_n']:.0f} of {row['failed_n']:.0f} seeds" if few else text
 

@@ -66,6 +66,19 @@ def difference_interval(differences: FloatArray, confidence: float = CONFIDENCE)
     return Interval(mean, mean - half, mean + half, n)
 
 
+def detectable(n: int, comparisons: int, power: float = 0.8) -> float:
+    """Return the mean difference, in its standard deviations, that n seeds see with a probability of `power`.
+
+    By Student's t test at the level of the first step of Holm's method, 0.05 / comparisons.
+
+    >>> round(detectable(5, 1), 2), round(detectable(5, 12), 2)
+    (1.68, 3.31)
+    """
+    stats, optimize = import_extra("scipy.stats", "evaluation"), import_extra("scipy.optimize", "evaluation")
+    critical = stats.t.isf((1 - CONFIDENCE) / comparisons / 2, n - 1)
+    return float(optimize.brentq(lambda d: stats.nct.sf(critical, n - 1, d * math.sqrt(n)) - power, 0, 1e3))
+
+
 def series_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interval:
     """Return the mean of values in time, (n,), which are correlated with those before them, with an interval.
 

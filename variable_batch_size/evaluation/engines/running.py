@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -39,6 +40,8 @@ def run(
     command: str = "",
 ) -> list[Record]:
     """Train the cells that have no record in a folder, and return the records of all.
+
+    Of an experiment with tuning seeds, `cells` are trained, and then `judged`.
 
     Before the first one begins, each combination of task, trace and rule is created once, so that errors come early. A
     training that is killed continues from its last checkpoint when the evaluation is run again; one that raises ends
@@ -75,7 +78,15 @@ def run(
     jobs = None if jobs is None else check_int(jobs, "jobs", 1)
     threads = check_int(threads, "threads", 1)
     check_interval(save_every, "save_every", "pass a positive one")
-    wanted = cells.cells() if isinstance(cells, Experiment) else list(cells)
+    if isinstance(cells, Experiment):
+        again = partial(
+            run, folder=folder, jobs=jobs, threads=threads, engine=engine, address=address, save_every=save_every
+        )
+        wanted = cells.cells()
+        trained = again(wanted, progress=progress, command=command)
+        judged = cells.judged(trained)
+        return again([*wanted, *judged], progress=progress, command=command) if judged else trained
+    wanted = list(cells)
     for cell in wanted:
         if not isinstance(cell, Cell):
             raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")

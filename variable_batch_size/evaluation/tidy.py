@@ -1,0 +1,78 @@
+"""Records as one table, with a row for each evaluation of each training; and its rows as curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from variable_batch_size._validation import FloatArray
+from variable_batch_size.evaluation.metric import possible
+from variable_batch_size.evaluation.naming import task_names
+from variable_batch_size.evaluation.record import Record, status_of
+from variable_batch_size.evaluation.statistics import mean_interval
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PLACES = ("updates", "samples", "progress", "seconds", "cost")  # what a curve can be drawn along
+
+
+def tidy(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row for each evaluation of each record: its cell, its status, and the values of its curve."""
+    import pandas as pd
+
+    names = task_names(records)
+    tables = [
+        pd.DataFrame({**_cell_columns(record, names[record.key]), **_columns(record.curve)})
+        for record in sorted(records, key=lambda record: record.key)
+    ]
+    return pd.concat(tables, ignore_index=True)
+
+
+def along(cells: pd.DataFrame, place: str, metric: str) -> tuple[FloatArray, FloatArray]:
+    """Return places, (evaluations,), and mean, low and high of the metric, (3, evaluations), of one rule's trainings.
+
+    Only those that finished count. The evaluations of different seeds belong together by their number, as they are made
+    after equal samples. There is none if the place is not known.
+    """
+    finished = cells[cells["status"] == "finished"]
+    rows = finished.assign(number=finished.groupby("key").cumcount()).dropna(subset=[place, metric])
+    if rows.empty:
+        return np.empty(0), np.empty((3, 0))
+    every = rows["number"].value_counts() == rows["key"].nunique()  # without those that some seeds do not have
+    by_number = rows[rows["number"].map(every)].groupby("number")
+    limits = possible(metric, rows[metric].to_numpy(np.float64))
+    intervals = [mean_interval(values.to_numpy(np.float64), **limits)[:3] for _, values in by_number[metric]]
+    return by_number[place].mean().to_numpy(np.float64), np.array(intervals).reshape(-1, 3).T
+
+
+def _cell_columns(record: Record, task: str) -> dict[str, Any]:
+    cell = record.cell
+    return {
+        "key": record.key,
+        "task": task,
+        "task_name": cell["task"],
+        "trace": cell["trace"],
+        "rule": cell["rule"],
+        "lr": float(cell["lr"]),
+        "lr_factor": float(cell["lr_factor"]),
+        "seed": cell["seed"],
+        "ref_batchsize": cell.get("ref_batchsize"),
+        "planned_samples": cell["samples"],
+        "status": status_of(record),
+        "wall_seconds": record.wall_seconds,
+    }
+
+
+def _columns(curve: Mapping[str, Sequence[float | None] | None]) -> dict[str, FloatArray]:
+    """Return the values of a curve as columns of equal length, nan where there is none; `lr` is the effective one."""
+    length = len(curve["samples"] or ())
+    columns = {}
+    for name in dict.fromkeys([*PLACES, *curve]):
+        column = np.full(length, np.nan)
+        values = np.asarray([np.nan if value is None else value for value in curve.get(name) or ()], np.float64)
+        column[: len(values)] = values
+        columns["effective_lr" if name == "lr" else name] = column
+    return columns
