@@ -41,10 +41,11 @@ from variable_batch_size import ProgressScheduler
 from variable_batch_size.evaluation import Cell, Experiment, Record, engines, load_task
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.loop import evaluate, updates_of
+from variable_batch_size.evaluation.provenance import environment
 from variable_batch_size.evaluation.record import keys_in, path_of
 from variable_batch_size.evaluation.statistics import Interval, difference_interval, mean_interval
 from variable_batch_size.evaluation.task import FUNCTIONS
-from variable_batch_size.evaluation.training import environment, parts_of
+from variable_batch_size.evaluation.training import parts_of
 
 TIMES = (8, 16, 32, 64)
 UPDATES = 4096  # T

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import subprocess
 import sys
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,9 +22,11 @@ from helpers.evaluation_tasks import Tiny, without_times
 from helpers.pages import ROOT
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.evaluation import Experiment, ModelTime, UnderCapacity, read_records, run
+from variable_batch_size.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, read_records, run
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.engines import local
+from variable_batch_size.evaluation.provenance import data_hash
+from variable_batch_size.evaluation.report import render
 
 TINY = "helpers.evaluation_tasks:Tiny"
 TRACES = ["0:8 10:32", "noise-scale:1"]
@@ -76,10 +82,50 @@ def test_a_dataset_that_has_grown_is_not_that_of_its_records(tmp_path: Path) -> 
         path = tmp_path / f"{record.key}.json"
         path.write_text(path.read_text().replace('"samples in the dataset": 96', '"samples in the dataset": 90'))
     message = (
-        r"the dataset of the task .*:Tiny must be that of its record .*, got 96 samples instead of 90; give the task"
+        r"the dataset of the task .*:Tiny must be that of its record .*, got samples in the dataset 96 instead of 90;"
     )
     with pytest.raises(ValueError, match=message):
         run(experiment(traces=["8"], seeds=2), tmp_path, progress=False)
+
+
+def test_a_dataset_with_other_numbers_is_not_that_of_its_records(tmp_path: Path) -> None:
+    for record in run(experiment(traces=["8"], rules=["linear"], seeds=1), tmp_path, progress=False):
+        known = record.environment["hash of the dataset"]
+        path = tmp_path / f"{record.key}.json"
+        path.write_text(path.read_text().replace(known, "0" * 16))
+    with pytest.raises(ValueError, match=r"got hash of the dataset .* instead of 0000"):
+        run(experiment(traces=["8"], seeds=2), tmp_path, progress=False)
+
+
+def test_a_record_says_what_else_determines_it(tmp_path: Path) -> None:
+    record, _ = run(experiment(traces=["8"], rules=["linear"], seeds=[3]), tmp_path, progress=False)
+    facts = record.environment
+    assert facts["optimizer"].startswith("SGD(momentum=0.9, ")
+    assert facts["seed of the model"] == facts["seed of the order"] == 3
+    path = Path(sys.modules["helpers.evaluation_tasks"].__file__ or "")
+    assert facts["source of the task"] == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    page = unescape(render(Analysis([record])))
+    assert "reference batch size 8; learning rate 0.05; microbatches of 4 samples; 240 samples; seeds of model" in page
+    assert facts["hash of the dataset"] in page
+
+
+class Crops(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        return torch.rand(2), index
+
+
+@pytest.mark.parametrize(
+    ("samples", "known"),
+    [
+        ([(np.arange(3), "a", {"b": 1.0}), (torch.ones(2, dtype=torch.bfloat16), None, b"c")], True),
+        ([object(), 1], False),
+        (Crops([1, 2]), False),
+    ],
+)
+def test_the_hash_of_a_dataset_is_that_of_its_samples(samples: Any, known: bool) -> None:
+    hashes = [data_hash(SimpleNamespace(dataset=lambda own=own: own)) for own in (samples, samples[:])]  # type: ignore[arg-type, misc]
+    assert (hashes[0] is not None) == known
+    assert not known or hashes[0] == hashes[1] != data_hash(SimpleNamespace(dataset=lambda: samples[:1]))  # type: ignore[arg-type]
 
 
 def test_processes_make_the_same_records(tmp_path: Path) -> None:

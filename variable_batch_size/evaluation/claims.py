@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations
 from typing import Literal, NamedTuple, TypeVar
 
@@ -96,10 +97,17 @@ def _difference(first: FloatArray, second: FloatArray) -> _Test:
     ranks = ranks[differences != 0]
     if len(ranks) < 2:
         return _Test(1.0, 1.0, 0.0)
-    test = stats.permutation_test(
-        (ranks,), np.sum, permutation_type="samples", n_resamples=EXACT, rng=np.random.default_rng(0)
-    )
-    return _Test(float(test.pvalue), 2.0 ** (1 - len(ranks)), float(ranks.sum()))
+    p = _permuted(tuple(sorted(ranks.tolist(), key=abs)))
+    return _Test(p, 2.0 ** (1 - len(ranks)), float(ranks.sum()))
+
+
+@lru_cache(maxsize=2**12)
+def _permuted(ranks: tuple[float, ...]) -> float:
+    """Return the probability of so large a sum of ranks, whose signs are drawn."""
+    test = import_extra("scipy.stats", "evaluation").permutation_test
+    one = np.array(ranks)
+    rng = np.random.default_rng(0)
+    return float(test((one,), np.sum, permutation_type="samples", n_resamples=EXACT, rng=rng).pvalue)
 
 
 def _failures(first: FloatArray, second: FloatArray) -> _Test:

@@ -22,6 +22,7 @@ from variable_batch_size.evaluation.metric import Mode, possible
 from variable_batch_size.evaluation.recommendation import Recommendation, recommend, reference_of
 from variable_batch_size.evaluation.record import Record, status_of
 from variable_batch_size.evaluation.statistics import mean_interval
+from variable_batch_size.evaluation.tuning import TUNING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -256,10 +257,31 @@ def _facts(analysis: Analysis, command: str, planned: int | None) -> dict[str, s
     facts["computed in"] = wording.duration(sum(record.wall_seconds for record in analysis.records))
     if command:
         facts["command"] = command
+    facts |= {task: _plan(analysis, task) for task in analysis.tasks}
     environments = [record.environment for record in analysis.records]
-    names = dict.fromkeys(name for environment in environments for name in environment)
+    every = dict.fromkeys(name for environment in environments for name in environment)
+    names = [name for name in every if not name.startswith("seed of")]  # which `_plan` has
     facts |= {name: _distinct(environment.get(name) for environment in environments) for name in names}
+    if "-dirty" in facts.get("commit", ""):
+        facts["commit"] += " (-dirty: with changes that are in no commit)"
     return facts
+
+
+def _plan(analysis: Analysis, task: str) -> str:
+    """Return what a task was trained with."""
+    keys = set(analysis.ends.loc[analysis.ends["task"] == task, "key"])
+    cells = [record.cell for record in analysis.records if record.key in keys]
+    parts = [
+        f"reference batch size {_distinct(cell.get('ref_batchsize') for cell in cells)}",
+        f"learning rate {_distinct(format(cell['lr'] / cell['lr_factor'], '.6g') for cell in cells)}",
+        f"microbatches of {_distinct(cell.get('minibatch_size') for cell in cells)} samples",
+        f"{_distinct(format(cell['samples'], ',') for cell in cells)} samples",
+    ]
+    seeds = sorted({cell["seed"] for cell in cells})
+    judging = [str(seed) for seed in seeds if seed < TUNING]
+    choosing = [str(seed) for seed in seeds if seed >= TUNING]
+    parts += [f"seeds of model and of order {wording.listed(judging)}"] if judging else []
+    return "; ".join(parts + ([f"tuning seeds {wording.listed(choosing)}"] if choosing else []))
 
 
 def _distinct(values: Iterable[object]) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import platform
 import random
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
+from variable_batch_size.evaluation.provenance import data_hash, environment, source_hash
 from variable_batch_size.evaluation.record import MARGIN, Record
 from variable_batch_size.evaluation.saving import Saving
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
@@ -33,6 +29,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 
 SAVE_EVERY = timedelta(seconds=30)
 DATASET_SIZE = "samples in the dataset"
+DATA = "hash of the dataset"
 
 
 def parts_of(cell: Cell) -> Parts:
@@ -106,8 +103,7 @@ def record_of(
         parts = parts_of(cell)
         curve = Curve(cell.course.time, cell.minibatch_size)
         own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler, "curve": curve}
-        own_facts: dict[str, Any] = {"threads": threads, DATASET_SIZE: parts.sampler.plan.dataset_size}
-        own_facts[MARGIN] = Defaults.of(parts.task, cell.task).margin
+        own_facts = _facts(parts, cell) | {"threads": threads}
         with Saving(checkpoints, save_every, own) as saving:
             saving.restore()
             _train(parts, cell, curve, saving)
@@ -119,6 +115,21 @@ def record_of(
             wall_seconds=round(curve.wall_seconds, 3),
             environment=environment() | own_facts,
         )
+
+
+def _facts(parts: Parts, cell: Cell) -> dict[str, Any]:
+    """Return what else determines a training, and what its record is judged by."""
+    inner = parts.optimizer.inner
+    options = {name: value for name, value in inner.defaults.items() if value is not None and name != "lr"}
+    return {
+        "optimizer": f"{type(inner).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})",
+        "seed of the model": cell.seed,
+        "seed of the order": cell.seed,
+        DATASET_SIZE: parts.sampler.plan.dataset_size,
+        DATA: data_hash(parts.task),
+        "source of the task": source_hash(parts.task),
+        MARGIN: Defaults.of(parts.task, cell.task).margin,
+    }
 
 
 def checkpoints_of(folder: Path, key: str) -> Path:
@@ -174,37 +185,3 @@ def _stopwatch(curve: Curve) -> Callable[[], None]:
         last = now
 
     return add
-
-
-@lru_cache(maxsize=1)
-def environment() -> dict[str, Any]:
-    """Return versions, the commit of the library and the processor of this process."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "variable_batch_size": importlib.import_module("variable_batch_size").__version__,
-        "commit": _commit(),
-        "cpu": _processor(),
-        "cores": os.cpu_count(),
-    }
-
-
-def _commit() -> str | None:
-    """Return the commit of the library, with -dirty after it if files are changed; None outside of its repository."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    described = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        known = [*git, "ls-files", "--error-unmatch", Path(__file__).name]
-        if subprocess.run(known, capture_output=True, check=False).returncode:
-            return None
-        return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip() or None
-    except OSError:  # there is no git
-        return None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -20,9 +20,10 @@ from variable_batch_size.evaluation.engines.on_ray import on_ray
 from variable_batch_size.evaluation.engines.work import Work
 from variable_batch_size.evaluation.experiment import Experiment, check
 from variable_batch_size.evaluation.plan import extend_plan
+from variable_batch_size.evaluation.provenance import data_hash
 from variable_batch_size.evaluation.record import Record, keys_in, path_of
 from variable_batch_size.evaluation.task import dataset_of, load_task
-from variable_batch_size.evaluation.training import DATASET_SIZE, SAVE_EVERY, checkpoints_of
+from variable_batch_size.evaluation.training import DATA, DATASET_SIZE, SAVE_EVERY, checkpoints_of
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
 
@@ -114,17 +115,17 @@ def run(
 
 
 def _check_datasets(cells: Iterable[Cell], folder: Path) -> None:
-    """Raise ValueError if the dataset of a task has grown or shrunk since one of its trainings.
-
-    What else may have changed in it is not seen.
-    """
+    """Raise ValueError if the dataset of a task has changed since one of its trainings, as its hash tells."""
     for cell in {(cell.task, str(cell.task_arguments)): cell for cell in cells}.values():
-        size: Any = dataset_of(load_task(cell.task, cell.task_arguments, cell.data_dir))
-        known = Record.read(path_of(folder, cell.key)).environment.get(DATASET_SIZE)
-        if known is not None and known != len(size):
-            requirement = f"the dataset of the task {cell.task} must be that of its record {cell.key}"
-            found = f"{len(size):,} samples instead of {known:,}"
-            raise value_error(requirement, found, "give the task another version, or choose another folder")
+        task = load_task(cell.task, cell.task_arguments, cell.data_dir)
+        size: Any = dataset_of(task)
+        found = {DATASET_SIZE: len(size), DATA: data_hash(task)}
+        known = Record.read(path_of(folder, cell.key)).environment
+        for name, value in found.items():
+            if value is not None and known.get(name) not in (None, value):
+                requirement = f"the dataset of the task {cell.task} must be that of its record {cell.key}"
+                remedy = "give the task another version, or choose another folder"
+                raise value_error(requirement, f"{name} {value} instead of {known[name]}", remedy)
 
 
 def without_record(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
