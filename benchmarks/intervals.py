@@ -3,10 +3,10 @@
     PYTHONPATH=test python benchmarks/intervals.py
 
 Noise is normal, or skewed: of a gamma distribution of shape 4 (skewness 1), a log-normal one of sigma 0.5 (1.75) or an
-exponential one (2). A difference is between two rules with this noise each. The regret is to a grid of five learning
-rates, of which the middle one is best by 0, 0.02, 0.1, 0.5 or 3 standard deviations times the squared distance; the
-rule is another one, or the constant one at the second-best rate, and what is recorded is the least coverage of these.
-SciPy's bootstrap is what one would use instead.
+exponential one (2). A difference is between two rules with this noise each. Trainings that fail are left out. The regret
+is to a grid of five learning rates, of which the middle one is best by 0, 0.02, 0.1, 0.5 or 3 standard deviations times
+the squared distance; the rule is another one, or the constant one at the second-best rate, and what is recorded is the
+least coverage of these. SciPy's bootstrap is what one would use instead.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ def main(flags: argparse.Namespace) -> None:
     for (noise, draw), n in product(NOISES.items(), SEEDS):
         found = coverage(lambda values: difference_interval(values)[1:3], draw, n, flags.repeats, pairs=True)
         put("paired difference", noise, f"{n} seeds", found)
+    for noise, failing, n in product(("normal", "exponential"), (0.05, 0.1, 0.2), SEEDS):
+        for what, pairs in ("mean", False), ("paired difference", True):
+            interval = methods["mean, Student's t alone" if pairs else "mean"]
+            found = coverage(interval, NOISES[noise], n, flags.repeats, pairs, failing)
+            put(f"{what}, {failing:.0%} of trainings fail", noise, f"{n} seeds", found)
     for noise, n in product(("normal", "exponential"), SEEDS):
         cases = product(FLAT, ("other", "second"))
         least = min(regret_coverage(NOISES[noise], n, flat, rule, flags.repeats // 4) for flat, rule in cases)

@@ -18,12 +18,23 @@ NOISES: dict[str, Draw] = {  # of mean 0
 
 
 def coverage(
-    interval: Callable[[np.ndarray], tuple[float, float]], draw: Draw, n: int, repeats: int, pairs: bool = False
+    interval: Callable[[np.ndarray], tuple[float, float]],
+    draw: Draw,
+    n: int,
+    repeats: int,
+    pairs: bool = False,
+    failing: float = 0.0,
 ) -> float:
-    """Return the share of samples of n values, or differences of two values, whose interval contains 0."""
+    """Return the share of samples of n values, or differences of two values, whose interval contains 0.
+
+    Each value fails with a probability of `failing`, and is left out; of fewer than two there is no interval.
+    """
     rng = np.random.default_rng(n)
     values = draw(rng, (repeats, n)) - (draw(rng, (repeats, n)) if pairs else 0.0)
-    bounds = np.array([interval(sample) for sample in values])  # (repeats, 2)
+    if failing:
+        lost = rng.random((2 if pairs else 1, repeats, n)).min(axis=0) < failing
+        kept = [sample[~out] for sample, out in zip(values, lost, strict=True) if (~out).sum() > 1]
+    bounds = np.array([interval(sample) for sample in (kept if failing else values)])  # (repeats, 2)
     return float(((bounds[:, 0] <= 0) & (bounds[:, 1] >= 0)).mean())
 
 
