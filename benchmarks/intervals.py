@@ -3,10 +3,10 @@
     PYTHONPATH=test python benchmarks/intervals.py
 
 Noise is normal, or skewed: of a gamma distribution of shape 4 (skewness 1), a log-normal one of sigma 0.5 (1.75) or an
-exponential one (2). A difference is between two rules with this noise each. Trainings that fail are left out. The regret
-is to a grid of five learning rates, of which the middle one is best by 0, 0.02, 0.1, 0.5 or 3 standard deviations times
-the squared distance; the rule is another one, or the constant one at the second-best rate, and what is recorded is the
-least coverage of these. SciPy's bootstrap is what one would use instead.
+exponential one (2). A difference is between two rules with this noise each. Trainings that fail are left out. The
+regret is to a grid of five learning rates, of which the middle one is best by 0, 0.02, 0.1, 0.5 or 3 standard
+deviations times the squared distance; the rule is another one, or the constant one at the second-best rate, and what is
+recorded is the least coverage of these. SciPy's bootstrap is what one would use instead.
 """
 
 from __future__ import annotations
