@@ -152,7 +152,7 @@ def test_one_rule_has_nothing_to_be_compared_with() -> None:
 
 def test_a_best_rate_at_the_edge_is_named() -> None:
     (found,) = recommend(Analysis(records(RULES, ["spot"], lrs=(0.5, 1.0), grid=(), noise=0.001)))
-    assert "beyond 0.5 to 1 times the reference's, at whose edge that of adascale is" in found.sentences[2]
+    assert "beyond 0.5 to 1 times the reference's (that of adascale is at the edge)" in found.sentences[2]
 
 
 @pytest.mark.slow("analyses many random experiments")

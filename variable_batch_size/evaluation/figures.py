@@ -111,9 +111,11 @@ def draw_batch_sizes(axes: Axes, rows: pd.DataFrame) -> None:
 
     The line is their mean between two evaluations, and the band has the smallest and the largest one, if it is known.
     """
+    bands = set()
     for _, cell in _first_seeds(rows):
         axes.step(cell["samples"], cell["batch_size"], where="pre", color=COLORS[1], lw=1.3, alpha=0.8)
-        if "batch_least" in cell:
+        if "batch_least" in cell and (band := str(cell[["batch_least", "batch_most"]].to_numpy())) not in bands:
+            bands.add(band)
             least, most = cell["batch_least"], cell["batch_most"]
             axes.fill_between(cell["samples"], least, most, step="pre", color=COLORS[1], alpha=0.2, lw=0)
     axes.set_yscale("log", base=2)

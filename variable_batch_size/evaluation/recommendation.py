@@ -97,8 +97,8 @@ def reference_of(analysis: Analysis, task: str) -> str:
     if len(factors) == 1:
         return f"Whether the reference is tuned is not known: {at} one learning rate was tried."
     best, own = tuning.own_factors(cells)[BASELINE], tuning.nearest_to_one(factors)
-    tried = f"of {listed([f'{factor:g}' for factor in factors])} times that"
-    edge = f", at the edge {tried}" if best in (factors[0], factors[-1]) else ""
+    tried = f"of {listed([f'{factor:g}' for factor in factors if factor != own], 'or')} times that"
+    edge = ", at the edge of what was tried" if best in (factors[0], factors[-1]) else ""
     if best == own:
         return f"The reference is tuned, as far as was tried: {at} no learning rate {tried} was better{edge}."
     judged = cells if tuning.is_apart(cells) is False else cells[cells["seed"] < tuning.TUNING]
@@ -149,7 +149,8 @@ def _which(
     factors = analysis.factors(task, trace)
     optimistic = ", optimistic by the choice of its learning rate" if analysis.is_optimistic(task, trace) else ""
     factor = float(analysis.facts(task, trace)["factor"].to_dict()[best])
-    at = f" at {factor:g} times the learning rate of the reference" if len(factors) > 1 else ""
+    times = "" if factor == 1 else f"{factor:g} times "
+    at = f" at {times}the learning rate of the reference" if len(factors) > 1 else ""
     lead = f"{analysis.metric} {interval(mean.value, mean.low, mean.high)}{at}, {seeds}{optimistic}"
     if single:
         return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
@@ -213,7 +214,7 @@ def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts:
     else:
         edge = rule in facts.index and facts.loc[rule]["edge"]
         beyond = f"learning rates beyond {factors[0]:g} to {factors[-1]:g} times the reference's"
-        parts.append(f"{beyond}{f', at whose edge that of {rule} is' if edge else ''}")
+        parts.append(f"{beyond}{f' (that of {rule} is at the edge)' if edge else ''}")
     parts.append("other models, data and hardware")
     failed = facts["failed"] * facts["failed_n"]
     counts = {

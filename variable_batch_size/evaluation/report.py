@@ -224,7 +224,7 @@ def _rows(facts: Any) -> list[dict[str, float]]:
 
 def _interval(row: Mapping[str, float], name: str, sign: str = "") -> str:
     value, low, high = (row[f"{name}{bound}"] for bound in ("", "_low", "_high"))
-    text = wording.number(value, sign=sign) if low == high else wording.interval(value, low, high, sign)
+    text = wording.number(value, sign=sign) if math.isclose(low, high) else wording.interval(value, low, high, sign)
     few = row[f"{name}_n"] < row["failed_n"] and text != "-"
     return f"{text}, {row[f'{name}_n']:.0f} of {row['failed_n']:.0f} seeds" if few else text
 
