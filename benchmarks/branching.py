@@ -4,8 +4,8 @@
     PYTHONPATH=test python benchmarks/branching.py --data-dir FASHION_MNIST --folder runs
 
 The first command computes the figures of the two committed tables, branching_trainings.csv.gz and
-branching_branches.csv.gz, within two minutes; the second one trains, about 15 minutes on one core, and writes the
-tables before.
+branching_branches.csv.gz, within a few minutes; the second one trains, which took 28 minutes on one of two shared
+cores, and writes the tables before.
 
 For each task and batch size, each candidate (a rule, and a factor on the learning rate that was tuned at the reference
 batch size) trains in full, from the beginning, with three seeds. The means of the final validation losses are the

@@ -24,7 +24,7 @@ def test_the_committed_tables_have_the_recorded_figures(branching: Any) -> None:
     records = importlib.import_module("records")
     newest = {(row.question, row.what, row.on): row for row in records.newest(records.read())}
     found = list(branching.figures(branching.Runs.read(BENCHMARKS)))
-    assert len(found) == 36
+    assert len(found) == 66
     for question, what, measured, on, note in found:
         row = newest[question, what, on]
         assert (row.note, row.n) == (note, measured.n)

@@ -262,7 +262,8 @@ def branch(
 
     A short branch sees what a learning rate does now. A large one may lose now, and win when the schedule ends: such a
     ranking need not be that of full trainings. With `decay=1` the learning rate falls to 0 within the branch, as at the
-    end of a training, which predicted more; docs/branching.md has the figures.
+    end of a training, which predicted more, but not more than the order of the candidates in other tasks;
+    docs/branching.md has the figures.
 
     Args:
         checkpoint: folder of a `Checkpoint`, or of one checkpoint in it, with the task's model and optimizer. None:
