@@ -191,6 +191,7 @@ class VariableBatchModel(keras.Model):
         optimizer: Any = self.custom_optimizer
         if optimizer is None or not isinstance(data, Update):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
+        self.zero_grad()  # of a backward in a callback
         optimizer.inner.read_learning_rate()
         size = optimizer.microbatch.batch_size
         calls, losses = _training(self.call), _training(self.compute_loss)

@@ -1,0 +1,58 @@
+"""A Keras model with a constant trace against a plain one whose `batch_size` is that of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helpers.keras_backend import keras
+from helpers.keras_plain import LOSS, X, Y, functional
+from helpers.yardstick import CLASSES
+from variable_batch_size.integrations.keras import VariableBatchModel
+
+SIZE = 16
+
+
+class Own(keras.Model):
+    """A model whose class overrides methods of Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = keras.layers.Dense(CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.last(x)
+
+
+def trained(make: Callable[[], Any], x: Any, y: Any = None, loss: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A plain model and one with a trace, each trained for two epochs."""
+    models = []
+    for wrap, rows in (lambda model: model, SIZE), (lambda model: VariableBatchModel(model, SIZE), 5):
+        keras.utils.set_random_seed(1)
+        model = wrap(make())
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss or LOSS(from_logits=True))
+        model.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0, **options)
+        models.append(model)
+    plain, with_trace = models
+    return plain, with_trace
+
+
+def assert_equal(plain: Any, with_trace: Any) -> None:
+    for own, other in zip(with_trace.get_weights(), plain.get_weights(), strict=True):
+        assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert with_trace.history.history["loss"] == pytest.approx(plain.history.history["loss"], rel=1e-5)
+
+
+class Backward(keras.callbacks.Callback):
+    """Looks at a gradient, and leaves it."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__()
+        setattr(self, event, lambda *_, logs=None: keras.ops.mean(self.model(X) ** 2).backward())
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_train_batch_begin", "on_train_batch_end"])
+def test_gradients_that_a_callback_leaves_are_no_part_of_an_update(event: str) -> None:
+    assert_equal(*trained(functional, X, Y, callbacks=[Backward(event)]))
