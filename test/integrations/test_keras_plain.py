@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.keras_backend import keras
 from helpers.keras_plain import LOSS, X, Y, functional
-from helpers.yardstick import CLASSES
+from helpers.yardstick import CLASSES, FEATURES
 from variable_batch_size.integrations.keras import VariableBatchModel
 
 SIZE = 16
@@ -56,3 +57,25 @@ class Backward(keras.callbacks.Callback):
 @pytest.mark.parametrize("event", ["on_train_begin", "on_train_batch_begin", "on_train_batch_end"])
 def test_gradients_that_a_callback_leaves_are_no_part_of_an_update(event: str) -> None:
     assert_equal(*trained(functional, X, Y, callbacks=[Backward(event)]))
+
+
+def test_weights_without_targets_are_left_out() -> None:
+    class Encoder(Own):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+            assert y is sample_weight is None
+            return keras.ops.mean(y_pred**2)
+
+    assert_equal(*trained(Encoder, X, sample_weight=np.ones(len(X))))
+
+
+@pytest.mark.parametrize("split", [0.0, 0.2])
+def test_targets_and_weights_may_be_none_for_an_output(split: float) -> None:
+    def several() -> Any:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, [keras.layers.Dense(CLASSES)(inputs), keras.layers.Dense(1)(inputs)])
+
+    weight, options = np.linspace(0, 2, len(X), dtype="float32"), {"validation_split": split}
+    both = [LOSS(from_logits=True), "mse"]
+    assert_equal(*trained(several, X, [Y, X[:, :1]], both, sample_weight=[weight, None], **options))
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        assert_equal(*trained(several, X, [Y, None], [both[0], None], **options))

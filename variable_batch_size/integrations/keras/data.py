@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, final
 
 import keras
@@ -20,27 +22,30 @@ class Arrays(Dataset[Any]):
         self._data = data
 
     def __len__(self) -> int:
-        return len(keras.tree.flatten(self._data)[0])
+        return next(len(array) for array in keras.tree.flatten(self._data) if array is not None)
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return keras.tree.map_structure(lambda array: _tensor(array[np.asarray(indices)]), self._data)
+        return map_arrays(lambda array: _tensor(array[np.asarray(indices)]), self._data)
+
+
+def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
+    """Apply a function to each array within `data`, and leave None where there is none."""
+    return keras.tree.map_structure(lambda array: None if array is None else function(array), data)
 
 
 def loaders_of(parts: Any, size: int, shuffle: bool, held_out: float) -> tuple[Any, Any]:
     """Return a DataLoader in microbatches of `size` rows, unless `x` is one, and the `held_out` part, or None."""
-    given = tuple(part for part in parts if part is not None)
-    if isinstance(given[0], DataLoader):
-        if len(given) > 1 or held_out:
+    if isinstance(parts[0], DataLoader):
+        if held_out or any(part is not None for part in parts[1:]):
             requirement = "a DataLoader must yield (x, y) or (x, y, sample_weight)"
             raise value_error(requirement, "others besides it", "let its dataset return them, and pass validation_data")
-        return given[0], None
-    data = keras.tree.map_structure(_array, given)
-    if len(lengths := {len(array) for array in keras.tree.flatten(data)}) != 1:
+        return parts[0], None
+    data = map_arrays(_array, keras.utils.pack_x_y_sample_weight(*parts))
+    if len(lengths := {len(array) for array in keras.tree.flatten(data) if array is not None}) != 1:
         raise value_error("all arrays must have the same number of samples", sorted(lengths), "pass a row for each")
     end = int(lengths.pop() * (1 - held_out))
-    own = Arrays(keras.tree.map_structure(lambda array: array[:end], data))
-    after = keras.tree.map_structure(lambda array: array[end:], data)
-    return DataLoader(own, size, shuffle=shuffle, collate_fn=lambda rows: rows), after if held_out else None
+    own, after = (map_arrays(itemgetter(part), data) for part in (slice(end), slice(end, None)))
+    return DataLoader(Arrays(own), size, shuffle=shuffle, collate_fn=lambda rows: rows), after if held_out else None
 
 
 def first_microbatch(loader: DataLoader[Any], rows: int) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from functools import cache, partial
+from functools import cache
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
-from variable_batch_size.integrations.keras.data import first_microbatch, loaders_of
+from variable_batch_size.integrations.keras.data import first_microbatch, loaders_of, map_arrays
 from variable_batch_size.integrations.keras.internals import build, is_masked, rate_of
 from variable_batch_size.integrations.keras.optimizer import KerasOptimizer
 from variable_batch_size.integrations.loading import with_sampler
@@ -206,9 +207,10 @@ class VariableBatchModel(keras.Model):
             loss.backward()
             optimizer.log(loss=loss)
             if part.samples:  # a replay counts on another rank
-                rows = (x, y, y_pred, sample_weight)
+                distinct = itemgetter(slice(None, None, part.rows // part.samples))
+                *rows, weight = map_arrays(distinct, (x, y, y_pred, sample_weight))
                 with torch.no_grad():
-                    self.compute_metrics(*keras.tree.map_structure(partial(_distinct, part.rows // part.samples), rows))
+                    self.compute_metrics(*rows, weight)
             optimizer.step()
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
@@ -219,10 +221,6 @@ class VariableBatchModel(keras.Model):
 
 def _training(function: Any) -> dict[str, Any]:
     return {"training": True} if "training" in inspect.signature(function).parameters else {}
-
-
-def _distinct(repeated: int, rows: Any) -> Any:
-    return None if rows is None else rows[::repeated]
 
 
 _set_class = object.__dict__["__class__"].__set__
