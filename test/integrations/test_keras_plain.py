@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers import keras_jobs as jobs
 from helpers.keras_backend import keras
-from helpers.keras_plain import LOSS, X, Y, functional
+from helpers.keras_plain import LOSS, X, Y, fit, functional, made
 from helpers.yardstick import CLASSES, FEATURES
-from variable_batch_size.integrations.keras import VariableBatchModel
+from variable_batch_size.integrations.keras import VariableBatchCheckpoint, VariableBatchModel
 
 SIZE = 16
 
@@ -79,3 +81,30 @@ def test_targets_and_weights_may_be_none_for_an_output(split: float) -> None:
     assert_equal(*trained(several, X, [Y, X[:, :1]], both, sample_weight=[weight, None], **options))
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         assert_equal(*trained(several, X, [Y, None], [both[0], None], **options))
+
+
+def test_a_callback_knows_the_number_of_updates_when_the_training_begins() -> None:
+    class Steps(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.model.steps_at_begin = self.params["steps"]
+
+    plain, with_trace = trained(functional, X, Y, callbacks=[Steps()])
+    assert with_trace.steps_at_begin == plain.steps_at_begin == 13
+
+
+@pytest.mark.parametrize("every", [None, 1])
+@pytest.mark.parametrize("stop", [11, 14])
+def test_a_resume_keeps_the_numbers_of_epochs(stop: int, every: int | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"initial_epoch": 2, "epochs": 5}
+    whole = fit(model := made(), **options)
+    with pytest.raises(jobs.StopError):
+        fit(made(), callbacks=[VariableBatchCheckpoint(tmp_path, every=every), jobs.StopAfter(stop)], **options)
+    resumed = fit(other := made(), callbacks=[VariableBatchCheckpoint(tmp_path, every=every)], **options)
+    assert resumed.epoch == [3, 4] == whole.epoch[1:]
+    assert other.custom_optimizer.updates == model.custom_optimizer.updates
+
+
+@pytest.mark.parametrize("stop", [11, 14])
+def test_a_fit_after_one_that_was_ended_has_the_epochs_that_it_is_given(stop: int) -> None:
+    fit(model := made(), 3, callbacks=[jobs.StopTrainingAfter(stop)])
+    assert fit(model, 7, initial_epoch=5).epoch == [5, 6]

@@ -13,7 +13,7 @@ from variable_batch_size.checkpoint.checkpoint import Checkpoint
 
 
 class Metrics(nn.Module):
-    """The variables of a model's metrics, as buffers: another model's are told by the name of this class."""
+    """The variables of a model's metrics and its `epoch_offset`: the name of this class is in errors about them."""
 
 
 @final
@@ -38,6 +38,7 @@ class VariableBatchCheckpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest checkpoint, if there is one and nothing was trained."""
         optimizer, metrics = self.model.custom_optimizer, Metrics()
+        metrics.register_buffer("epoch_offset", self.model.epoch_offset)
         for number, variable in enumerate(self.model.metrics_variables):
             metrics.register_buffer(str(number), variable.value)
         # By their order: Keras numbers the names of layers in a process.

@@ -147,23 +147,30 @@ class VariableBatchModel(keras.Model):
         optimizer.discard_step()  # what an interrupted fit() has left
         broadcast_parameters(self)  # also in a second fit: a callback may set weights at the end of the first
         self.stop_training, begun, logs = False, optimizer.updates, {}
+        self.epoch_offset = torch.tensor(given.initial_epoch - optimizer.epoch - clock.end_pending)  # a restore sets it
         self.reset_metrics()
+
+        def left() -> int:
+            made = 0 if clock.finished else clock.step - clock.epoch.first_step
+            return plan.epoch(optimizer.epoch).updates - made
+
+        callbacks.set_params({**callbacks.params, "steps": left()})
         callbacks.on_train_begin()
         reads = updates(with_sampler(loader, sampler), optimizer)
         if clock.end_pending:  # restored after the callbacks of an epoch's end
             deque(reads, maxlen=0)
         restored = optimizer.updates > begun
-        first = optimizer.epoch if restored else given.initial_epoch
-        plan.check_trace(given.epochs + optimizer.epoch - first)
+        offset = int(self.epoch_offset)
+        plan.check_trace(given.epochs - offset)
         warn_of_batches([rate_of(self.optimizer)], plan, len(loader))
         resumes = restored and not clock.finished  # within an epoch, whose metrics are restored
-        for epoch in range(first, given.epochs):
+        for epoch in range(optimizer.epoch + offset, given.epochs):
             if optimizer.done:
                 break
             if not resumes:
                 self.reset_metrics()
-            made, resumes = 0 if clock.finished else clock.step - clock.epoch.first_step, False
-            callbacks.set_params({**callbacks.params, "steps": plan.epoch(optimizer.epoch).updates - made})
+            resumes = False
+            callbacks.set_params({**callbacks.params, "steps": left()})
             callbacks.on_epoch_begin(epoch)
             self.train()
             for number, update in enumerate(reads):
