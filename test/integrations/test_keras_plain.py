@@ -83,6 +83,15 @@ def test_targets_and_weights_may_be_none_for_an_output(split: float) -> None:
         assert_equal(*trained(several, X, [Y, None], [both[0], None], **options))
 
 
+def test_what_compute_metrics_returns_is_logged() -> None:
+    class Metrics(Own):
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, **weight: Any) -> Any:
+            return {**super().compute_metrics(x, y, y_pred, **weight), "mine": 3.0}
+
+    plain, with_trace = trained(Metrics, X, Y)
+    assert with_trace.history.history["mine"] == plain.history.history["mine"] == [3.0, 3.0]
+
+
 def test_a_callback_knows_the_number_of_updates_when_the_training_begins() -> None:
     class Steps(keras.callbacks.Callback):
         def on_train_begin(self, logs: Any = None) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
 from helpers.keras_backend import keras
-from helpers.keras_plain import LOSS, X, Y, dense, fit, made
+from helpers.keras_plain import LOSS, X, Y, dense, fit, functional, made
 from helpers.pages import ROOT
-from helpers.yardstick import TRACE, Samples
+from helpers.yardstick import TRACE, UPDATES, Samples
 from variable_batch_size.integrations.keras import VariableBatchModel
 from variable_batch_size.integrations.keras.model import COMPILED, FIT
 from variable_batch_size.integrations.supported import table
@@ -66,7 +66,41 @@ def test_arguments_that_contradict_the_trace_are_refused() -> None:
     fit(model)
     with pytest.raises(ValueError, match=r"a training continues with its 203 samples, got 200; pass the loader"):
         model.fit(X[:200], Y[:200])
-    model.fit(X, Y, batch_size=16, verbose=0)  # the microbatches are those of the first call
+
+
+def test_a_later_fit_has_the_settings_of_the_first() -> None:
+    fit(model := made())
+    for others in {"batch_size": 16}, {"shuffle": False}:
+        with pytest.raises(ValueError, match=r"a training continues with {'batch_size': 8, .*, or call compile\(\) to"):
+            model.fit(X, Y, verbose=0, **others)
+    model.fit(X, Y, verbose=0)
+    assert model.custom_optimizer.epoch == 2
+    changed = r"a training continues with its optimizer and trainable weights, got others; call compile\(\) to begin"
+    model.layers[0].trainable = False
+    with pytest.raises(ValueError, match=changed):
+        fit(model)
+    model.layers[0].trainable = True
+    fit(model)
+    model.optimizer = keras.optimizers.SGD(0.0)
+    with pytest.raises(ValueError, match=changed):
+        fit(model)
+    model.compile(model.optimizer, LOSS(from_logits=True))
+    before = model.get_weights()
+    model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights(), strict=True))
+
+
+def test_a_fit_that_made_no_update_determines_nothing() -> None:
+    model = made(functional())
+    with pytest.raises(ValueError, match="incompatible"):
+        model.fit(X[:60, :2], Y[:60], batch_size=16, shuffle=False, verbose=0)
+    fit(model, 3)
+    assert model.custom_optimizer.updates == UPDATES
+
+
+def test_a_model_that_is_not_compiled_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
+        fit(VariableBatchModel(dense(), TRACE))
 
 
 @pytest.mark.parametrize("sampler", [SubsetRandomSampler(range(50)), WeightedRandomSampler([1.0] * 203, 203)])
@@ -118,6 +152,8 @@ def test_what_compile_refuses() -> None:
             VariableBatchModel(dense(), TRACE).compile(several, "mse")
     with pytest.raises(ValueError, match="jit_compile must be False, got True; compile layers of your own"):
         VariableBatchModel(dense(), TRACE).compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match="steps_per_execution must be 1, got 2; leave it out"):
+        VariableBatchModel(dense(), TRACE).compile("sgd", "mse", steps_per_execution=2)
 
 
 def test_the_page_has_the_table_of_settings() -> None:
@@ -127,16 +163,16 @@ def test_the_page_has_the_table_of_settings() -> None:
 
 
 def test_what_is_no_model_of_keras_is_refused() -> None:
-    class Own(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            return {}
-
     with pytest.raises(TypeError, match=r"model must be a keras.Model without a trace, got .*Linear"):
         VariableBatchModel(torch.nn.Linear(2, 3), TRACE)
     with pytest.raises(TypeError, match=r"model must be a keras.Model without a trace"):
         VariableBatchModel(VariableBatchModel(dense(), TRACE), TRACE)
-    with pytest.raises(ValueError, match=r"the model must have the train_step of Keras.*Own.train_step; override"):
-        VariableBatchModel(Own(), TRACE)
+    for name in "fit", "make_train_function", "train_step":
+        own = type("Own", (keras.Model,), {name: lambda self, data: {}})()
+        setattr(model := dense(), name, lambda data: {})
+        for each in own, model:
+            with pytest.raises(ValueError, match=rf"the model must have the {name} of Keras.*\w+.{name}; override"):
+                VariableBatchModel(each, TRACE)
 
 
 def test_masks_are_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.from_loader import check_samples, sampler_for
+from variable_batch_size.integrations.from_loader import check_samples, order_of, sampler_for
 from variable_batch_size.integrations.keras.checkpoint import VariableBatchCheckpoint
 from variable_batch_size.integrations.keras.data import first_microbatch, loaders_of, map_arrays
 from variable_batch_size.integrations.keras.internals import build, is_masked, rate_of
@@ -40,6 +40,7 @@ COMPILED = (
         'leave it out; use "mixed_bfloat16" instead of "mixed_float16"',
     ),
     Setting("jit_compile", "False", "jit_compile", (False,), "compile layers of your own"),
+    Setting("steps_per_execution", "1", "steps_per_execution", (1,), "leave it out"),
     Setting(
         "the reduction of a loss",
         "a mean over samples",
@@ -68,7 +69,7 @@ class VariableBatchModel(keras.Model):
     of a DataLoader are the rows of a microbatch.
 
     Args:
-        model: any `keras.Model` with the `train_step` of Keras, compiled or not.
+        model: any `keras.Model` with the `fit`, `make_train_function` and `train_step` of Keras, compiled or not.
         *settings: `trace`, `rule`, `ref_batchsize`, `sampler_options` and `optimizer_options`, in this order or by
             name: see `CustomSampler` and `CustomOptimizer`.
 
@@ -78,7 +79,7 @@ class VariableBatchModel(keras.Model):
 
     Raises:
         TypeError: if it is no `keras.Model`, or has such a trace already.
-        ValueError: if it has a `train_step` of its own, or is compiled with what is not supported.
+        ValueError: if it has one of these methods of its own, or is compiled with what is not supported.
     """
 
     def __new__(cls, model: Any, *settings: Any, **named: Any) -> Any:
@@ -86,9 +87,11 @@ class VariableBatchModel(keras.Model):
         if isinstance(model, VariableBatchModel) or not isinstance(model, keras.Model):
             remedy = "pass keras.Sequential(...), for example"
             raise type_error("model must be a keras.Model without a trace", model, remedy)
-        if (kind := type(model)).train_step is not keras.Model.train_step:
-            requirement = "the model must have the train_step of Keras, because each call of it would be an update"
-            raise value_error(requirement, f"{kind.__name__}.train_step", "override compute_loss, or write the loop")
+        kind = type(model)
+        for name in "fit", "make_train_function", "train_step":
+            if name in vars(model) or getattr(kind, name) is not getattr(keras.Model, name):
+                requirement = f"the model must have the {name} of Keras, because a batch of it would be an update"
+                raise value_error(requirement, f"{kind.__name__}.{name}", "override compute_loss, or write the loop")
         Settings(*settings, **named)  # raises before the class changes
         model.__class__ = _subclass(kind)  # type: ignore[arg-type]
         return model
@@ -114,18 +117,23 @@ class VariableBatchModel(keras.Model):
 
         Raises:
             TypeError: if samples have no index, as in a generator.
-            ValueError: if an argument contradicts the trace.
+            ValueError: if the model is not compiled, an argument contradicts the trace, or a later call would continue
+                with other microbatches, another optimizer or other trainable weights.
         """
+        if not self.compiled:
+            raise ValueError("You must call `compile()` before calling `fit()`.")
         bound = inspect.signature(keras.Model.fit).bind(self, *args, **options)
         bound.apply_defaults()
         given, own = SimpleNamespace(**bound.arguments), keras.tree.flatten(bound.arguments["callbacks"] or [])
         check(FIT, {**bound.arguments, **{type(one).__name__: one for one in own}}, "keras")
-        rows, held_out = given.batch_size, 0.0 if given.validation_data is not None else given.validation_split
-        loader, after = loaders_of((given.x, given.y, given.sample_weight), rows or 32, given.shuffle, held_out)
-        if self.sampler is None:
+        begun: Any = self.sampler if self.custom_optimizer is not None and self.custom_optimizer.updates else None
+        rows = given.batch_size or (32 if begun is None else begun.plan.minibatch_size)
+        held_out = 0.0 if given.validation_data is not None else given.validation_split
+        loader, after = loaders_of((given.x, given.y, given.sample_weight), rows, given.shuffle, held_out)
+        if begun is not None:
+            self._check_continues(loader)
+        else:
             self.sampler = sampler_for(loader, self.settings)
-        check_samples(loader, self.sampler)
-        if self.custom_optimizer is None:
             build(self, first_microbatch(loader, self.sampler.plan.minibatch_size))
             inner = KerasOptimizer(self.optimizer, self.trainable_variables)
             self.custom_optimizer = self.settings.optimizer(inner, self.sampler, model=self)
@@ -139,6 +147,19 @@ class VariableBatchModel(keras.Model):
                 if isinstance(one, VariableBatchCheckpoint):
                     one.close()
         return self.history
+
+    def _check_continues(self, loader: Any) -> None:
+        """Check that a later `fit` has the microbatches, the optimizer and the weights of the first."""
+        sampler: Any = self.sampler
+        optimizer: Any = self.custom_optimizer
+        check_samples(loader, sampler)
+        plan, order = sampler.plan, order_of(loader)
+        first = {"batch_size": plan.minibatch_size, "shuffle": sampler.shuffle, "drop_last": plan.drop_last}
+        remedy = "call compile() to begin another one"
+        if order != first:
+            raise value_error(f"a training continues with {first}", order, f"pass these, or {remedy}")
+        if not optimizer.inner.applies(self.optimizer, self.trainable_variables):
+            raise value_error("a training continues with its optimizer and trainable weights", "others", remedy)
 
     def _train(self, loader: Any, callbacks: Any, given: Any) -> None:
         """Make the updates of the epochs, and call the callbacks, in the order of Keras."""
@@ -201,7 +222,7 @@ class VariableBatchModel(keras.Model):
             raise RuntimeError("an update needs its microbatches, which only fit() reads; call fit()")
         self.zero_grad()  # of a backward in a callback
         optimizer.inner.read_learning_rate()
-        size = optimizer.microbatch.batch_size
+        size, found = optimizer.microbatch.batch_size, {}
         calls, losses = _training(self.call), _training(self.compute_loss)
         for microbatch in data:
             part = optimizer.microbatch
@@ -217,13 +238,13 @@ class VariableBatchModel(keras.Model):
                 distinct = itemgetter(slice(None, None, part.rows // part.samples))
                 *rows, weight = map_arrays(distinct, (x, y, y_pred, sample_weight))
                 with torch.no_grad():
-                    self.compute_metrics(*rows, weight)
+                    found = self.compute_metrics(*rows, sample_weight=weight)
             optimizer.step()
         for metric in self.metrics:
             if metric.name == "loss":  # the name that Keras' guides to train_step go by
                 metric.update_state(optimizer.logged["loss"], sample_weight=size)
         facts = {"batch_size": size, "effective_learning_rate": optimizer.current_lr(), **facts_of(optimizer)}
-        return {**self.get_metrics_result(), **facts}
+        return {**found, **self.get_metrics_result(), **facts}
 
 
 def _training(function: Any) -> dict[str, Any]:

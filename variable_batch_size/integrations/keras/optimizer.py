@@ -25,6 +25,10 @@ class KerasOptimizer(Optimizer):
         self.wrapped, self._own = wrapped, list(variables)
         super().__init__([variable.value for variable in variables], {"lr": float(wrapped.learning_rate)})
 
+    def applies(self, wrapped: Any, variables: Sequence[Any]) -> bool:
+        """Return whether it applies this Keras optimizer to these variables."""
+        return self.wrapped is wrapped and [*map(id, self._own)] == [*map(id, variables)]
+
     def read_learning_rate(self) -> None:
         """Take the learning rate of the next update from Keras, between two updates."""
         self.param_groups[0]["lr"] = float(self.wrapped.learning_rate)
