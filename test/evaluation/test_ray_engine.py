@@ -52,7 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def experiment(task: str = "Tiny", **other: Any) -> Experiment:
     name, *arguments = task, *([other.pop("arguments")] if "arguments" in other else [])
     tasks: Any = {f"{TASKS}:{name}": arguments[0]} if arguments else [f"{TASKS}:{name}"]
-    return Experiment(**{"tasks": tasks, "traces": ["8"], "rules": ["linear"], "seeds": 1} | other)
+    return Experiment(**{"tasks": tasks, "traces": ["8"], "rules": ["constant"], "seeds": 1} | other)
 
 
 def on_cluster(cells: Experiment, folder: Path, **options: Any) -> list[Record]:
@@ -67,7 +67,7 @@ def test_records_are_those_of_joblib_and_divergence_is_one_of_them(cluster: str,
     assert {record.status for record in found} == {"finished", "diverged"}
     assert ray.is_initialized()
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "ray").glob("*.json") if path.name != "plan.json"}
-    assert len(on_cluster(experiment(**more, lr_factors=[1, 1e30], seeds=2), tmp_path / "ray")) == 16
+    assert len(on_cluster(experiment(**more, lr_factors=[1, 1e30], seeds=2), tmp_path / "ray")) == 20  # 4 of the reference
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
@@ -108,7 +108,7 @@ def test_a_training_that_is_killed_too_often_says_which_and_what_to_do(
 @pytest.mark.parametrize("task", ["Failing", "Unpicklable"])
 def test_an_error_of_a_training_names_it_and_is_not_repeated(task: str, cluster: str, tmp_path: Path) -> None:
     message = (
-        rf"the training [0-9a-f]{{16}} \(helpers.*{task}, trace 8, rule linear, .*\) failed: ZeroDivisionError: an"
+        rf"the training [0-9a-f]{{16}} \(helpers.*{task}, trace 8, rule constant, .*\) failed: ZeroDivisionError: an"
     )
     with pytest.raises(RuntimeError, match=message):
         on_cluster(experiment(task, seeds=3), tmp_path)
@@ -134,7 +134,7 @@ def test_the_command_trains_a_task_of_its_working_directory_at_an_address(cluste
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "shift").write_text("0.5")
-    command = "evaluate own:Task --trace 8 --rule linear --seeds 2 --engine ray --data-dir data --folder records"
+    command = "evaluate own:Task --trace 8 --rule constant --seeds 2 --engine ray --data-dir data --folder records"
     done = subprocess.run(
         [sys.executable, "-m", "variable_batch_size", *command.split(), "--address", cluster],
         cwd=tmp_path,
