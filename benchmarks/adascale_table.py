@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from records import Measured
 from results import record
 from variable_batch_size import ProgressScheduler
-from variable_batch_size.evaluation import Cell, Experiment, Record, engines, load_task
+from variable_batch_size.evaluation import Cell, Experiment, Record, engines, load_task, tuning
 from variable_batch_size.evaluation.curve import Curve
 from variable_batch_size.evaluation.loop import evaluate, updates_of
 from variable_batch_size.evaluation.provenance import environment
@@ -115,7 +115,7 @@ def cells(kind: str, times: int, flags: argparse.Namespace, samples: dict[int, i
             minibatch_size=ref if reads_noise else min(ref * times, LARGEST),
             data_dir=flags.data_dir,
         )
-        found += experiment.cells()
+        found += [cell for cell in experiment.cells() if cell.trace != tuning.REFERENCE]
     return found
 
 
