@@ -243,20 +243,24 @@ class Analysis:
     @cached_property
     def claims(self) -> dict[tuple[str, str], list[Claim]]:
         """What may be claimed of each task and trace, at the learning rate of the reference; see `claims_of`."""
-        return claims_of({key: self._by_rule(*key) for key in self._groups})
+        return claims_of({key: self.by_rule(*key) for key in self._groups})
 
     @cached_property
     def together(self) -> float:
         """The confidence of an interval with which those of all pairs of rules hold together (Bonferroni)."""
-        pairs = sum(math.comb(len(self._by_rule(*key)), 2) for key in self._groups)
-        return 1 - (1 - CONFIDENCE) / max(1, pairs)
+        return 1 - (1 - CONFIDENCE) / max(1, self.comparisons)
+
+    @cached_property
+    def comparisons(self) -> int:
+        """The number of pairs of rules, under all traces and of all tasks."""
+        return sum(math.comb(len(self.by_rule(*key)), 2) for key in self._groups)
 
     @cached_property
     def pairing(self) -> float:
         """The standard deviation of paired differences to the baseline over that without pairs: the median."""
         found = []
         for key in self._groups:
-            rules = self._by_rule(*key)
+            rules = self.by_rule(*key)
             for rule, values in rules.items():
                 both = np.isfinite(values) & np.isfinite(first := rules.get(self.baseline, values))
                 apart = float(values[both].var(ddof=1) + first[both].var(ddof=1)) if both.sum() > 2 else 0.0
@@ -268,7 +272,7 @@ class Analysis:
     def _groups(self) -> list[tuple[str, str]]:
         return [(task, trace) for task in self.tasks for trace in self.traces(task)]
 
-    def _by_rule(self, task: str, trace: str) -> dict[str, FloatArray]:
+    def by_rule(self, task: str, trace: str) -> dict[str, FloatArray]:
         """Return the metric of each rule by seed as `claims_of` takes it."""
         own, sign = self._own(task, trace), 1.0 if self.lower else -1.0
         values = (sign * own[self.metric]).where(~own["failed"], FAILED)

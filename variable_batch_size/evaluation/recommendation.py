@@ -74,10 +74,17 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     best = str((sign * analysis.shared(task, trace, left).mean()).idxmin())
     alike = [rule for rule in left if rule != best]
     rule = analysis.baseline if analysis.baseline in alike else best
-    pairs = analysis.differences(task, trace, best, analysis.together)
+    differences = analysis.differences(task, trace, best, analysis.together)
+    pairs = differences if analysis.lower else {name: _turned(own) for name, own in differences.items()}
     sentences = (
         _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
-        _how_sure(pairs, claims, [best, *alike], _range(analysis.metric, values), bool(facts["failed"].any())),
+        _how_sure(
+            pairs,
+            _named(claims, analysis, facts),
+            [best, *alike],
+            _range(analysis.metric, values),
+            bool(facts["failed"].any()),
+        ),
         _unknown(analysis, task, trace, rule, facts),
     )
     alternatives = tuple(name for name in (best, *alike) if name != rule)
@@ -100,17 +107,22 @@ def reference_of(analysis: Analysis, task: str) -> str:
     tried = f"of {listed([f'{factor:g}' for factor in factors if factor != own], 'or')} times that"
     edge = ", at the edge of what was tried" if best in (factors[0], factors[-1]) else ""
     if best == own:
-        return f"The reference is tuned, as far as was tried: {at} no learning rate {tried} was better{edge}."
+        seen = f"no learning rate {tried} had a lower loss with {tuning.tried(cells)['seed'].nunique()} seeds"
+        return f"The reference is tuned, as far as was tried: {at} {seen}{edge}."
     judged = cells if tuning.is_apart(cells) is False else cells[cells["seed"] < tuning.TUNING]
     by_factor = [judged[(judged["lr_factor"] == factor) & ~judged["failed"]] for factor in (own, best)]
     first, second = (rows.set_index("seed")[analysis.metric].dropna() for rows in by_factor)
     choices = 1 if tuning.is_apart(cells) else len(factors) - 1  # of which the best one was chosen
     sign = 1.0 if analysis.lower else -1.0
     gain = difference_interval(sign * (first - second).dropna().to_numpy(np.float64), 1 - (1 - CONFIDENCE) / choices)
-    better = f"{best:g} times it is better by {interval(gain.value, gain.low, gain.high)}{edge}"
+    better = f"{analysis.metric} is better by {interval(gain.value, gain.low, gain.high)} at {best:g} times it{edge}"
     if gain.low > 0:
-        return f"The reference is not tuned: {at} {better}. What rules bring at its learning rate depends on that."
-    return f"The reference is tuned within noise: {at} {better}, which is not told from chance."
+        return f"The reference is not tuned: {at}, {better}. What rules bring at its learning rate depends on that."
+    if gain.high < 0:
+        return (
+            f"The reference is tuned, as far as was tried: {at} {best:g} times it was chosen, and judged to be worse."
+        )
+    return f"The reference is tuned within noise: {at}, {better}, which is not told from chance."
 
 
 def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
@@ -178,7 +190,7 @@ def _how_sure(pairs: dict[str, Interval], claims: list[Claim], alike: list[str],
         failed: whether a rule is left out, because a training failed.
     """
     best, *others = alike
-    winners = dict.fromkeys([best, *(claim.better for claim in claims)])
+    winners = dict.fromkeys(claim.better for claim in sorted(claims, key=lambda claim: _rule(claim.better) != best))
     parts = [text for winner in winners if (text := _claimed(winner, claims, best, pairs))]
     if not (others or parts):
         return "There is nothing to compare it with."
@@ -194,13 +206,30 @@ def _how_sure(pairs: dict[str, Interval], claims: list[Claim], alike: list[str],
     return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
 
 
+def _named(claims: list[Claim], analysis: Analysis, facts: pd.DataFrame) -> list[Claim]:
+    """Return claims that name the factors at which rules are judged: at other ones they may be alike."""
+    if len(analysis.factors(*facts[["task", "trace"]].iloc[0])) < 2:
+        return claims
+    names = {rule: f"{rule} at {factor:g}x" for rule, factor in facts["factor"].items()}
+    return [claim._replace(better=names[claim.better], worse=names[claim.worse]) for claim in claims]
+
+
+def _rule(name: str) -> str:
+    return name.partition(" at ")[0]
+
+
+def _turned(own: Interval) -> Interval:
+    return Interval(-own.value, -own.high, -own.low, own.n)
+
+
 def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Interval]) -> str:
     """Return than which rules one was better, or failed less often."""
     by_means = [claim.worse for claim in claims if claim.better == winner and claim.by != "failures"]
     failing = [claim.worse for claim in claims if claim.better == winner and claim.by == "failures"]
-    bounds = [min(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in by_means if rule in pairs]
-    least = min((bound for bound in bounds if winner == best and math.isfinite(bound)), default=0.0)
-    by = f", by {number(least)} or more" if least else ""
+    own = [claim for claim in claims if claim.better == winner and claim.by != "failures"]
+    bounds = [pairs[_rule(claim.worse)].low if claim.by == "means" else 0.0 for claim in own]
+    least = min(bounds, default=0.0) if _rule(winner) == best else 0.0
+    by = f", by {number(least)} or more" if least > 0 else ""
     parts = [f"{winner} was better than {listed(by_means)}{by}"] if by_means else []
     return " and ".join([*parts, *([f"{winner} failed less often than {listed(failing)}"] if failing else [])])
 
@@ -212,9 +241,9 @@ def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts:
     if len(factors) < 2:
         parts.append("what another learning rate would bring")
     else:
-        edge = rule in facts.index and facts.loc[rule]["edge"]
         beyond = f"learning rates beyond {factors[0]:g} to {factors[-1]:g} times the reference's"
-        parts.append(f"{beyond}{f' (that of {rule} is at the edge)' if edge else ''}")
+        edges = [str(name) for name in facts.index[facts["edge"]]]
+        parts.append(f"{beyond}{f' ({listed(edges)} may be better there)' if edges else ''}")
     parts.append("other models, data and hardware")
     failed = facts["failed"] * facts["failed_n"]
     counts = {

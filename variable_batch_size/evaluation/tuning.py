@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 from variable_batch_size.evaluation.record import Record, status_of
@@ -27,7 +28,9 @@ def nearest_to_one(factors: Iterable[float]) -> float:
 
 
 def best_of(losses: Mapping[K, Sequence[float]]) -> K:
-    """Return what failed least often and, of several, had the least mean loss where it did not fail.
+    """Return what had the least median loss and, of several, the least mean loss where it did not fail.
+
+    By the median one failure of three, which is no evidence, does not outweigh what the others say.
 
     Args:
         losses: final losses, infinite of trainings that failed, at least one of each; the first one of equals is best.
@@ -35,7 +38,7 @@ def best_of(losses: Mapping[K, Sequence[float]]) -> K:
 
     def order(name: K) -> tuple[float, float]:
         finite = [loss for loss in losses[name] if math.isfinite(loss)]
-        return 1 - len(finite) / len(losses[name]), sum(finite) / len(finite) if finite else math.inf
+        return median(losses[name]), sum(finite) / len(finite) if finite else math.inf
 
     return min(losses, key=order)
 
