@@ -152,9 +152,7 @@ def test_one_rule_has_nothing_to_be_compared_with() -> None:
 
 def test_a_best_rate_at_the_edge_is_named() -> None:
     (found,) = recommend(Analysis(records(RULES, ["spot"], lrs=(0.5, 1.0), grid=(), noise=0.001)))
-    assert (
-        "0.5 to 1 times the reference's (constant, root and adascale may be better there)" in found.sentences[2]
-    )
+    assert "0.5 to 1 times the reference's (constant, root and adascale may be better there)" in found.sentences[2]
 
 
 @pytest.mark.slow("analyses many random experiments")
