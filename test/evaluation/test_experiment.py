@@ -51,6 +51,15 @@ def test_the_reference_is_always_trained() -> None:
     assert len(Experiment(["helpers.evaluation_tasks:NoReference"], ["8"], ["constant"], seeds=1).cells()) == 1
 
 
+def test_a_remark_is_of_the_line_that_asks_for_cells() -> None:
+    experiment = Experiment([TINY], ["0:8 1000:32"], ["linear"], seeds=1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        experiment.cells()
+    assert [Path(one.filename) for one in found] == [Path(__file__)]
+    assert "its first change follows sample 8,000" in str(found[0].message)
+
+
 def test_a_capacity_trace_without_a_policy_is_told(tmp_path: Path) -> None:
     CapacityTrace([0, 60], np.array([1, 2]), end=120).to_csv(tmp_path / "log.csv")
     with pytest.raises(

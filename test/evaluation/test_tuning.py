@@ -12,7 +12,14 @@ from variable_batch_size.evaluation import Analysis, Experiment, Record, run
 from variable_batch_size.evaluation.recommendation import reference_of
 from variable_batch_size.evaluation.report import render
 from variable_batch_size.evaluation.statistics import detectable
-from variable_batch_size.evaluation.tuning import REFERENCE, TUNING, best_of, chosen_factors, nearest_to_one
+from variable_batch_size.evaluation.tuning import (
+    REFERENCE,
+    TUNING,
+    best_factor,
+    best_of,
+    chosen_factors,
+    nearest_to_one,
+)
 
 TINY = "helpers.evaluation_tasks:Tiny"
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -38,6 +45,15 @@ def test_the_best_has_the_least_median() -> None:
     assert best_of({"a": [1.0], "b": [1.0]}) == "a"
     assert best_of({"a": [float("inf")]}) == "a"
     assert (nearest_to_one([4.0, 0.5, 2.0]), nearest_to_one([3.0])) == (0.5, 3.0)
+
+
+def test_of_factors_that_are_equal_the_nearest_to_one_is_chosen() -> None:
+    """For trainings and for the report alike: what is judged is what was trained."""
+    failed = {4.0: [float("inf")], 0.25: [float("inf")], 2.0: [float("inf")]}
+    assert best_factor(failed) == 2.0
+    none = [replace(record, status="diverged") for record in tuned()]
+    assert set(chosen_factors(none).values()) == {1.0}
+    assert Analysis(none).own["lr_factor"].unique().tolist() == [1.0]
 
 
 def test_an_experiment_judges_with_other_seeds_at_the_factors_that_were_chosen(tmp_path: Path) -> None:

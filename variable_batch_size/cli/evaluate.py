@@ -202,7 +202,7 @@ def _print_plan(experiment: Experiment, cells: list[Cell], folder: Path) -> None
     """Check the trainings, and print how many there are, and how large a difference they can see."""
     from variable_batch_size.evaluation.engines import without_record
     from variable_batch_size.evaluation.experiment import check
-    from variable_batch_size.evaluation.statistics import detectable
+    from variable_batch_size.evaluation.wording import power
 
     left = without_record(cells, folder)
     check(left.values())
@@ -213,9 +213,5 @@ def _print_plan(experiment: Experiment, cells: list[Cell], folder: Path) -> None
         most = 2 * len(kinds) * len(experiment.judging_seeds)
         typer.echo(f"then up to {most:,} trainings at the factors that these choose, to judge")
     pairs = sum(math.comb(number, 2) for number in Counter(kind[:2] for kind in kinds).values())
-    seeds = len(experiment.judging_seeds)
-    if pairs and seeds > 1:
-        typer.echo(
-            f"with {seeds} seeds and {pairs:,} comparisons, a difference is claimed in 80 % of cases if it is "
-            f"{detectable(seeds, pairs):.2g} standard deviations (of paired differences) or more"
-        )
+    if text := power(len(experiment.judging_seeds), pairs):
+        typer.echo(text)

@@ -44,9 +44,9 @@ class Analysis:
     task, 5 % by default. It has no final value: means are those of the seeds that did not fail, whose number is beside
     them, and so is the rate of failures.
 
-    Each rule is judged at its own learning rate: of the factors that all rules of a trace have, the one that failed
-    least often and had the least mean loss, on the tuning seeds if there are any, see `Experiment`; otherwise on those
-    that judge, and then all values are optimistic by that choice.
+    Each rule is judged at its own learning rate: of the factors that all rules of a trace have, the one with the
+    least median loss, where a failure is the worst. It is chosen on the tuning seeds of an `Experiment` if there are
+    any; otherwise on those that judge, and then all values are optimistic by that choice.
 
     Args:
         records: those of any tasks, traces, rules, learning rates and seeds, at least one.
@@ -163,10 +163,10 @@ class Analysis:
 
         found = []
         for key in self._groups:
-            cells, factors = self.cells(*key), tuning.own_factors(self.cells(*key))
-            judging = cells[cells["seed"] < tuning.TUNING]
-            cells = judging if len(judging) else cells  # nothing is judged yet
-            found.append(cells.assign(own_factor=cells["rule"].map(factors)))
+            cells = self.cells(*key)
+            factors = tuning.own_factors(cells)
+            rows = tuning.judging(cells)
+            found.append(rows.assign(own_factor=rows["rule"].map(factors)))
         return pd.concat(found)
 
     def tried(self, task: str, trace: str) -> pd.DataFrame:
@@ -243,7 +243,7 @@ class Analysis:
     @cached_property
     def claims(self) -> dict[tuple[str, str], list[Claim]]:
         """What may be claimed of each task and trace, at the learning rate of the reference; see `claims_of`."""
-        return claims_of({key: self.by_rule(*key) for key in self._groups})
+        return claims_of({key: self._by_rule(*key) for key in self._groups})
 
     @cached_property
     def together(self) -> float:
@@ -251,16 +251,21 @@ class Analysis:
         return 1 - (1 - CONFIDENCE) / max(1, self.comparisons)
 
     @cached_property
+    def seeds(self) -> int:
+        """The number of seeds that judge, the least of all tasks and traces."""
+        return min(rows["seed"].nunique() for _, rows in self.own.groupby(["task", "trace"]))
+
+    @cached_property
     def comparisons(self) -> int:
         """The number of pairs of rules, under all traces and of all tasks."""
-        return sum(math.comb(len(self.by_rule(*key)), 2) for key in self._groups)
+        return sum(math.comb(len(self._by_rule(*key)), 2) for key in self._groups)
 
     @cached_property
     def pairing(self) -> float:
         """The standard deviation of paired differences to the baseline over that without pairs: the median."""
         found = []
         for key in self._groups:
-            rules = self.by_rule(*key)
+            rules = self._by_rule(*key)
             for rule, values in rules.items():
                 both = np.isfinite(values) & np.isfinite(first := rules.get(self.baseline, values))
                 apart = float(values[both].var(ddof=1) + first[both].var(ddof=1)) if both.sum() > 2 else 0.0
@@ -272,7 +277,7 @@ class Analysis:
     def _groups(self) -> list[tuple[str, str]]:
         return [(task, trace) for task in self.tasks for trace in self.traces(task)]
 
-    def by_rule(self, task: str, trace: str) -> dict[str, FloatArray]:
+    def _by_rule(self, task: str, trace: str) -> dict[str, FloatArray]:
         """Return the metric of each rule by seed as `claims_of` takes it."""
         own, sign = self._own(task, trace), 1.0 if self.lower else -1.0
         values = (sign * own[self.metric]).where(~own["failed"], FAILED)
@@ -295,7 +300,7 @@ class Analysis:
 
     def grid(self, task: str, trace: str) -> pd.DataFrame:
         """Return the metric of what was tried, (rule, factor) x seed, without what failed with any seed."""
-        cells = tuning.tried(self.cells(task, trace))
+        cells = self.tried(task, trace)
         stable = cells[~cells["failed"].groupby([cells["rule"], cells["lr_factor"]]).transform("any")]
         table = stable.pivot_table(self.metric, ["rule", "lr_factor"], "seed", aggfunc="first", dropna=False)
         return table.dropna(how="all")

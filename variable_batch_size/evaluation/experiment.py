@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import MAX_INT, check_int, check_positive, type_error, value_error
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.courses import (
@@ -114,12 +116,17 @@ class Experiment:
         """
         seeds: Iterable[int] = range(TUNING, TUNING + self.tuning_seeds) if self.tuning_seeds else self.judging_seeds
         factors = dict.fromkeys(map(float, self.lr_factors))
+        for name, (_, courses) in self._plans.items():
+            for trace, course in courses.items():
+                if course.remark:
+                    remark = f"trace {trace} of the task {name}: {course.remark}"
+                    warnings.warn(remark, UserWarning, stacklevel=stacklevel_of_user())
         return self._cells(seeds, lambda *_: factors)
 
     def judged(self, records: Iterable[Record]) -> list[Cell]:
         """Return the trainings that judge what the tuning seeds have chosen: none without `tuning_seeds`.
 
-        Those of each rule and trace at the factor that was best by its mean loss, and at the one nearest to 1.
+        Those of each rule and trace at the factor that was best, see `best_of`, and at the one nearest to 1.
 
         Args:
             records: those of `cells`.
@@ -132,16 +139,16 @@ class Experiment:
 
     def _cells(self, seeds: Iterable[int], factors: Callable[[str, str, str], Iterable[float]]) -> list[Cell]:
         cells: list[Cell] = []
-        for name, arguments in self._tasks.items():
-            fixed, courses = self._of_task(name, arguments)
+        for name in self._tasks:
+            fixed, courses = self._plans[name]
             for seed in seeds:
                 for trace, course in courses.items():
-                    for rule in (CONSTANT,) if trace == REFERENCE else self.rules:
+                    for rule in (CONSTANT,) if trace == REFERENCE else dict.fromkeys(self.rules):
                         for factor in factors(name, trace, rule):
                             scaled = {"rule": rule, "lr": fixed["lr"] * factor, "lr_factor": factor, "seed": seed}
                             kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
                             cells.append(Cell(**fixed | scaled | kind))
-        return list({cell.key: cell for cell in cells}.values())
+        return cells
 
     def targets(self) -> dict[str, tuple[str, float]]:
         """Return the target of each task that has one: a metric and its value."""
@@ -163,6 +170,10 @@ class Experiment:
     def _task(self, name: str, arguments: Mapping[str, Any]) -> tuple[Task, Defaults]:
         task = load_task(name, arguments, self.data_dir)
         return task, Defaults.of(task, name)
+
+    @cached_property
+    def _plans(self) -> dict[str, tuple[dict[str, Any], dict[str, Course]]]:
+        return {name: self._of_task(name, arguments) for name, arguments in self._tasks.items()}
 
     def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Course]]:
         """Return the fields that all cells of a task have in common, and the course of each trace."""
@@ -194,13 +205,10 @@ class Experiment:
             needed = depends_on_the_dataset(source)
             size = len(dataset_of(task)) if needed else MAX_INT  # type: ignore[arg-type]
             training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
-            of = f"trace {name} of the task {fixed['task']}"
             try:
                 courses[name] = course_of(source, training, self.options, self.time)
             except ValueError as error:
-                raise ValueError(f"{of}: {error}") from error
-            if remark := courses[name].remark:
-                warnings.warn(f"{of}: {remark}", UserWarning, stacklevel=4)
+                raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
         return courses
 
 

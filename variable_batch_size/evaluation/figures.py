@@ -114,7 +114,7 @@ def draw_batch_sizes(axes: Axes, rows: pd.DataFrame) -> None:
     bands = set()
     for _, cell in _first_seeds(rows):
         axes.step(cell["samples"], cell["batch_size"], where="pre", color=COLORS[1], lw=1.3, alpha=0.8)
-        if "batch_least" in cell and (band := str(cell[["batch_least", "batch_most"]].to_numpy())) not in bands:
+        if "batch_least" in cell and (band := cell[["batch_least", "batch_most"]].to_numpy().tobytes()) not in bands:
             bands.add(band)
             least, most = cell["batch_least"], cell["batch_most"]
             axes.fill_between(cell["samples"], least, most, step="pre", color=COLORS[1], alpha=0.2, lw=0)

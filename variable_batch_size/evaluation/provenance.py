@@ -59,8 +59,8 @@ def data_hash(task: Task) -> str | None:
     """
     dataset: Any = dataset_of(task)
     if id(dataset) not in _data:
-        first, second = _read(dataset), _read(dataset)
-        _data[id(dataset)] = first if first == second else None
+        found = _read(dataset)
+        _data[id(dataset)] = found if type(dataset) is TensorDataset or found == _read(dataset) else None
     return _data[id(dataset)]
 
 

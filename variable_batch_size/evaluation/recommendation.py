@@ -80,7 +80,8 @@ def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
         _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
         _how_sure(
             pairs,
-            _named(claims, analysis, facts),
+            claims,
+            _names(facts, len(analysis.factors(task, trace)) > 1),
             [best, *alike],
             _range(analysis.metric, values),
             bool(facts["failed"].any()),
@@ -109,7 +110,7 @@ def reference_of(analysis: Analysis, task: str) -> str:
     if best == own:
         seen = f"no learning rate {tried} had a lower loss with {tuning.tried(cells)['seed'].nunique()} seeds"
         return f"The reference is tuned, as far as was tried: {at} {seen}{edge}."
-    judged = cells if tuning.is_apart(cells) is False else cells[cells["seed"] < tuning.TUNING]
+    judged = tuning.judging(cells)
     by_factor = [judged[(judged["lr_factor"] == factor) & ~judged["failed"]] for factor in (own, best)]
     first, second = (rows.set_index("seed")[analysis.metric].dropna() for rows in by_factor)
     choices = 1 if tuning.is_apart(cells) else len(factors) - 1  # of which the best one was chosen
@@ -179,19 +180,27 @@ def _which(
     )
 
 
-def _how_sure(pairs: dict[str, Interval], claims: list[Claim], alike: list[str], most: float, failed: bool) -> str:
+def _how_sure(
+    pairs: dict[str, Interval],
+    claims: list[Claim],
+    names: dict[str, str],
+    alike: list[str],
+    most: float,
+    failed: bool,
+) -> str:
     """Return what was claimed, and how large a difference could be that was not seen.
 
     Args:
         pairs: rule -> its difference to the best one, with an interval that holds together with those of all pairs.
         claims: what may be claimed.
+        names: of the rules in claims.
         alike: the best one, and those to which no difference is seen.
         most: largest difference that there can be.
         failed: whether a rule is left out, because a training failed.
     """
     best, *others = alike
-    winners = dict.fromkeys(claim.better for claim in sorted(claims, key=lambda claim: _rule(claim.better) != best))
-    parts = [text for winner in winners if (text := _claimed(winner, claims, best, pairs))]
+    winners = dict.fromkeys([best, *(claim.better for claim in claims)])
+    parts = [text for winner in winners if (text := _claimed(winner, claims, best, pairs, names))]
     if not (others or parts):
         return "There is nothing to compare it with."
     if others:
@@ -206,32 +215,25 @@ def _how_sure(pairs: dict[str, Interval], claims: list[Claim], alike: list[str],
     return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
 
 
-def _named(claims: list[Claim], analysis: Analysis, facts: pd.DataFrame) -> list[Claim]:
-    """Return claims that name the factors at which rules are judged: at other ones they may be alike."""
-    if len(analysis.factors(*facts[["task", "trace"]].iloc[0])) < 2:
-        return claims
-    names = {rule: f"{rule} at {factor:g}x" for rule, factor in facts["factor"].items()}
-    return [claim._replace(better=names[claim.better], worse=names[claim.worse]) for claim in claims]
-
-
-def _rule(name: str) -> str:
-    return name.partition(" at ")[0]
+def _names(facts: pd.DataFrame, tuned: bool) -> dict[str, str]:
+    """Return the names of rules in claims: with their factors if they are `tuned`, as at others they may be alike."""
+    return {str(rule): f"{rule} at {factor:g}x" if tuned else str(rule) for rule, factor in facts["factor"].items()}
 
 
 def _turned(own: Interval) -> Interval:
     return Interval(-own.value, -own.high, -own.low, own.n)
 
 
-def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Interval]) -> str:
+def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Interval], names: dict[str, str]) -> str:
     """Return than which rules one was better, or failed less often."""
-    by_means = [claim.worse for claim in claims if claim.better == winner and claim.by != "failures"]
-    failing = [claim.worse for claim in claims if claim.better == winner and claim.by == "failures"]
-    own = [claim for claim in claims if claim.better == winner and claim.by != "failures"]
-    bounds = [pairs[_rule(claim.worse)].low if claim.by == "means" else 0.0 for claim in own]
-    least = min(bounds, default=0.0) if _rule(winner) == best else 0.0
-    by = f", by {number(least)} or more" if least > 0 else ""
-    parts = [f"{winner} was better than {listed(by_means)}{by}"] if by_means else []
-    return " and ".join([*parts, *([f"{winner} failed less often than {listed(failing)}"] if failing else [])])
+    own = [claim for claim in claims if claim.better == winner]
+    by_values = [claim for claim in own if claim.by != "failures"]
+    failing = [names[claim.worse] for claim in own if claim.by == "failures"]
+    bounds = [pairs[claim.worse].low if claim.by == "means" and winner == best else 0.0 for claim in by_values]
+    by = f", by {number(min(bounds))} or more" if bounds and min(bounds) > 0 else ""
+    losers = listed([names[claim.worse] for claim in by_values]) if by_values else ""
+    parts = [f"{names[winner]} was better than {losers}{by}"] if by_values else []
+    return " and ".join([*parts, *([f"{names[winner]} failed less often than {listed(failing)}"] if failing else [])])
 
 
 def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts: pd.DataFrame) -> str:

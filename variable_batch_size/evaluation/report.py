@@ -21,7 +21,7 @@ from variable_batch_size.evaluation.analysis import BASELINE, Analysis
 from variable_batch_size.evaluation.metric import Mode, possible
 from variable_batch_size.evaluation.recommendation import Recommendation, recommend, reference_of
 from variable_batch_size.evaluation.record import Record, status_of
-from variable_batch_size.evaluation.statistics import detectable, mean_interval
+from variable_batch_size.evaluation.statistics import mean_interval
 from variable_batch_size.evaluation.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -110,23 +110,11 @@ def render(analysis: Analysis, command: str = "", planned: int | None = None) ->
         metric=analysis.metric,
         baseline=analysis.baseline,
         pairing=wording.number(analysis.pairing) if math.isfinite(analysis.pairing) else "",
-        power=_power(analysis),
+        power=wording.power(analysis.seeds, analysis.comparisons),
         tasks=[_task(analysis, task, found) for task in analysis.tasks],
         facts=_facts(analysis, command, planned),
     )
     return html
-
-
-def _power(analysis: Analysis) -> str:
-    """Return how large a difference the seeds of a report can see."""
-    seeds = min((len(values) for key in analysis.claims for values in analysis.by_rule(*key).values()), default=0)
-    if not analysis.comparisons or seeds < 2:
-        return ""
-    least = wording.number(detectable(seeds, analysis.comparisons))
-    return (
-        f"With {seeds} seeds and {analysis.comparisons} comparisons, a difference is claimed in 80 % of cases if it is "
-        f"{least} standard deviations (of paired differences) or more."
-    )
 
 
 def _task(analysis: Analysis, task: str, recommendations: Sequence[Recommendation]) -> dict[str, Any]:

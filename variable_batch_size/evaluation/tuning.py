@@ -24,7 +24,16 @@ REFERENCE = "the reference"  # name of the trace of the constant batch size `ref
 
 def nearest_to_one(factors: Iterable[float]) -> float:
     """Return the factor that is nearest to 1, the smaller one of two that are equally near."""
-    return min(map(float, factors), key=lambda factor: (round(abs(math.log(factor)), 9), factor))
+    return min(map(float, factors), key=_distance)
+
+
+def _distance(factor: float) -> tuple[float, float]:
+    return round(abs(math.log(factor)), 9), factor
+
+
+def best_factor(losses: Mapping[float, Sequence[float]]) -> float:
+    """Return the best factor, see `best_of`; of equals the one that is nearest to 1."""
+    return best_of({factor: losses[factor] for factor in sorted(losses, key=_distance)})
 
 
 def best_of(losses: Mapping[K, Sequence[float]]) -> K:
@@ -52,7 +61,7 @@ def chosen_factors(records: Iterable[Record]) -> dict[tuple[str, str, str], floa
             curve = record.curve["loss"] or (math.inf,)
             end = curve[-1] if status_of(record) == "finished" else math.inf
             losses[cell["task"], cell["trace"], cell["rule"]][float(cell["lr_factor"])].append(end)
-    return {kind: best_of(own) for kind, own in losses.items()}
+    return {kind: best_factor(own) for kind, own in losses.items()}
 
 
 def is_apart(cells: pd.DataFrame) -> bool:
@@ -67,6 +76,12 @@ def tried(cells: pd.DataFrame) -> pd.DataFrame:
     return cells[own] if own.any() else cells
 
 
+def judging(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the ends of trainings, of one trace, that judge: of seeds that do not choose; all if there are none."""
+    own = cells["seed"] < TUNING
+    return cells[own] if own.any() else cells
+
+
 def common_factors(cells: pd.DataFrame) -> list[float]:
     """Return the factors that all rules of a trace have, sorted; the one nearest to 1 if there is none."""
     cells = tried(cells)
@@ -76,14 +91,12 @@ def common_factors(cells: pd.DataFrame) -> list[float]:
 
 def own_factors(cells: pd.DataFrame) -> dict[str, float]:
     """Return the best one of the common factors for each rule, by the loss over seeds that have all of them."""
-    common, found = common_factors(cells), {}
+    common, choosing, found = common_factors(cells), tried(cells), {}
     for rule in cells["rule"].unique():
-        rows = tried(cells)
-        rows = rows[(rows["rule"] == rule) & rows["lr_factor"].isin(common)]
+        rows = choosing[(choosing["rule"] == rule) & choosing["lr_factor"].isin(common)]
         losses = rows["loss"].mask(rows["failed"] | rows["loss"].isna(), math.inf)
         table = rows.assign(judged=losses).pivot_table("judged", "lr_factor", "seed", aggfunc="first", dropna=False)
         whole = table.dropna(axis=1)  # without a seed that has only begun
         ways = {float(factor): (whole if whole.size else table).loc[factor].dropna().tolist() for factor in table.index}
-        ordered = {factor: ways[factor] for factor in sorted(ways, key=lambda factor: abs(math.log(factor)))}
-        found[str(rule)] = best_of(ordered) if ordered else nearest_to_one(common)
+        found[str(rule)] = best_factor(ways) if ways else nearest_to_one(common)
     return found
