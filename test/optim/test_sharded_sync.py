@@ -15,8 +15,6 @@ from helpers.reference import assert_equal, training
 from helpers.sharded_jobs import LAYOUTS, ODD, SAME, Layout, alone, context_parallel, parts, run_scenarios
 from helpers.sharded_mistakes import ERRORS, discards, one_is_slow, replicas_differ, run_mistakes
 
-pytestmark = pytest.mark.torch
-
 MESSAGES = {
     "plain_backward": r"sharded each loss must carry its weight, but .*; call optimizer\.backward\(loss\)",
     "narrow_sums": r"with at least 32 bits, but FSDP2 adds them in torch\.bfloat16; keep the",
@@ -38,11 +36,9 @@ MESSAGES = {
 }
 
 
-IN_MAKE_TEST = LAYOUTS[0], LAYOUTS[4]
-PARAMETERS = [
-    pytest.param(one, id=str(one), marks=() if one in IN_MAKE_TEST else pytest.mark.slow("starts processes"))
-    for one in LAYOUTS
-]
+SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
+MARKS = {str(Layout(shards=2)): [], str(Layout(2, 2)): [SLOW, TORCH], str(Layout(shards=2, tensors=2)): [SLOW, TORCH]}
+PARAMETERS = [pytest.param(one, id=str(one), marks=MARKS.get(str(one), [SLOW])) for one in LAYOUTS]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
@@ -66,7 +62,8 @@ def test_the_updates_are_those_of_one_process(name: str, ranks: list[dict[str, A
             assert_equal(weights, expected[name][case])
 
 
-@pytest.mark.slow("starts processes")
+@SLOW
+@TORCH
 def test_ranks_that_compute_parts_of_the_same_samples_need_counts(tmp_path: Path) -> None:
     spawn(context_parallel, (tmp_path,), nprocs=4)
     expected = training(sizes=ODD, reduction="sum")
@@ -97,7 +94,8 @@ def test_a_mistake_raises_on_every_rank(mistakes: Path, mistake: str) -> None:
             raise RuntimeError(found.get(mistake, "no error"))
 
 
-@pytest.mark.slow("starts processes")
+@SLOW
+@TORCH
 def test_replicas_that_differ_are_told_from_shards(tmp_path: Path) -> None:
     spawn(replicas_differ, (tmp_path,), nprocs=4)
     for rank in range(4):
@@ -112,19 +110,22 @@ def test_a_rank_may_come_later_to_a_forward(tmp_path: Path) -> None:
         assert_equal(torch.load(tmp_path / f"rank{rank}.pt", weights_only=False), training(sizes=ODD).run(3).weights())
 
 
-@pytest.mark.slow("starts processes")
+@SLOW
+@TORCH
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("where", "who", "layout", "options"),
     [
-        (Layout(shards=2), {}),
-        (Layout(shards=3), {"sharded_accumulation": False}),
-        (Layout(2, 2), {"noise": "microbatches"}),
-        (Layout(shards=2, tensors=2), {}),
+        ("forward", "all ranks", Layout(shards=2), {}),
+        ("backward", "one rank", Layout(shards=2), {}),
+        ("between", "all ranks", Layout(shards=3), {"sharded_accumulation": False}),
+        ("forward", "one rank", Layout(shards=3), {"sharded_accumulation": False}),
+        ("backward", "all ranks", Layout(2, 2), {"noise": "microbatches"}),
+        ("between", "one rank", Layout(2, 2), {"noise": "microbatches"}),
+        ("forward", "one rank", Layout(shards=2, tensors=2), {}),
+        ("backward", "one rank", Layout(shards=2, tensors=2), {}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("who", ["all ranks", "one rank"])
-@pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_after_an_exception_all_ranks_go_on_or_end(
     where: str, who: str, layout: Layout, options: dict[str, Any], tmp_path: Path
 ) -> None:
