@@ -313,3 +313,18 @@ def test_the_tasks_of_the_package_are_tasks() -> None:
         assert cell.samples == task.samples
         assert task.schedule(2**14, 2**17) > 0.9 > 0.1 + 1e-9 > task.schedule(2**17, 2**17)
         assert re.fullmatch("[0-9a-f]{16}", cell.key)
+
+
+def test_each_seed_has_its_part_of_a_log() -> None:
+    log = CapacityTrace([0, 25, 50, 75], [1, 2, 3, 4], end=100)
+    trace = UnderCapacity(log, "per-device:8", Throughput.simple(samples_per_second=10))
+    arguments: dict[str, Any] = {"tasks": [TINY], "rules": ["linear"], "samples": 100, "seeds": 5}
+    cells = Experiment(traces={"log": trace, "constant": "8"}, windows=4, **arguments).cells()
+    own = [cell for cell in cells if cell.trace == "log"]
+    assert [cell.window for cell in own] == [0, 1, 2, 3, 0]
+    assert [int(cell.course.trace.runs[1][0]) for cell in own] == [8, 16, 24, 32, 8]
+    assert all("window" not in cell.as_json() for cell in cells if cell.trace != "log")
+    whole = Experiment(traces={"log": trace}, **arguments | {"samples": 400}).cells()[0]
+    assert "window" not in whole.as_json()
+    with pytest.raises(ValueError, match="windows are parts of the log of a cluster"):
+        Experiment(traces=["8"], windows=2, **arguments).cells()

@@ -67,6 +67,15 @@ def evaluate(
         int,
         option("Seeds on which each rule's factor is chosen, beside those that judge; 0: those that judge.", min=0),
     ] = 0,
+    end: Annotated[
+        list[str] | None,
+        option(
+            "What trainings that are compared have alike: samples, progress, progress:UPDATES, seconds:SECONDS or "
+            "cost:PRICE; several are compared apart.",
+            show_default="samples",
+        ),
+    ] = None,
+    windows: Annotated[int, option("Parts of the log of a cluster; a seed has part seed % windows.", min=1)] = 1,
     samples: Annotated[int | None, options.of_task_option("Samples of a training.", min=1)] = None,
     of_task: options.OfTask,
     between: Annotated[int | None, options.of_task_option("Samples between two evaluations.", min=1)] = None,
@@ -128,6 +137,8 @@ def evaluate(
             seeds=seeds,
             lr_factors=lr_factor or [1.0],
             tuning_seeds=tuning_seeds,
+            ends=end or ["samples"],
+            windows=windows,
             samples=samples,
             between=between,
             options=TraceOptions(on_end, bounds, every, under),

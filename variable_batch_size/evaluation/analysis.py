@@ -194,9 +194,10 @@ class Analysis:
         """For each task, trace and rule, at its own learning rate: everything that the report prints.
 
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
-        `value` of the metric, the paired `difference` to the baseline, the rate of those that `failed`; `untuned`, the
-        value at the learning rate of the reference, and its `regret`, by how much it is worse than the best that was
-        tried for that trace; each `target_...` with `reached` of `target_n`. Without an interval its bounds are nan.
+        `value` of the metric, and `value_t` by Student's t; the paired `difference` to the baseline; the rate of those
+        that `failed`; `untuned`, the value at the learning rate of the reference, and its `regret`, by how much it is
+        worse than the best that was tried for that trace; each `target_...` with `reached` of `target_n`. Without an
+        interval its bounds are nan.
         `factor` is the own one, `edge` whether it is at the edge of those that were tried, and `difference_decided`
         whether one of the `claims` is about the rule and the baseline.
         """
@@ -322,6 +323,7 @@ class Analysis:
         finished = cells[~cells["failed"]]
         values = _floats(finished[self.metric].dropna())
         row = _flat("value", mean_interval(values, **possible(self.metric, values)))
+        row |= _flat("value_t", difference_interval(values))
         row |= _flat("failed", rate_interval(int(cells["failed"].sum()), len(cells)))
         for name in dict.fromkeys((*PLACES, "wall_seconds", *self.metrics)):
             own = _floats(finished[name].dropna())

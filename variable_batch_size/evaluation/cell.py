@@ -10,6 +10,7 @@ from typing import Any, final
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.evaluation.courses import Course
+from variable_batch_size.evaluation.end import SAMPLES
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule
 
@@ -23,17 +24,19 @@ class Cell:
         task: name of the task, see `load_task`.
         task_arguments: arguments of the task.
         task_version: `version` of the task.
-        trace: name of the trace, or its text.
+        trace: name of the trace, or its text, and what is equal if it is not the samples.
         trace_fingerprint: of the batch sizes, or of the controller, and of the simulated time.
         rule: name of the rule, with its number if it takes one, see `rule_of`.
         lr: learning rate at `ref_batchsize`.
         lr_factor: that learning rate divided by the one of the task.
         seed: seed of the model and of the order of the samples.
-        samples: those of the training.
+        samples: those of the training; with another end, those that it is compared with.
         ref_batchsize: batch size at which `lr` was tuned, in samples; None if it is not known.
         minibatch_size: maximum number of rows of a microbatch.
         between: samples between two evaluations.
         max_grad_norm: norm to which gradients are clipped; None: they are not.
+        end: when the training ends, see `End`; not part of the JSON if it ends with its samples.
+        window: which part of the log of a cluster, 0, 1, ...; not part of the JSON if it is the whole.
         course: batch sizes and simulated time. It is not part of the JSON: the fingerprint stands for it.
         data_dir: folder of the files of the task. It is not part of the JSON: the files are the same anywhere.
     """
@@ -54,11 +57,14 @@ class Cell:
     max_grad_norm: float | None
     course: Course = field(compare=False, repr=False)
     data_dir: str | None = field(default=None, compare=False, repr=False)
+    end: str = str(SAMPLES)
+    window: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that determine the training, as values of JSON."""
-        names = (one.name for one in fields(self) if one.compare)
-        return {name: getattr(self, name) for name in names}
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        wholes = {"end": str(SAMPLES), "window": None}
+        return {name: value for name, value in values.items() if name not in wholes or value != wholes[name]}
 
     @property
     def key(self) -> str:

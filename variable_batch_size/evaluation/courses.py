@@ -18,6 +18,7 @@ from variable_batch_size.adaptive.static import ConstantBatch
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.evaluation.end import MOST, SAMPLES, End
 from variable_batch_size.evaluation.simulated_time import RunTime, SimulatedTime
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation.engine import Overheads
@@ -78,12 +79,20 @@ class TraceOptions:
 
 
 class Training(NamedTuple):
-    """What the batch sizes of a capacity trace or a policy depend on."""
+    """What the batch sizes of a capacity trace or a policy depend on; with which of how many parts of its log."""
 
     dataset_size: int
     samples: int
     ref_batchsize: int | None
     minibatch_size: int
+    end: End = SAMPLES
+    window: int = 0
+    windows: int = 1
+
+    @property
+    def most_samples(self) -> int:
+        """The number of samples after which it ends at the latest."""
+        return self.samples if self.end.by == "samples" else MOST * self.samples
 
 
 @final
@@ -95,11 +104,13 @@ class Course:
         trace: the batch sizes, or the controller that chooses them.
         time: the simulated time; None if no model of it is known.
         remark: what a user should know of it, if there is something.
+        end: when the training ends.
     """
 
     trace: BatchTrace | AdaptiveTrace
     time: SimulatedTime | None
     remark: str | None = None
+    end: End = SAMPLES
 
     @property
     def fingerprint(self) -> str:
@@ -129,7 +140,7 @@ def depends_on_the_dataset(source: TraceSource) -> bool:
 def course_of(
     source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None = None
 ) -> Course:
-    """Return the course of a training.
+    """Return the course of a training until its end.
 
     Args:
         source: a batch trace, or what `BatchTrace.of` makes one of; an `AdaptiveTrace`; the text of a policy, such as
@@ -140,8 +151,20 @@ def course_of(
 
     Raises:
         TypeError: if `source` has another type.
-        ValueError: if the text is not that of a trace, or the trace is not one for this training.
+        ValueError: if the text is not that of a trace, the trace is not one for this training, or the time or the cost
+            with which it ends is not known.
     """
+    course = replace(_course_of(source, training, options, time), end=training.end)
+    if training.end.by in ("seconds", "cost"):
+        remedy = "pass --samples-per-second, and --price for a cost; from Python time=ModelTime(...)"
+        if course.time is None:
+            raise value_error(f"the end {training.end} needs the time of an update", "none", remedy)
+        if training.end.by == "cost" and course.time.cost(0.0) is None:
+            raise value_error(f"the end {training.end} needs a price", "none", remedy)
+    return course
+
+
+def _course_of(source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None) -> Course:
     if isinstance(source, str) and "@" in source:
         source = _under(source, options)
     if isinstance(source, UnderCapacity):
@@ -158,7 +181,7 @@ def course_of(
     trace = _batch_trace(source)
     starts, sizes = trace.runs
     remark = None
-    if len(starts) > 1 and (first := trace.offset(int(starts[1]))) >= training.samples:
+    if len(starts) > 1 and (first := trace.offset(int(starts[1]))) >= training.most_samples:
         remark = _one_size(int(sizes[0]), training, f"its first change follows sample {first:,}")
     return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time, remark)
 
@@ -175,7 +198,7 @@ def _batch_trace(source: Any) -> BatchTrace:
 
 
 def _one_size(size: int, training: Training, because: str) -> str:
-    whole = f"for all {training.samples:,} samples of the training"
+    whole = f"for all {training.most_samples:,} samples of the training"
     return f"the batch size is {size} {whole}, {because}; train on more samples to compare rules"
 
 
@@ -205,6 +228,9 @@ def _adaptive(controller: Controller, training: Training, options: TraceOptions)
 
 def _simulated(source: UnderCapacity, training: Training, options: TraceOptions) -> Course:
     capacity = source.capacity if isinstance(source.capacity, CapacityTrace) else cluster.read(source.capacity)
+    if training.windows > 1:
+        length = capacity.duration / training.windows
+        capacity = capacity.slice(training.window * length, (training.window + 1) * length)
     policy = parse_policy(source.policy) if isinstance(source.policy, str) else source.policy
     arguments: dict[str, Any] = {}
     if needs_noise(policy):
@@ -225,11 +251,14 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         devices_per_node=source.devices_per_node,
         overheads=source.overheads,
         prices=source.price,
-        until=training.samples,
+        until=training.most_samples,
         by="samples",
         **arguments,
     )
-    if run.summary["samples"] < training.samples:
+    if training.end.by == "seconds" and (training.end.amount or 0) > capacity.end:
+        requirement = f"the capacity trace must last for the {training.end.amount:,g} seconds of the training"
+        raise value_error(requirement, f"{capacity.end:,.6g}", "pass a shorter end, or another log")
+    if training.end.by == "samples" and run.summary["samples"] < training.samples:
         requirement = f"the capacity trace must last for the {training.samples:,} samples of the training"
         least = math.ceil(100 * training.samples / max(1, run.summary["samples"])) / 100
         remedy = (

@@ -49,6 +49,11 @@ class Curve:
         return int(self.rows[-1]["samples"]) if self.rows else -1
 
     @property
+    def cost(self) -> float | None:
+        """The cost of the simulated seconds; None if it is not known."""
+        return None if self._time is None else self._time.cost(self.seconds)
+
+    @property
     def began(self) -> bool:
         """Whether an update was made."""
         return self.last is not None
@@ -108,8 +113,7 @@ class Curve:
         means = (count / number, rates / number, losses / count) if number else (None, None, None)
         self.diverged |= not values["loss"] <= _limit(self._untrained)
         self.diverged |= bool(number) and not losses / count <= self._training_limit
-        cost = None if self._time is None else self._time.cost(self.seconds)
-        totals = (updates, samples, progress, None if self._time is None else self.seconds, cost)
+        totals = (updates, samples, progress, None if self._time is None else self.seconds, self.cost)
         sizes = self._range or (None, None)
         row = dict(zip((*TOTALS, *MEANS, *RANGE), (*totals, *means, *sizes), strict=True)) | values
         if math.isfinite(values["loss"]):

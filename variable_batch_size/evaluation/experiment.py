@@ -20,6 +20,7 @@ from variable_batch_size.evaluation.courses import (
     course_of,
     depends_on_the_dataset,
 )
+from variable_batch_size.evaluation.end import SAMPLES, End
 from variable_batch_size.evaluation.record import Record
 from variable_batch_size.evaluation.simulated_time import SimulatedTime
 from variable_batch_size.evaluation.task import Defaults, Task, dataset_of, load_task
@@ -55,6 +56,10 @@ class Experiment:
         tuning_seeds: number of further seeds, 1000, 1001, ..., on which the factor of each rule and trace is chosen:
             `cells` are those, and `judged` the trainings of `seeds` at the chosen factors and the reference's. With 0
             all factors are trained with `seeds`, and rules are judged by the numbers by which they were chosen.
+        ends: when trainings end, and so what is equal for all that are compared: "samples", "progress",
+            "progress:UPDATES", "seconds:SECONDS" or "cost:PRICE", see `End`. The schedule of a task ends with it.
+        windows: number of equal parts of the log of each cluster; a seed has part seed % windows, so that differences
+            between parts are a part of the noise. Other traces are the same for all seeds.
         samples: samples of a training.
         lr: learning rate at `ref_batchsize`.
         ref_batchsize: batch size at which it was tuned, in samples.
@@ -75,6 +80,8 @@ class Experiment:
     seeds: int | Sequence[int] = 3
     lr_factors: Sequence[float] = (1.0,)
     tuning_seeds: int = 0
+    ends: Sequence[str] = ("samples",)
+    windows: int = 1
     samples: int | None = None
     lr: float | None = None
     ref_batchsize: int | None = None
@@ -85,7 +92,7 @@ class Experiment:
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "traces", "rules", "lr_factors"):
+        for name in ("tasks", "traces", "rules", "lr_factors", "ends"):
             values = getattr(self, name)
             if isinstance(values, str) or not isinstance(values, (Sequence, Mapping, AbstractSet)):
                 raise type_error(f"{name} must be a sequence", values, "pass a list")
@@ -97,6 +104,7 @@ class Experiment:
         for factor in self.lr_factors:
             check_positive(factor, "each of lr_factors", "pass factors on the learning rate of the task")
         check_int(self.tuning_seeds, "tuning_seeds", 0)
+        check_int(self.windows, "windows", 1)
         if self.tuning_seeds and len(set(self.lr_factors)) == 1:
             requirement = "tuning_seeds need several lr_factors, of which the best one is chosen"
             raise value_error(requirement, f"{self.lr_factors}", "pass lr_factors=[0.5, 1, 2], for example")
@@ -104,6 +112,8 @@ class Experiment:
             check_positive(self.lr, "lr", "pass a learning rate")
         for rule in self.rules:
             rule_of(rule)
+        for end in self.ends:
+            End.of(end)
 
     def cells(self) -> list[Cell]:
         """Return the cells, by task, seed, trace, rule and learning rate. No training begins.
@@ -117,7 +127,7 @@ class Experiment:
         seeds: Iterable[int] = range(TUNING, TUNING + self.tuning_seeds) if self.tuning_seeds else self.judging_seeds
         factors = dict.fromkeys(map(float, self.lr_factors))
         for name, (_, courses) in self._plans.items():
-            for trace, course in courses.items():
+            for trace, course in ((trace, course) for trace, parts in courses.items() for course in parts):
                 if course.remark:
                     remark = f"trace {trace} of the task {name}: {course.remark}"
                     warnings.warn(remark, UserWarning, stacklevel=stacklevel_of_user())
@@ -142,11 +152,13 @@ class Experiment:
         for name in self._tasks:
             fixed, courses = self._plans[name]
             for seed in seeds:
-                for trace, course in courses.items():
+                for trace, parts in courses.items():
+                    course = parts[seed % len(parts)]
+                    kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
+                    kind |= {"end": str(course.end), "window": seed % len(parts) if len(parts) > 1 else None}
                     for rule in (CONSTANT,) if trace == REFERENCE else dict.fromkeys(self.rules):
                         for factor in factors(name, trace, rule):
                             scaled = {"rule": rule, "lr": fixed["lr"] * factor, "lr_factor": factor, "seed": seed}
-                            kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
                             cells.append(Cell(**fixed | scaled | kind))
         return cells
 
@@ -172,11 +184,11 @@ class Experiment:
         return task, Defaults.of(task, name)
 
     @cached_property
-    def _plans(self) -> dict[str, tuple[dict[str, Any], dict[str, Course]]]:
+    def _plans(self) -> dict[str, tuple[dict[str, Any], dict[str, list[Course]]]]:
         return {name: self._of_task(name, arguments) for name, arguments in self._tasks.items()}
 
-    def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Course]]:
-        """Return the fields that all cells of a task have in common, and the course of each trace."""
+    def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Course]]]:
+        """Return the fields that all cells of a task have in common, and the courses of each trace, one a window."""
         task, defaults = self._task(name, arguments)
         samples = _known(self.samples, defaults.samples, "samples", name)
         fixed = {
@@ -193,20 +205,28 @@ class Experiment:
         }
         return fixed, self._courses(task, fixed)
 
-    def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, Course]:
+    def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, list[Course]]:
         traces: dict[str, TraceSource] = (
             dict(self.traces) if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
         )
         reference = fixed["ref_batchsize"]
-        if reference is not None and not (str(reference) in traces and CONSTANT in self.rules):
-            traces.setdefault(REFERENCE, BatchTrace.constant(reference))
-        courses = {}
-        for name, source in traces.items():
-            needed = depends_on_the_dataset(source)
-            size = len(dataset_of(task)) if needed else MAX_INT  # type: ignore[arg-type]
-            training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
+        ends = [End.of(text).resolved(fixed["samples"], reference) for text in dict.fromkeys(self.ends)]
+        plan = [(name, source, end) for end in ends for name, source in traces.items()]
+        if reference is not None and not (str(reference) in traces and CONSTANT in self.rules and SAMPLES in ends):
+            plan.append((REFERENCE, traces.get(REFERENCE, BatchTrace.constant(reference)), SAMPLES))
+        logs = {name for name, source in traces.items() if depends_on_the_dataset(source)}
+        if self.windows > 1 and not logs:
+            raise value_error("windows are parts of the log of a cluster", "no such trace", 'pass one, "POLICY@LOG"')
+        courses: dict[str, list[Course]] = {}
+        for name, source, end in plan:
+            size = len(dataset_of(task)) if name in logs else MAX_INT  # type: ignore[arg-type]
+            windows = self.windows if name in logs else 1
+            training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"], end)
             try:
-                courses[name] = course_of(source, training, self.options, self.time)
+                courses[end.named(name)] = [
+                    course_of(source, training._replace(window=one, windows=windows), self.options, self.time)
+                    for one in range(windows)
+                ]
             except ValueError as error:
                 raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
         return courses

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from variable_batch_size._validation import type_error, value_error
@@ -27,14 +28,14 @@ class Parts(NamedTuple):
     model: nn.Module
     sampler: CustomSampler
     optimizer: CustomOptimizer
-    scheduler: ProgressScheduler | None
+    scheduler: ProgressScheduler | LRScheduler | None
 
 
 def updates_of(parts: Parts, curve: Curve) -> Iterator[bool]:
     """Train, and yield after each update whether it has changed the weights.
 
     It ends with the samples, or when the training has diverged, as `curve` then says. Who iterates over it steps the
-    scheduler, and then calls `curve.update`.
+    scheduler and calls `curve.update`.
 
     Args:
         parts: the objects of the training.

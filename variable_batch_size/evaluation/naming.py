@@ -9,7 +9,7 @@ from typing import Any
 
 from variable_batch_size.evaluation.record import Record
 
-COMPARED = {"task", "trace", "rule", "lr", "lr_factor", "seed"}
+COMPARED = {"task", "trace", "rule", "lr", "lr_factor", "seed", "window"}
 WORDS = {"task_version": "version", "task_arguments": "arguments", "trace_fingerprint": "batch sizes"}
 REFERENCE = "reference lr"  # the learning rate that the factors multiply
 
@@ -18,14 +18,15 @@ def task_names(records: Sequence[Record]) -> dict[str, str]:
     """Return key -> name of the task, with what else differs where trainings cannot be compared.
 
     Trainings of the same task and trace cannot if they differ in more than the rule, the factor on the learning rate
-    and the seed: in the samples, for example, or the batch sizes of a file that has changed. Those of different rules
-    may be evaluated at different places.
+    and the seed, with its part of a log: in the samples, for example, or the batch sizes of a file that has changed.
+    Those of different rules may be evaluated at different places.
     """
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     cells = {record.key: _with_reference(record.cell) for record in records}
     for cell in cells.values():
-        groups[cell["task"], cell["trace"]].append({name: cell[name] for name in cell if name != "between"})
-        groups[cell["task"], cell["trace"], cell["rule"]].append(cell)
+        window = cell["task"], cell["trace"], cell.get("window")
+        groups[window].append({name: cell[name] for name in cell if name != "between"})
+        groups[(*window, cell["rule"])].append(cell)
     differs: dict[str, dict[str, None]] = defaultdict(dict)
     for (task, *_), group in groups.items():
         names = dict.fromkeys(name for cell in group for name in cell if name not in COMPARED)

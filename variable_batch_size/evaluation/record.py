@@ -13,6 +13,7 @@ from typing import Any, Literal, final
 
 from variable_batch_size._files import written
 from variable_batch_size._validation import value_error
+from variable_batch_size.evaluation.end import End
 from variable_batch_size.evaluation.table import is_table, read_table, write_table
 
 FORMAT = 1
@@ -75,13 +76,21 @@ class Record:
 def status_of(record: Record) -> Literal["finished", "failed", "diverged"]:
     """Return the status of a training: "failed" if it finished with a loss that is hardly below the untrained one.
 
-    final loss > (1 - margin) * loss of the untrained model, if that is positive; `MARGIN` is in the environment.
+    final loss > (1 - margin) * loss of the untrained model, if that is positive; `MARGIN` is in the environment. Or if
+    it did not reach its end, see `End`.
     """
     losses = record.curve.get("loss") or ()
+    if record.status == "finished" and not _reached_its_end(record):
+        return "failed"
     if record.status == "diverged" or len(losses) < 2 or None in (losses[0], losses[-1]) or losses[0] <= 0:
         return record.status
     margin = record.environment.get(MARGIN, DEFAULT_MARGIN)
     return "finished" if losses[-1] <= (1 - margin) * losses[0] else "failed"
+
+
+def _reached_its_end(record: Record) -> bool:
+    end = End.of(record.cell.get("end", "samples"))
+    return end.amount is None or (record.curve.get(end.by) or [0.0])[-1] >= end.amount
 
 
 def path_of(folder: str | os.PathLike[str], key: str) -> Path:

@@ -164,6 +164,7 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     columns = {
         "failed": [_failures(row) for row in _rows(facts)],
         f"{analysis.metric}": [_interval(row, "value") for row in _rows(facts)],
+        "by Student's t": [_interval(row, "value_t") for row in _rows(facts)],
         f"difference to {analysis.baseline}": [_interval(row, "difference", "+") for row in _rows(facts)],
     }
     if facts["factor"].ne(1).any() or len(analysis.factors(task, trace)) > 1:
@@ -178,7 +179,11 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     for name in analysis.metrics:
         if name != analysis.metric:
             columns[name] = [_interval(row, f"end_{name}") for row in _rows(facts)]
-    columns |= {name: [_interval(row, f"end_{name}") for row in _rows(facts)] for name in ("updates", "progress")}
+    columns |= {
+        name: [_interval(row, f"end_{name}") for row in _rows(facts)] for name in ("samples", "updates", "progress")
+    }
+    if facts["end_samples"].nunique() <= 1:
+        del columns["samples"]
     columns["simulated time"] = [wording.duration(value) for value in facts["end_seconds"]]
     columns["cost"] = [_interval(row, "end_cost") for row in _rows(facts)]
     if "reached" in facts and facts["reached"].notna().any():

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.backend import LocalBackend
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
+from variable_batch_size.evaluation.end import MOST, End
 from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
 from variable_batch_size.evaluation.provenance import data_hash, environment, source_hash
 from variable_batch_size.evaluation.record import MARGIN, Record
@@ -32,16 +33,22 @@ DATASET_SIZE = "samples in the dataset"
 DATA = "hash of the dataset"
 
 
-def parts_of(cell: Cell) -> Parts:
+def parts_of(cell: Cell, curve: Curve | None = None) -> Parts:
     """Create the objects of a training.
+
+    Args:
+        cell: what is trained.
+        curve: of the training, of which the schedule reads the time; None: nothing is trained.
 
     Raises:
         TypeError, ValueError: if task, trace, rule and optimizer do not fit one another.
     """
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
+    end = End.of(cell.end)
+    most = cell.samples if end.by == "samples" else MOST * cell.samples
     sampler = CustomSampler(
-        dataset, cell.course.trace, 1, 0, cell.minibatch_size, cell.seed, fixed_shape=False, max_samples=cell.samples
+        dataset, cell.course.trace, 1, 0, cell.minibatch_size, cell.seed, fixed_shape=False, max_samples=most
     )
     model = task.model(cell.seed)
     optimizer = CustomOptimizer(
@@ -52,14 +59,23 @@ def parts_of(cell: Cell) -> Parts:
         max_grad_norm=cell.max_grad_norm,
         backend=LocalBackend(),
     )
-    return Parts(task, model, sampler, optimizer, _scheduler(cell, Defaults.of(task, cell.task), optimizer))
+    return Parts(task, model, sampler, optimizer, _scheduler(cell, Defaults.of(task, cell.task), optimizer, curve))
 
 
-def _scheduler(cell: Cell, defaults: Defaults, optimizer: CustomOptimizer) -> ProgressScheduler | None:
-    """Return the schedule of the task, which every rule reads by samples."""
-    function, size = defaults.schedule, cell.ref_batchsize
+def _scheduler(
+    cell: Cell, defaults: Defaults, optimizer: CustomOptimizer, curve: Curve | None
+) -> ProgressScheduler | LRScheduler | None:
+    """Return the schedule of the task, which every rule reads by samples, or by its share of another end."""
+    function, size, end = defaults.schedule, cell.ref_batchsize, End.of(cell.end)
     if function is None:
         return None
+    if end.by != "samples":
+
+        def factor(step: int) -> float:
+            share = end.share(curve, optimizer.progress) if curve is not None and step else 0.0
+            return function(round(min(share, 1.0) * cell.samples), cell.samples)
+
+        return LambdaLR(optimizer, factor)
     if size is None:
         raise ValueError(f"the schedule of the task {cell.task} needs a ref_batchsize, but there is none; pass one")
     return ProgressScheduler(
@@ -100,8 +116,8 @@ def record_of(
         torch.manual_seed(cell.seed)
         np.random.seed(cell.seed % 2**32)
         random.seed(cell.seed)
-        parts = parts_of(cell)
         curve = Curve(cell.course.time, cell.minibatch_size)
+        parts = parts_of(cell, curve)
         own = {"model": parts.model, "optimizer": parts.optimizer, "scheduler": parts.scheduler, "curve": curve}
         own_facts = _facts(parts, cell) | {"threads": threads}
         with Saving(checkpoints, save_every, own) as saving:
@@ -145,25 +161,29 @@ def publish(record: Record, folder: Path) -> Path:
 
 
 def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
-    """Train until the samples are used, or the training diverges."""
-    optimizer, scheduler = parts.optimizer, parts.scheduler
+    """Train until the end of the cell, or the training diverges."""
+    optimizer, scheduler, end = parts.optimizer, parts.scheduler, End.of(cell.end)
     watch = _stopwatch(curve)
+
+    def at_the_end() -> bool:
+        return end.by != "samples" and end.share(curve, optimizer.progress) >= 1
+
     if not curve.rows:
         evaluate(parts, curve)
         _check_target(parts.task, cell.task, curve)
-    for updated in updates_of(parts, curve):
+    for updated in () if at_the_end() else updates_of(parts, curve):
+        curve.update(optimizer.updates, optimizer.current_lr())
         if updated and scheduler is not None:
             scheduler.step()
-        curve.update(optimizer.updates, optimizer.current_lr())
         if optimizer.samples // cell.between > curve.samples // cell.between:
             evaluate(parts, curve)
         watch()
         saving.step(optimizer.updates)
-        if curve.diverged:
-            return None
+        if curve.diverged or at_the_end():
+            break
     if curve.samples < optimizer.samples and not curve.diverged:
         evaluate(parts, curve)
-    return watch()
+    watch()
 
 
 def _check_target(task: Task, name: str, curve: Curve) -> None:

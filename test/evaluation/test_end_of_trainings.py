@@ -1,0 +1,144 @@
+"""Trainings that are compared at equal progress, time or cost: where they end, and what their schedule reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.evaluation_tasks import without_times
+from variable_batch_size.adaptive import Throughput
+from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, run
+from variable_batch_size.evaluation.cell import Cell
+from variable_batch_size.evaluation.end import MOST, End
+from variable_batch_size.evaluation.record import Record, status_of
+from variable_batch_size.evaluation.training import record_of
+from variable_batch_size.evaluation.tuning import REFERENCE
+
+TINY = "helpers.evaluation_tasks:Tiny"
+MODEL = Throughput.simple(samples_per_second=10)
+
+
+def experiment(**other: Any) -> Experiment:
+    arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
+    return Experiment(**arguments | other)
+
+
+def one(**other: Any) -> Cell:
+    return next(cell for cell in experiment(**other).cells() if cell.trace != REFERENCE)
+
+
+def by_label(records: list[Record]) -> dict[tuple[str, str], Record]:
+    return {(record.cell["trace"], record.cell["rule"]): record for record in records}
+
+
+@pytest.mark.parametrize("rule", ["constant", "linear", "root", "adascale"])
+@pytest.mark.parametrize("end", ["progress", "progress:7.5", "seconds:20", "cost:0.25"])
+def test_a_training_ends_with_the_first_update_that_reaches_its_end(end: str, rule: str) -> None:
+    time = ModelTime(MODEL, devices=2, price=60.0)
+    cell = one(rules=[rule], ends=[end], time=time, between=1)
+    record = record_of(cell, None)
+    by, amount = End.of(cell.end).by, End.of(cell.end).amount
+    assert amount is not None
+    before, last = record.curve[by][-2:]  # type: ignore[index]
+    assert before < amount <= last
+    assert status_of(record) != "diverged"
+
+
+def test_equal_progress_is_that_of_the_samples_at_the_reference_batch_size(tmp_path: Path) -> None:
+    records = by_label(run(experiment(ends=["samples", "progress"]), tmp_path, progress=False))
+    size, samples = 8, records[REFERENCE, "constant"].cell["samples"]
+    reference = records[REFERENCE, "constant"]
+    assert reference.cell["ref_batchsize"] == size
+    other = records["0:8 10:32, equal progress", "linear"]
+    assert other.cell["end"] == f"progress:{samples / size!r}"
+    assert reference.curve["progress"][-1] >= samples / size  # type: ignore[index]
+    same = records["0:8 10:32", "linear"]  # of a rule whose progress is its samples
+    last, whole = same.curve["samples"][-1], other.curve["samples"][-1]  # type: ignore[index]
+    assert last == 240 <= whole < last + 32  # max_samples shortens the last batch
+
+
+def test_the_samples_as_the_end_leave_the_name_of_a_training_as_it_was() -> None:
+    cell = experiment().cells()[0]
+    assert "end" not in cell.as_json()
+    assert dataclasses.replace(cell, end="progress:3.0").key != cell.key
+
+
+@pytest.mark.parametrize("end", ["progress:20", "seconds:20", "cost:0.4"])
+def test_a_schedule_ends_with_the_end(end: str) -> None:
+    time = ModelTime(MODEL, price=60.0)
+    curve = record_of(one(rules=["constant"], ends=[end], time=time, between=1), None).curve
+    by, amount = End.of(end).by, End.of(end).amount
+    shares = np.asarray(curve[by]) / amount
+    assert shares[-2] < 1 <= shares[-1]
+    assert len(shares) > 10
+    np.testing.assert_allclose(curve["lr"][1:], 0.05 * (1 - 0.9 * shares[:-1]), atol=0.9 * 0.05 / 240)  # type: ignore[index]
+
+
+def test_a_training_that_does_not_reach_its_end_has_failed(tmp_path: Path) -> None:
+    records = run(experiment(samples=64, ends=["progress:1000"]), tmp_path, progress=False)
+    record = by_label(records)["0:8 10:32, equal progress", "linear"]
+    assert record.status == "finished"
+    assert record.curve["samples"][-1] == MOST * 64  # type: ignore[index]
+    assert status_of(record) == "failed"
+
+
+def test_a_training_that_was_killed_behind_its_last_update_makes_no_further_one(tmp_path: Path) -> None:
+    cell = one(ends=["seconds:20"], time=ModelTime(MODEL), between=1)
+    whole = record_of(cell, tmp_path / "checkpoints", save_every=1)
+    again = record_of(cell, tmp_path / "checkpoints", save_every=1)
+    assert without_times([again]) == without_times([whole])
+
+
+def test_the_time_under_a_capacity_trace_ends_a_training(tmp_path: Path) -> None:
+    log = CapacityTrace([0, 20, 40], [1, 2, 1], end=100)
+    trace = UnderCapacity(log, "per-device:8", MODEL, price=3600.0)
+    ends = ["seconds:60", "cost:80"]
+    records = by_label(run(experiment(traces={"log": trace}, ends=ends), tmp_path, progress=False))
+    time, cost = records["log, equal time", "linear"], records["log, equal cost", "linear"]
+    assert 60 <= time.curve["seconds"][-1] < 62  # type: ignore[index]
+    assert 80 <= cost.curve["cost"][-1] < 83  # type: ignore[index]
+    assert 60 - 1 <= cost.curve["seconds"][-1] < 63  # type: ignore[index]
+    with pytest.raises(ValueError, match="must last for the 101 seconds"):
+        experiment(traces={"log": trace}, ends=["seconds:101"]).cells()
+
+
+def test_traces_with_different_ends_are_of_one_family(tmp_path: Path) -> None:
+    chosen = experiment(rules=["linear", "adascale"], seeds=3, ends=["samples", "progress"])
+    analysis = Analysis(run(chosen, tmp_path, progress=False))
+    traces = {"0:8 10:32", "0:8 10:32, equal progress"}
+    assert {trace for _, trace in analysis.claims} >= traces
+    assert analysis.comparisons == len(traces)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("epochs", 'an end must be "samples", "progress"'),
+        ("seconds", "an end must be"),
+        ("samples:3", "an end must be"),
+        ("cost:much", "the number of the end cost must be one"),
+        ("progress:0", "the number of the end progress must be"),
+    ],
+)
+def test_an_end_that_is_none_is_refused(end: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        experiment(ends=[end])
+
+
+def test_an_end_in_time_or_cost_needs_them() -> None:
+    with pytest.raises(ValueError, match="needs the time of an update"):
+        experiment(ends=["seconds:20"]).cells()
+    with pytest.raises(ValueError, match="needs a price"):
+        experiment(ends=["cost:20"], time=ModelTime(MODEL)).cells()
+    with pytest.raises(ValueError, match='the end "progress" needs a ref_batchsize'):
+        End("progress").resolved(64, None)
+
+
+def test_the_texts_of_ends_stand_for_them() -> None:
+    for text in ["samples", "progress", "progress:7.5", "seconds:20.0", "cost:0.25"]:
+        assert str(End.of(text)) == text
