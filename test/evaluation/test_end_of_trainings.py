@@ -15,6 +15,7 @@ from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, run
 from variable_batch_size.evaluation.cell import Cell
 from variable_batch_size.evaluation.end import MOST, End
+from variable_batch_size.evaluation.recommendation import recommend
 from variable_batch_size.evaluation.record import Record, status_of
 from variable_batch_size.evaluation.training import record_of
 from variable_batch_size.evaluation.tuning import REFERENCE
@@ -80,11 +81,22 @@ def test_a_schedule_ends_with_the_end(end: str) -> None:
 
 
 def test_a_training_that_does_not_reach_its_end_has_failed(tmp_path: Path) -> None:
-    records = run(experiment(samples=64, ends=["progress:1000"]), tmp_path, progress=False)
-    record = by_label(records)["0:8 10:32, equal progress", "linear"]
+    chosen = experiment(samples=64, rules=["constant", "linear"], seeds=3, ends=["progress:60"])
+    records = run(chosen, tmp_path, progress=False)
+    found = by_label(records)
+    record = found["0:8 10:32, progress 60", "constant"]  # which makes one unit of progress in 32 samples
     assert record.status == "finished"
     assert record.curve["samples"][-1] == MOST * 64  # type: ignore[index]
-    assert status_of(record) == "failed"
+    assert status_of(record) == "short"
+    assert status_of(found["0:8 10:32, progress 60", "linear"]) == "finished"
+    (said,) = (one for one in recommend(Analysis(records)) if one.trace == "0:8 10:32, progress 60")
+    assert "left out because trainings failed: constant 3 of 3; among these, not at their end" in str(said)
+
+
+def test_ends_with_other_numbers_are_other_comparisons() -> None:
+    cells = experiment(ends=["seconds:10", "seconds:20"], time=ModelTime(MODEL)).cells()
+    assert [cell.end for cell in cells] == ["seconds:10.0", "seconds:20.0", "samples"]
+    assert len({cell.key for cell in cells}) == len({cell.trace for cell in cells}) == 3
 
 
 def test_a_training_that_was_killed_behind_its_last_update_makes_no_further_one(tmp_path: Path) -> None:
@@ -99,7 +111,7 @@ def test_the_time_under_a_capacity_trace_ends_a_training(tmp_path: Path) -> None
     trace = UnderCapacity(log, "per-device:8", MODEL, price=3600.0)
     ends = ["seconds:60", "cost:80"]
     records = by_label(run(experiment(traces={"log": trace}, ends=ends), tmp_path, progress=False))
-    time, cost = records["log, equal time", "linear"], records["log, equal cost", "linear"]
+    time, cost = records["log, 60 seconds", "linear"], records["log, cost 80", "linear"]
     assert 60 <= time.curve["seconds"][-1] < 62  # type: ignore[index]
     assert 80 <= cost.curve["cost"][-1] < 83  # type: ignore[index]
     assert 60 - 1 <= cost.curve["seconds"][-1] < 63  # type: ignore[index]

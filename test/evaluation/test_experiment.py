@@ -328,3 +328,8 @@ def test_each_seed_has_its_part_of_a_log() -> None:
     assert "window" not in whole.as_json()
     with pytest.raises(ValueError, match="windows are parts of the log of a cluster"):
         Experiment(traces=["8"], windows=2, **arguments).cells()
+
+
+def test_the_name_of_the_reference_is_taken() -> None:
+    with pytest.raises(ValueError, match="a trace must have a name of its own, got 'the reference'; choose another"):
+        Experiment(tasks=[TINY], traces={REFERENCE: "8"}, rules=["linear"])

@@ -69,7 +69,13 @@ class End:
 
     def named(self, trace: str) -> str:
         """Return the name of a trace under which the trainings with this end are compared."""
-        return trace if self.by == "samples" else f"{trace}, equal {'time' if self.by == 'seconds' else self.by}"
+        if self.by == "samples":
+            return trace
+        if self.amount is None:
+            return f"{trace}, equal {self.by}"
+        return (
+            f"{trace}, {self.amount:,.6g} seconds" if self.by == "seconds" else f"{trace}, {self.by} {self.amount:,.6g}"
+        )
 
     def __str__(self) -> str:
         """Return the text that stands for it."""

@@ -110,6 +110,8 @@ class Experiment:
             raise value_error(requirement, f"{self.lr_factors}", "pass lr_factors=[0.5, 1, 2], for example")
         if self.lr is not None:
             check_positive(self.lr, "lr", "pass a learning rate")
+        if REFERENCE in self.traces:
+            raise value_error("a trace must have a name of its own", repr(REFERENCE), "choose another one")
         for rule in self.rules:
             rule_of(rule)
         for end in self.ends:
@@ -210,22 +212,22 @@ class Experiment:
             dict(self.traces) if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
         )
         reference = fixed["ref_batchsize"]
-        ends = [End.of(text).resolved(fixed["samples"], reference) for text in dict.fromkeys(self.ends)]
-        plan = [(name, source, end) for end in ends for name, source in traces.items()]
+        ends = dict.fromkeys(map(End.of, self.ends))
+        plan = [(end.named(name), name, source, end) for end in ends for name, source in traces.items()]
         if reference is not None and not (str(reference) in traces and CONSTANT in self.rules and SAMPLES in ends):
-            plan.append((REFERENCE, traces.get(REFERENCE, BatchTrace.constant(reference)), SAMPLES))
+            plan.append((REFERENCE, REFERENCE, BatchTrace.constant(reference), SAMPLES))
         logs = {name for name, source in traces.items() if depends_on_the_dataset(source)}
         if self.windows > 1 and not logs:
             raise value_error("windows are parts of the log of a cluster", "no such trace", 'pass one, "POLICY@LOG"')
         courses: dict[str, list[Course]] = {}
-        for name, source, end in plan:
+        for label, name, source, end in plan:
             size = len(dataset_of(task)) if name in logs else MAX_INT  # type: ignore[arg-type]
             windows = self.windows if name in logs else 1
-            training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"], end)
+            training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
             try:
-                courses[end.named(name)] = [
-                    course_of(source, training._replace(window=one, windows=windows), self.options, self.time)
-                    for one in range(windows)
+                training = training._replace(end=end.resolved(fixed["samples"], reference), windows=windows)
+                courses[label] = [
+                    course_of(source, training._replace(window=one), self.options, self.time) for one in range(windows)
                 ]
             except ValueError as error:
                 raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error

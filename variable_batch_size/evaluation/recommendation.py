@@ -238,7 +238,8 @@ def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Inter
 
 def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts: pd.DataFrame) -> str:
     cells = analysis.own[analysis.own["task"] == task]
-    parts = [f"longer trainings than {cells['planned_samples'].max():,.0f} samples"]
+    own = cells[cells["trace"] == trace]
+    parts = [f"longer trainings than {own[['planned_samples', 'samples']].max().max():,.0f} samples"]
     factors = analysis.factors(task, trace)
     if len(factors) < 2:
         parts.append("what another learning rate would bring")
@@ -248,8 +249,10 @@ def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts:
         parts.append(f"{beyond}{f' ({listed(edges)} may be better there)' if edges else ''}")
     parts.append("other models, data and hardware")
     failed = facts["failed"] * facts["failed_n"]
+    short = (own["status"] == "short").groupby(own["rule"]).sum().reindex(facts.index, fill_value=0)
     counts = {
         "left out because trainings failed": failed,
+        "among these, not at their end with 8 times the samples, or at that of the trace": short,
         f"without {analysis.metric}": facts["failed_n"] - failed - facts["value_n"],
     }
     said = [f"; {what}: {listed(found)}" for what, count in counts.items() if (found := _counts(count, facts))]

@@ -73,15 +73,15 @@ class Record:
         return _record_of(content, path, remedy)
 
 
-def status_of(record: Record) -> Literal["finished", "failed", "diverged"]:
-    """Return the status of a training: "failed" if it finished with a loss that is hardly below the untrained one.
+def status_of(record: Record) -> Literal["finished", "failed", "short", "diverged"]:
+    """Return the status of a training; each one but "finished" is a failure.
 
-    final loss > (1 - margin) * loss of the untrained model, if that is positive; `MARGIN` is in the environment. Or if
-    it did not reach its end, see `End`.
+    "failed": it finished with a loss that is hardly below the untrained one, final loss > (1 - margin) * loss of the
+    untrained model, if that is positive; `MARGIN` is in the environment. "short": it did not reach its `End`.
     """
     losses = record.curve.get("loss") or ()
     if record.status == "finished" and not _reached_its_end(record):
-        return "failed"
+        return "short"
     if record.status == "diverged" or len(losses) < 2 or None in (losses[0], losses[-1]) or losses[0] <= 0:
         return record.status
     margin = record.environment.get(MARGIN, DEFAULT_MARGIN)

@@ -167,11 +167,8 @@ def rate_interval(count: int, n: int, confidence: float = CONFIDENCE) -> Interva
     """Return the rate count / n with the interval of Clopper and Pearson (1934), which holds for every n."""
     if not n:
         return Interval(math.nan, 0.0, 1.0, 0)
-    quantile = import_extra("scipy.special", "evaluation").betaincinv
-    tail = (1 - confidence) / 2
-    low = float(quantile(count, n - count + 1, tail)) if count else 0.0
-    high = float(quantile(count + 1, n - count, 1 - tail)) if count < n else 1.0
-    return Interval(count / n, low, high, n)
+    bounds = import_extra("scipy.stats", "evaluation").binomtest(count, n).proportion_ci(confidence)
+    return Interval(count / n, float(bounds.low), float(bounds.high), n)
 
 
 def first_reached(metric: FloatArray, target: float, lower: bool) -> int | None:
