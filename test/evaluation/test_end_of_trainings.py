@@ -12,11 +12,13 @@ import pytest
 from helpers.evaluation_tasks import without_times
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, run
+from variable_batch_size.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, read_records, run
 from variable_batch_size.evaluation.cell import Cell
 from variable_batch_size.evaluation.end import MOST, End
+from variable_batch_size.evaluation.experiment import check
 from variable_batch_size.evaluation.recommendation import recommend
 from variable_batch_size.evaluation.record import Record, status_of
+from variable_batch_size.evaluation.tidy import along, tidy
 from variable_batch_size.evaluation.training import record_of
 from variable_batch_size.evaluation.tuning import REFERENCE
 
@@ -81,15 +83,15 @@ def test_a_schedule_ends_with_the_end(end: str) -> None:
 
 
 def test_a_training_that_does_not_reach_its_end_has_failed(tmp_path: Path) -> None:
-    chosen = experiment(samples=64, rules=["constant", "linear"], seeds=3, ends=["progress:60"])
+    chosen = experiment(traces=["0:8 4:32"], samples=64, rules=["constant", "linear"], seeds=3, ends=["progress:60"])
     records = run(chosen, tmp_path, progress=False)
     found = by_label(records)
-    record = found["0:8 10:32, progress 60", "constant"]  # which makes one unit of progress in 32 samples
+    record = found["0:8 4:32, progress 60", "constant"]  # which makes one unit of progress in 32 samples
     assert record.status == "finished"
     assert record.curve["samples"][-1] == MOST * 64  # type: ignore[index]
     assert status_of(record) == "short"
-    assert status_of(found["0:8 10:32, progress 60", "linear"]) == "finished"
-    (said,) = (one for one in recommend(Analysis(records)) if one.trace == "0:8 10:32, progress 60")
+    assert status_of(found["0:8 4:32, progress 60", "linear"]) == "finished"
+    (said,) = (one for one in recommend(Analysis(records)) if one.trace == "0:8 4:32, progress 60")
     assert "left out because trainings failed: constant 3 of 3; among these, not at their end" in str(said)
 
 
@@ -115,8 +117,69 @@ def test_the_time_under_a_capacity_trace_ends_a_training(tmp_path: Path) -> None
     assert 60 <= time.curve["seconds"][-1] < 62  # type: ignore[index]
     assert 80 <= cost.curve["cost"][-1] < 83  # type: ignore[index]
     assert 60 - 1 <= cost.curve["seconds"][-1] < 63  # type: ignore[index]
-    with pytest.raises(ValueError, match="must last for the 101 seconds"):
-        experiment(traces={"log": trace}, ends=["seconds:101"]).cells()
+
+
+@pytest.mark.parametrize("end", ["seconds:101", "seconds:100.05", "cost:1000"])
+def test_an_end_that_a_log_does_not_reach_is_refused(end: str) -> None:
+    log = CapacityTrace([0, 20, 40], [1, 2, 1], end=100.1)
+    trace = UnderCapacity(log, "per-device:8", MODEL, price=3600.0)
+    with pytest.raises(ValueError, match=f"the updates under the capacity trace must reach the end {end}"):
+        experiment(traces={"log": trace}, ends=[end]).cells()
+
+
+def test_a_trace_that_ends_before_ends_a_training(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("step,batch_size\n" + "".join(f"{step},8\n" for step in range(30)))
+    chosen = experiment(traces=[str(path)], ends=["progress:20", "progress:50"])
+    found = {record.cell.get("end"): record for record in run(chosen, tmp_path, progress=False)}
+    assert found["progress:20.0"].curve["updates"][-1] == 20  # type: ignore[index]
+    assert status_of(found["progress:20.0"]) == "finished"
+    assert found["progress:50.0"].curve["updates"][-1] == 30  # type: ignore[index]
+    assert status_of(found["progress:50.0"]) == "short"
+
+
+def test_what_a_schedule_needs_is_checked_for_each_end() -> None:
+    task = "helpers.evaluation_tasks:NoReference"
+    cells = experiment(tasks=[task], rules=["constant"], ends=["progress:20", "samples"]).cells()
+    check(cells)  # without a schedule
+    scheduled = {"tasks": ["helpers.evaluation_tasks:ScheduledWithoutReference"], "rules": ["constant"]}
+    check(experiment(**scheduled, ends=["progress:20"]).cells())
+    with pytest.raises(ValueError, match=r"the schedule of the task .* needs a ref_batchsize"):
+        check(experiment(**scheduled, ends=["progress:20", "samples"]).cells())
+
+
+@pytest.mark.parametrize("seconds", [1, 7])
+def test_rounding_adds_no_update(seconds: int) -> None:
+    cell = one(traces=["1"], rules=["constant"], ends=[f"seconds:{seconds}"], time=ModelTime(MODEL))
+    assert record_of(cell, None).curve["updates"][-1] == 10 * seconds  # type: ignore[index]
+
+
+def test_parts_of_a_log_of_another_number_are_another_task(tmp_path: Path) -> None:
+    log = CapacityTrace(range(0, 100, 5), 10 * [1, 2], end=100)
+    arguments: dict[str, Any] = {"traces": {"log": UnderCapacity(log, "per-device:8", MODEL)}, "samples": 120}
+    names = set()
+    for windows in (2, 3):
+        for seeds in ([0], [0, 2, 3, 4]):
+            run(experiment(**arguments, windows=windows, seeds=seeds), tmp_path, progress=False)
+            names = set(Analysis(read_records(tmp_path)).tasks)
+            assert Analysis(read_records(tmp_path)).summary.size
+    assert {name for name in names if "windows" in name} == {f"{TINY} (windows {number})" for number in (2, 3)} | {
+        name for name in names if name.endswith("(windows 1)")
+    }
+
+
+def test_a_curve_ends_where_trainings_of_unequal_numbers_of_evaluations_end(tmp_path: Path) -> None:
+    log = CapacityTrace([0, 50], [1, 4], end=100)
+    trace = UnderCapacity(log, "per-device:8", MODEL)
+    chosen = experiment(traces={"log": trace}, windows=2, seeds=4, ends=["seconds:40"])
+    rows = tidy(run(chosen, tmp_path, progress=False))
+    rows = rows[rows["trace"] == "log, 40 seconds"]
+    assert rows.groupby("key").size().nunique() == 2
+    places, (mean, *_) = along(rows, "seconds", "loss")
+    assert places[0] == 0
+    assert 40 <= places[-1] < 42
+    ends = rows.groupby("key")["loss"].last()
+    np.testing.assert_allclose(mean[-1], ends.mean(), rtol=0.05)
 
 
 def test_traces_with_different_ends_are_of_one_family(tmp_path: Path) -> None:
@@ -147,6 +210,8 @@ def test_an_end_in_time_or_cost_needs_them() -> None:
         experiment(ends=["seconds:20"]).cells()
     with pytest.raises(ValueError, match="needs a price"):
         experiment(ends=["cost:20"], time=ModelTime(MODEL)).cells()
+    with pytest.raises(TypeError, match='an end must be "samples", "progress"'):
+        experiment(ends=[10])
     with pytest.raises(ValueError, match='the end "progress" needs a ref_batchsize'):
         End("progress").resolved(64, None)
 

@@ -322,6 +322,7 @@ def test_each_seed_has_its_part_of_a_log() -> None:
     cells = Experiment(traces={"log": trace, "constant": "8"}, windows=4, **arguments).cells()
     own = [cell for cell in cells if cell.trace == "log"]
     assert [cell.window for cell in own] == [0, 1, 2, 3, 0]
+    assert {cell.windows for cell in own} == {4}
     assert [int(cell.course.trace.runs[1][0]) for cell in own] == [8, 16, 24, 32, 8]
     assert all("window" not in cell.as_json() for cell in cells if cell.trace != "log")
     whole = Experiment(traces={"log": trace}, **arguments | {"samples": 400}).cells()[0]

@@ -62,6 +62,12 @@ class NoReference(Tiny):
     schedule: Any = None
 
 
+class ScheduledWithoutReference(Tiny):
+    """It has a schedule, but its batch size of reference is not known."""
+
+    ref_batchsize: Any = None
+
+
 class Failing(Tiny):
     """Its evaluation raises."""
 

@@ -217,8 +217,9 @@ def _print_plan(experiment: Experiment, cells: list[Cell], folder: Path) -> None
 
     left = without_record(cells, folder)
     check(left.values())
-    samples = sum(cell.samples for cell in left.values())
-    typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {samples:,} samples in all")
+    samples, most = (sum(getattr(cell, name) for cell in left.values()) for name in ("samples", "most_samples"))
+    up_to = "up to " if most > samples else ""
+    typer.echo(f"{folder}: {len(cells):,} trainings, {len(left):,} to make, of {up_to}{most:,} samples in all")
     kinds = {(cell.task, cell.trace, cell.rule) for cell in cells}
     if experiment.tuning_seeds:
         most = 2 * len(kinds) * len(experiment.judging_seeds)

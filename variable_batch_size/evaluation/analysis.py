@@ -195,9 +195,9 @@ class Analysis:
 
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
         `value` of the metric, and `value_t` by Student's t; the paired `difference` to the baseline; the rate of those
-        that `failed`; `untuned`, the value at the learning rate of the reference, and its `regret`, by how much it is
-        worse than the best that was tried for that trace; each `target_...` with `reached` of `target_n`. Without an
-        interval its bounds are nan.
+        that `failed`, `short` of which did not reach their end; `untuned`, the value at the learning rate of the
+        reference, and its `regret`, by how much it is worse than the best that was tried for that trace; each
+        `target_...` with `reached` of `target_n`. Without an interval its bounds are nan.
         `factor` is the own one, `edge` whether it is at the edge of those that were tried, and `difference_decided`
         whether one of the `claims` is about the rule and the baseline.
         """
@@ -325,6 +325,7 @@ class Analysis:
         row = _flat("value", mean_interval(values, **possible(self.metric, values)))
         row |= _flat("value_t", difference_interval(values))
         row |= _flat("failed", rate_interval(int(cells["failed"].sum()), len(cells)))
+        row["short"] = int((cells["status"] == "short").sum())
         for name in dict.fromkeys((*PLACES, "wall_seconds", *self.metrics)):
             own = _floats(finished[name].dropna())
             row |= _flat(f"end_{name}", mean_interval(own, **possible(name, own)))

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.evaluation.courses import Course
-from variable_batch_size.evaluation.end import SAMPLES
+from variable_batch_size.evaluation.end import MOST, SAMPLES
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule
 
@@ -37,6 +37,7 @@ class Cell:
         max_grad_norm: norm to which gradients are clipped; None: they are not.
         end: when the training ends, see `End`; not part of the JSON if it ends with its samples.
         window: which part of the log of a cluster, 0, 1, ...; not part of the JSON if it is the whole.
+        windows: of how many parts.
         course: batch sizes and simulated time. It is not part of the JSON: the fingerprint stands for it.
         data_dir: folder of the files of the task. It is not part of the JSON: the files are the same anywhere.
     """
@@ -59,12 +60,18 @@ class Cell:
     data_dir: str | None = field(default=None, compare=False, repr=False)
     end: str = str(SAMPLES)
     window: int | None = None
+    windows: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that determine the training, as values of JSON."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        wholes = {"end": str(SAMPLES), "window": None}
+        wholes = {"end": str(SAMPLES), "window": None, "windows": None}
         return {name: value for name, value in values.items() if name not in wholes or value != wholes[name]}
+
+    @property
+    def most_samples(self) -> int:
+        """The number of samples after which it ends at the latest."""
+        return self.samples if self.end == str(SAMPLES) else MOST * self.samples
 
     @property
     def key(self) -> str:

@@ -18,7 +18,7 @@ from variable_batch_size.adaptive.static import ConstantBatch
 from variable_batch_size.adaptive.table import FORMS, POLICIES, parse_policy
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.evaluation.end import MOST, SAMPLES, End
+from variable_batch_size.evaluation.end import MOST, SAMPLES, End, reached
 from variable_batch_size.evaluation.simulated_time import RunTime, SimulatedTime
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation.engine import Overheads
@@ -159,9 +159,21 @@ def course_of(
         remedy = "pass --samples-per-second, and --price for a cost; from Python time=ModelTime(...)"
         if course.time is None:
             raise value_error(f"the end {training.end} needs the time of an update", "none", remedy)
-        if training.end.by == "cost" and course.time.cost(0.0) is None:
+        if training.end.by == "cost" and not course.time.cost(3600.0):
             raise value_error(f"the end {training.end} needs a price", "none", remedy)
+        if isinstance(course.time, RunTime):
+            _check_reached(training, course.time)
     return course
+
+
+def _check_reached(training: Training, time: RunTime) -> None:
+    """Raise ValueError if the updates until the end of a log, or of 8 times the samples, do not reach the end."""
+    last = float(time.end[-1]) if len(time.end) else 0.0
+    found = last if training.end.by == "seconds" else time.cost(last) or 0.0
+    if not reached(found / (training.end.amount or math.inf)):
+        requirement = f"the updates under the capacity trace must reach the end {training.end}"
+        remedy = f"pass a shorter end, another log, or more samples: {MOST} times as many are trained at most"
+        raise value_error(requirement, f"{training.end.by} {found:,.6g}", remedy)
 
 
 def _course_of(source: TraceSource, training: Training, options: TraceOptions, time: SimulatedTime | None) -> Course:
@@ -181,9 +193,12 @@ def _course_of(source: TraceSource, training: Training, options: TraceOptions, t
     trace = _batch_trace(source)
     starts, sizes = trace.runs
     remark = None
-    if len(starts) > 1 and (first := trace.offset(int(starts[1]))) >= training.most_samples:
+    if len(starts) > 1 and (first := trace.offset(int(starts[1]))) >= training.samples:
         remark = _one_size(int(sizes[0]), training, f"its first change follows sample {first:,}")
-    return Course(trace if trace.steps is None else trace.with_on_end(options.on_end or trace.on_end), time, remark)
+    on_end = options.on_end or trace.on_end
+    if on_end == "error" and training.end.by != "samples":
+        on_end = "stop"  # how far it must last is not known before
+    return Course(trace if trace.steps is None else trace.with_on_end(on_end), time, remark)
 
 
 def _batch_trace(source: Any) -> BatchTrace:
@@ -198,7 +213,9 @@ def _batch_trace(source: Any) -> BatchTrace:
 
 
 def _one_size(size: int, training: Training, because: str) -> str:
-    whole = f"for all {training.most_samples:,} samples of the training"
+    whole = f"for all {training.samples:,} samples of the training"
+    if training.end.by != "samples":
+        whole = f"for {training.samples:,} samples or more"
     return f"the batch size is {size} {whole}, {because}; train on more samples to compare rules"
 
 
@@ -255,9 +272,6 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         by="samples",
         **arguments,
     )
-    if training.end.by == "seconds" and (training.end.amount or 0) > capacity.end:
-        requirement = f"the capacity trace must last for the {training.end.amount:,g} seconds of the training"
-        raise value_error(requirement, f"{capacity.end:,.6g}", "pass a shorter end, or another log")
     if training.end.by == "samples" and run.summary["samples"] < training.samples:
         requirement = f"the capacity trace must last for the {training.samples:,} samples of the training"
         least = math.ceil(100 * training.samples / max(1, run.summary["samples"])) / 100

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
-from variable_batch_size._validation import check_positive, value_error
+from variable_batch_size._validation import check_positive, type_error, value_error
 from variable_batch_size.evaluation.curve import Curve
 
 By: TypeAlias = Literal["samples", "progress", "seconds", "cost"]
@@ -34,8 +34,11 @@ class End:
         """Return the end that a text stands for.
 
         Raises:
+            TypeError: if it is no text.
             ValueError: if it does not stand for one.
         """
+        if not isinstance(text, str):
+            raise type_error(f"an end must be {FORMS}", text, "pass one of these")
         by, colon, number = text.partition(":")
         needs_a_number = by in ("seconds", "cost")
         if by not in get_args(By) or (by == "samples" and colon) or (needs_a_number and not colon):
@@ -83,3 +86,8 @@ class End:
 
 
 SAMPLES = End()
+
+
+def reached(share: float) -> bool:
+    """Return whether a share is that of the end, or of more, up to what rounding takes away from a sum."""
+    return share >= 1 - 1e-9

@@ -129,7 +129,7 @@ class Experiment:
         seeds: Iterable[int] = range(TUNING, TUNING + self.tuning_seeds) if self.tuning_seeds else self.judging_seeds
         factors = dict.fromkeys(map(float, self.lr_factors))
         for name, (_, courses) in self._plans.items():
-            for trace, course in ((trace, course) for trace, parts in courses.items() for course in parts):
+            for trace, course in ((trace, course) for trace, parts in courses.items() for course in parts.values()):
                 if course.remark:
                     remark = f"trace {trace} of the task {name}: {course.remark}"
                     warnings.warn(remark, UserWarning, stacklevel=stacklevel_of_user())
@@ -155,9 +155,14 @@ class Experiment:
             fixed, courses = self._plans[name]
             for seed in seeds:
                 for trace, parts in courses.items():
-                    course = parts[seed % len(parts)]
+                    window = None if None in parts else seed % self.windows
+                    course = parts[window]
                     kind = {"trace": trace, "trace_fingerprint": course.fingerprint, "course": course}
-                    kind |= {"end": str(course.end), "window": seed % len(parts) if len(parts) > 1 else None}
+                    kind |= {
+                        "end": str(course.end),
+                        "window": window,
+                        "windows": None if window is None else self.windows,
+                    }
                     for rule in (CONSTANT,) if trace == REFERENCE else dict.fromkeys(self.rules):
                         for factor in factors(name, trace, rule):
                             scaled = {"rule": rule, "lr": fixed["lr"] * factor, "lr_factor": factor, "seed": seed}
@@ -186,10 +191,12 @@ class Experiment:
         return task, Defaults.of(task, name)
 
     @cached_property
-    def _plans(self) -> dict[str, tuple[dict[str, Any], dict[str, list[Course]]]]:
+    def _plans(self) -> dict[str, tuple[dict[str, Any], dict[str, dict[int | None, Course]]]]:
         return {name: self._of_task(name, arguments) for name, arguments in self._tasks.items()}
 
-    def _of_task(self, name: str, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Course]]]:
+    def _of_task(
+        self, name: str, arguments: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, dict[int | None, Course]]]:
         """Return the fields that all cells of a task have in common, and the courses of each trace, one a window."""
         task, defaults = self._task(name, arguments)
         samples = _known(self.samples, defaults.samples, "samples", name)
@@ -207,7 +214,7 @@ class Experiment:
         }
         return fixed, self._courses(task, fixed)
 
-    def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, list[Course]]:
+    def _courses(self, task: Task, fixed: Mapping[str, Any]) -> dict[str, dict[int | None, Course]]:
         traces: dict[str, TraceSource] = (
             dict(self.traces) if isinstance(self.traces, Mapping) else {text: text for text in self.traces}
         )
@@ -219,16 +226,23 @@ class Experiment:
         logs = {name for name, source in traces.items() if depends_on_the_dataset(source)}
         if self.windows > 1 and not logs:
             raise value_error("windows are parts of the log of a cluster", "no such trace", 'pass one, "POLICY@LOG"')
-        courses: dict[str, list[Course]] = {}
+        seeds = [*self.judging_seeds, *range(TUNING, TUNING + self.tuning_seeds)]
+        used = sorted({seed % self.windows for seed in seeds})
+        courses: dict[str, dict[int | None, Course]] = {}
         for label, name, source, end in plan:
             size = len(dataset_of(task)) if name in logs else MAX_INT  # type: ignore[arg-type]
-            windows = self.windows if name in logs else 1
             training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
             try:
-                training = training._replace(end=end.resolved(fixed["samples"], reference), windows=windows)
-                courses[label] = [
-                    course_of(source, training._replace(window=one), self.options, self.time) for one in range(windows)
-                ]
+                training = training._replace(end=end.resolved(fixed["samples"], reference))
+                if self.windows == 1 or name not in logs:
+                    courses[label] = {None: course_of(source, training, self.options, self.time)}
+                    continue
+                courses[label] = {
+                    window: course_of(
+                        source, training._replace(window=window, windows=self.windows), self.options, self.time
+                    )
+                    for window in used
+                }
             except ValueError as error:
                 raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
         return courses
@@ -246,7 +260,7 @@ def check(cells: Iterable[Cell]) -> None:
 
     seen = set()
     for cell in cells:
-        kind = cell.task, str(cell.task_arguments), cell.trace_fingerprint, cell.rule, cell.samples, cell.minibatch_size
+        kind = cell.task, str(cell.task_arguments), cell.trace_fingerprint, cell.rule, cell.end, cell.samples
         if kind in seen:
             continue
         seen.add(kind)

@@ -10,7 +10,8 @@ from typing import Any
 from variable_batch_size.evaluation.record import Record
 
 COMPARED = {"task", "trace", "rule", "lr", "lr_factor", "seed", "window"}
-WORDS = {"task_version": "version", "task_arguments": "arguments", "trace_fingerprint": "batch sizes"}
+SIZES = "trace_fingerprint"
+WORDS = {"task_version": "version", "task_arguments": "arguments", SIZES: "batch sizes"}
 REFERENCE = "reference lr"  # the learning rate that the factors multiply
 
 
@@ -19,14 +20,15 @@ def task_names(records: Sequence[Record]) -> dict[str, str]:
 
     Trainings of the same task and trace cannot if they differ in more than the rule, the factor on the learning rate
     and the seed, with its part of a log: in the samples, for example, or the batch sizes of a file that has changed.
-    Those of different rules may be evaluated at different places.
+    Those of different rules may be evaluated at different places. Batch sizes may differ between parts of a log.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     cells = {record.key: _with_reference(record.cell) for record in records}
     for cell in cells.values():
-        window = cell["task"], cell["trace"], cell.get("window")
-        groups[window].append({name: cell[name] for name in cell if name != "between"})
-        groups[(*window, cell["rule"])].append(cell)
+        kind = cell["task"], cell["trace"]
+        groups[kind].append({name: cell[name] for name in cell if name not in ("between", SIZES)})
+        groups[(*kind, cell["rule"])].append({name: cell[name] for name in cell if name != SIZES})
+        groups[(*kind, cell["windows"], cell.get("window"))].append({SIZES: cell[SIZES]})
     differs: dict[str, dict[str, None]] = defaultdict(dict)
     for (task, *_), group in groups.items():
         names = dict.fromkeys(name for cell in group for name in cell if name not in COMPARED)
@@ -35,7 +37,12 @@ def task_names(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _with_reference(cell: Mapping[str, Any]) -> dict[str, Any]:
-    return {**cell, REFERENCE: float(f"{cell['lr'] / cell['lr_factor']:.9g}")}  # without what rounding adds
+    return {
+        SIZES: None,
+        "windows": 1,
+        **cell,
+        REFERENCE: float(f"{cell['lr'] / cell['lr_factor']:.9g}"),
+    }  # without what rounding adds
 
 
 def _name(cell: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -249,10 +249,9 @@ def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts:
         parts.append(f"{beyond}{f' ({listed(edges)} may be better there)' if edges else ''}")
     parts.append("other models, data and hardware")
     failed = facts["failed"] * facts["failed_n"]
-    short = (own["status"] == "short").groupby(own["rule"]).sum().reindex(facts.index, fill_value=0)
     counts = {
         "left out because trainings failed": failed,
-        "among these, not at their end with 8 times the samples, or at that of the trace": short,
+        "among these, not at their end with 8 times the samples, or at that of the trace": facts["short"],
         f"without {analysis.metric}": facts["failed_n"] - failed - facts["value_n"],
     }
     said = [f"; {what}: {listed(found)}" for what, count in counts.items() if (found := _counts(count, facts))]

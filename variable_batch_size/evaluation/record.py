@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 
 from variable_batch_size._files import written
 from variable_batch_size._validation import value_error
-from variable_batch_size.evaluation.end import End
+from variable_batch_size.evaluation.end import End, reached
 from variable_batch_size.evaluation.table import is_table, read_table, write_table
 
 FORMAT = 1
@@ -90,7 +90,7 @@ def status_of(record: Record) -> Literal["finished", "failed", "short", "diverge
 
 def _reached_its_end(record: Record) -> bool:
     end = End.of(record.cell.get("end", "samples"))
-    return end.amount is None or (record.curve.get(end.by) or [0.0])[-1] >= end.amount
+    return end.amount is None or reached((record.curve.get(end.by) or [0.0])[-1] / end.amount)
 
 
 def path_of(folder: str | os.PathLike[str], key: str) -> Path:

@@ -238,7 +238,8 @@ def _interval(row: Mapping[str, float], name: str, sign: str = "") -> str:
 def _failures(row: Mapping[str, float]) -> str:
     low, high = row["failed_low"], row["failed_high"]
     count = row["failed"] * row["failed_n"]
-    return f"{count:.0f} of {row['failed_n']:.0f} ({low:.0%} to {high:.0%})"
+    short = f", {row['short']:.0f} short of the end" if row["short"] else ""
+    return f"{count:.0f} of {row['failed_n']:.0f} ({low:.0%} to {high:.0%}){short}"
 
 
 def _to_target(row: Mapping[str, float], name: str) -> str:
@@ -282,6 +283,7 @@ def _plan(analysis: Analysis, task: str) -> str:
         f"learning rate {_distinct(format(cell['lr'] / cell['lr_factor'], '.6g') for cell in cells)}",
         f"microbatches of {_distinct(cell.get('minibatch_size') for cell in cells)} samples",
         f"{_distinct(format(cell['samples'], ',') for cell in cells)} samples",
+        f"ends {_distinct(cell.get('end', 'samples') for cell in cells)}",
     ]
     seeds = sorted({cell["seed"] for cell in cells})
     judging = [str(seed) for seed in seeds if seed < TUNING]

@@ -35,17 +35,24 @@ def along(cells: pd.DataFrame, place: str, metric: str) -> tuple[FloatArray, Flo
     """Return places, (evaluations,), and mean, low and high of the metric, (3, evaluations), of one rule's trainings.
 
     Only those that finished count. The evaluations of different seeds belong together by their number, as they are made
-    after equal samples. There is none if the place is not known.
+    after equal samples. Where their numbers differ, as with parts of a log or equal time, values are taken from the
+    lines between them, at equal places that all trainings have. There is none if the place is not known.
     """
     finished = cells[cells["status"] == "finished"]
-    rows = finished.assign(number=finished.groupby("key").cumcount()).dropna(subset=[place, metric])
+    rows = finished.dropna(subset=[place, metric])
     if rows.empty:
         return np.empty(0), np.empty((3, 0))
-    every = rows["number"].value_counts() == rows["key"].nunique()  # without those that some seeds do not have
-    by_number = rows[rows["number"].map(every)].groupby("number")
+    curves = [own[[place, metric]].to_numpy(np.float64).T for _, own in rows.groupby("key")]  # each (2, evaluations)
+    if len({curve.shape for curve in curves}) == 1:
+        places, values = np.stack(curves, axis=1)
+        places = places.mean(axis=0)
+    else:
+        first, last = max(curve[0, 0] for curve in curves), min(curve[0, -1] for curve in curves)
+        places = np.linspace(first, last, max(curve.shape[1] for curve in curves))
+        values = np.stack([np.interp(places, *curve) for curve in curves])
     limits = possible(metric, rows[metric].to_numpy(np.float64))
-    intervals = [mean_interval(values.to_numpy(np.float64), **limits)[:3] for _, values in by_number[metric]]
-    return by_number[place].mean().to_numpy(np.float64), np.array(intervals).reshape(-1, 3).T
+    intervals = [mean_interval(own, **limits)[:3] for own in values.T]
+    return places, np.array(intervals).reshape(-1, 3).T
 
 
 def _cell_columns(record: Record, task: str) -> dict[str, Any]:

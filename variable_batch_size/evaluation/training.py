@@ -19,7 +19,7 @@ from variable_batch_size.backend import LocalBackend
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
-from variable_batch_size.evaluation.end import MOST, End
+from variable_batch_size.evaluation.end import End, reached
 from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
 from variable_batch_size.evaluation.provenance import data_hash, environment, source_hash
 from variable_batch_size.evaluation.record import MARGIN, Record
@@ -45,11 +45,8 @@ def parts_of(cell: Cell, curve: Curve | None = None) -> Parts:
     """
     task = load_task(cell.task, cell.task_arguments, cell.data_dir)
     dataset: Any = dataset_of(task)
-    end = End.of(cell.end)
-    most = cell.samples if end.by == "samples" else MOST * cell.samples
-    sampler = CustomSampler(
-        dataset, cell.course.trace, 1, 0, cell.minibatch_size, cell.seed, fixed_shape=False, max_samples=most
-    )
+    most, size = cell.most_samples, cell.minibatch_size
+    sampler = CustomSampler(dataset, cell.course.trace, 1, 0, size, cell.seed, fixed_shape=False, max_samples=most)
     model = task.model(cell.seed)
     optimizer = CustomOptimizer(
         task.optimizer(model, cell.lr),
@@ -166,7 +163,7 @@ def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     watch = _stopwatch(curve)
 
     def at_the_end() -> bool:
-        return end.by != "samples" and end.share(curve, optimizer.progress) >= 1
+        return end.by != "samples" and reached(end.share(curve, optimizer.progress))
 
     if not curve.rows:
         evaluate(parts, curve)
