@@ -105,7 +105,10 @@ def test_a_record_says_what_else_determines_it(tmp_path: Path) -> None:
     path = Path(sys.modules["helpers.evaluation_tasks"].__file__ or "")
     assert facts["source of the task"] == hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     page = unescape(render(Analysis([record])))
-    assert "reference batch size 8; learning rate 0.05; microbatches of 4 samples; 240 samples; seeds of model" in page
+    assert (
+        "reference batch size 8; learning rate 0.05; microbatches of 4 samples; 240 samples; ends: samples; seeds of"
+        in page
+    )
     assert facts["hash of the dataset"] in page
 
 

@@ -283,7 +283,7 @@ def _plan(analysis: Analysis, task: str) -> str:
         f"learning rate {_distinct(format(cell['lr'] / cell['lr_factor'], '.6g') for cell in cells)}",
         f"microbatches of {_distinct(cell.get('minibatch_size') for cell in cells)} samples",
         f"{_distinct(format(cell['samples'], ',') for cell in cells)} samples",
-        f"ends {_distinct(cell.get('end', 'samples') for cell in cells)}",
+        f"ends: {_distinct(cell.get('end', 'samples') for cell in cells)}",
     ]
     seeds = sorted({cell["seed"] for cell in cells})
     judging = [str(seed) for seed in seeds if seed < TUNING]
