@@ -111,12 +111,12 @@ test-integrations:
 	|| [ $$? -eq 5 ] || code=1; exit $$code # 5: ARGS selects none of these
 
 # The oldest versions of the trainers that setup.cfg allows, over the other packages of that environment: weights, resumes
-# and private names.
+# and private names, in one process.
 OLDEST = import configparser; c = configparser.ConfigParser(); c.read("setup.cfg"); e = c["options.extras_require"]; \
 	names = [n for k in ("transformers", "accelerate", "lightning", "ignite", "keras") for n in e[k].split()]; \
 	print(*sorted({n.replace(">=", "==") + ".0" * (n.count(".") < 2) for n in names}))
-OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py test/integrations/test_*_processes.py) \
-	$(foreach name,transformers transformers_sharded accelerate lightning lightning_daily ignite keras_yardstick,test/integrations/test_$(name).py)
+OLDEST_TESTS := $(wildcard test/integrations/test_*_internals.py) \
+	$(foreach name,transformers accelerate lightning lightning_daily ignite keras_yardstick,test/integrations/test_$(name).py)
 
 test-integrations-oldest:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only

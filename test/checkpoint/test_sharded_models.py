@@ -12,8 +12,6 @@ from helpers.reference import assert_equal
 from helpers.sharded_checkpoints import Segment, Setting, along, train
 from helpers.sharded_jobs import ODD, Layout
 
-pytestmark = pytest.mark.torch
-
 FSDP = [Segment(Layout(shards=3), 2), Segment(Layout(shards=2), 4), Segment(None, 5), Segment(Layout(shards=4), 8)]
 OTHERS = [
     Segment(Layout(2, 2), 2),
@@ -24,7 +22,8 @@ OTHERS = [
     Segment(Layout(shards=2, tensors=2), 7),
     Segment(None, 8),  # the end: full_tensor() of torch 2.9 is wrong for unequal chunks of tensor parallelism in FSDP2
 ]
-SLOW = pytest.mark.slow("starts processes")
+SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
+MARKS = {("fsdp", "adam"): (), ("fsdp", "differenced"): (SLOW, TORCH)}
 SETTINGS = {
     "adam": Setting(vbs.AdamScaleOptimizer),
     "adaptive": Setting(vbs.AdaScaleOptimizer, adaptive=True),
@@ -36,9 +35,10 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("segments", "setting"),
     [
-        pytest.param(segments, setting, id=f"{way}-{name}", marks=() if (way, name) == ("fsdp", "adam") else SLOW)
+        pytest.param(segments, setting, id=f"{way}-{name}", marks=MARKS.get((way, name), SLOW))
         for way, segments in (("fsdp", FSDP), ("others", OTHERS))
         for name, setting in SETTINGS.items()
+        if way == "others" or name in ("adam", "differenced")
     ],
 )
 def test_a_training_goes_on_over_other_ranks(segments: list[Segment], setting: Setting, tmp_path: Path) -> None:

@@ -129,8 +129,7 @@ def test_an_interrupted_step_has_happened_or_not(kind: str, call: int, fraction:
 
 
 @pytest.mark.slow("trains for each of several hundred lines")
-@pytest.mark.parametrize("call", [3, 5])  # an update of a single microbatch, and one within a step
-@pytest.mark.parametrize("kind", ["plain", "differenced"])
+@pytest.mark.parametrize(("kind", "call"), [("plain", 5), ("differenced", 3)])  # within a step; a single microbatch
 def test_every_line_of_a_step(kind: str, call: int) -> None:
     lines = lines_of(kind, call)
     assert lines > 50

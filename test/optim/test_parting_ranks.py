@@ -26,7 +26,6 @@ def parted(folder: Path, size: int, how: str) -> list[tuple[str, float, int]]:
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.torch
 @pytest.mark.parametrize("size", [3])
 @pytest.mark.parametrize(
     ("how", "sentence"),
