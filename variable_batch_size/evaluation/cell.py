@@ -10,7 +10,7 @@ from typing import Any, final
 
 from variable_batch_size._validation import value_error
 from variable_batch_size.evaluation.courses import Course
-from variable_batch_size.evaluation.end import MOST, SAMPLES
+from variable_batch_size.evaluation.end import SAMPLES, End
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule
 
@@ -71,7 +71,7 @@ class Cell:
     @property
     def most_samples(self) -> int:
         """The number of samples after which it ends at the latest."""
-        return self.samples if self.end == str(SAMPLES) else MOST * self.samples
+        return End.of(self.end).most(self.samples)
 
     @property
     def key(self) -> str:

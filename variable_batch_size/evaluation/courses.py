@@ -89,11 +89,6 @@ class Training(NamedTuple):
     window: int = 0
     windows: int = 1
 
-    @property
-    def most_samples(self) -> int:
-        """The number of samples after which it ends at the latest."""
-        return self.samples if self.end.by == "samples" else MOST * self.samples
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -268,7 +263,7 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         devices_per_node=source.devices_per_node,
         overheads=source.overheads,
         prices=source.price,
-        until=training.most_samples,
+        until=training.end.most(training.samples),
         by="samples",
         **arguments,
     )

@@ -63,6 +63,10 @@ class End:
             raise value_error('the end "progress" needs a ref_batchsize', "none", "pass one, or progress:UPDATES")
         return End(self.by, samples / ref_batchsize)
 
+    def most(self, samples: int) -> int:
+        """Return after how many samples a training ends at the latest, in an experiment of `samples`."""
+        return samples if self.by == "samples" else MOST * samples
+
     def share(self, curve: Curve, progress: float) -> float:
         """Return how much of the amount a training has had, which begins with 0 and ends with 1, or a little above."""
         if self.amount is None:

@@ -234,14 +234,11 @@ class Experiment:
             training = Training(size, fixed["samples"], fixed["ref_batchsize"], fixed["minibatch_size"])
             try:
                 training = training._replace(end=end.resolved(fixed["samples"], reference))
-                if self.windows == 1 or name not in logs:
-                    courses[label] = {None: course_of(source, training, self.options, self.time)}
-                    continue
+                parts: dict[int | None, Training] = {None: training}
+                if self.windows > 1 and name in logs:
+                    parts = {window: training._replace(window=window, windows=self.windows) for window in used}
                 courses[label] = {
-                    window: course_of(
-                        source, training._replace(window=window, windows=self.windows), self.options, self.time
-                    )
-                    for window in used
+                    window: course_of(source, part, self.options, self.time) for window, part in parts.items()
                 }
             except ValueError as error:
                 raise ValueError(f"trace {name} of the task {fixed['task']}: {error}") from error
@@ -260,7 +257,15 @@ def check(cells: Iterable[Cell]) -> None:
 
     seen = set()
     for cell in cells:
-        kind = cell.task, str(cell.task_arguments), cell.trace_fingerprint, cell.rule, cell.end, cell.samples
+        kind = (
+            cell.task,
+            str(cell.task_arguments),
+            cell.trace_fingerprint,
+            cell.rule,
+            cell.end,
+            cell.samples,
+            cell.minibatch_size,
+        )
         if kind in seen:
             continue
         seen.add(kind)
