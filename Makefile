@@ -162,11 +162,11 @@ clean:
 	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) $(OLD_VENV) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The extras of setup.cfg that each stamp file of .venv stands for.
-EXTRAS_xla := xla
-EXTRAS_docs := xla docs
-EXTRAS_test := xla docs test
-EXTRAS_bench := xla docs test bench
+# The extras of setup.cfg that each stamp file of .venv stands for (cluster: pooch, which fetches MNIST).
+EXTRAS_xla := xla cluster
+EXTRAS_docs := xla cluster docs
+EXTRAS_test := xla cluster docs test
+EXTRAS_bench := xla cluster docs test bench
 comma := ,
 space := $(subst ,, )
 
