@@ -53,3 +53,12 @@ def test_a_missing_file_says_where_it_may_be_had(tmp_path: Path) -> None:
 @pytest.mark.skipif(not fashion_cnn.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
 def test_debians_files_are_the_published_ones() -> None:
     assert len(idx_files.load(fashion_cnn.DEBIAN, fashion_cnn.FILES, train=True)) == 60_000
+
+
+def test_a_task_may_have_a_part_of_the_images() -> None:
+    whole, part = load_task("mnist-cnn").dataset(), load_task("mnist-cnn", {"images": 5}).dataset()
+    assert len(part) == 5
+    for tensor, first in zip(whole.tensors, part.tensors, strict=True):
+        torch.testing.assert_close(first, tensor[:5])
+    with pytest.raises(ValueError, match="images must be an integer >= 1, got 0"):
+        load_task("mnist-cnn", {"images": 0})

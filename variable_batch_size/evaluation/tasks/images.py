@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
+from variable_batch_size._validation import check_int
+
 ROWS = 1000  # of a batch of the evaluation
 
 
@@ -23,6 +25,7 @@ class ImageTask:
 
     Args:
         data_dir: folder of the files; by default they are looked for where the subclass says.
+        images: so many of the training samples, the first ones, with which a training is done sooner; None: all.
     """
 
     ref_batchsize: ClassVar[int] = 32
@@ -31,8 +34,9 @@ class ImageTask:
     samples: ClassVar[int] = 2**17
     between: ClassVar[int] = 2**13
 
-    def __init__(self, data_dir: str | None = None) -> None:
+    def __init__(self, data_dir: str | None = None, images: int | None = None) -> None:
         self.data_dir = None if data_dir is None else Path(data_dir)
+        self.images = None if images is None else check_int(images, "images", 1)
 
     def load(self, *, train: bool) -> TensorDataset:
         """Return the training samples or the test samples: images, (n, 1, 28, 28), and labels, (n,)."""
@@ -72,7 +76,7 @@ class ImageTask:
 
     @cached_property
     def _training(self) -> TensorDataset:
-        return self.load(train=True)
+        return TensorDataset(*(tensor[: self.images] for tensor in self.load(train=True).tensors))
 
     @cached_property
     def _test(self) -> TensorDataset:
