@@ -4,7 +4,7 @@
 
 The comparison of André, Strati and Klimovic (DistributedML '22), whose batch size follows the devices of a cloud, made
 as they left it open: over seeds, with intervals, and against learning rates retuned at each trace. A small CNN on
-Fashion-MNIST with SGD and a small GPT on Python's standard library with AdamW train under
+16,384 images of Fashion-MNIST trains with SGD until the reference hardly improves any more, under
 
 - six hours of spot machines on AWS, whose number changes by a few (Bamboo's g4dn, between 2 and 16 of them);
 - twelve hours of spot machines on AWS that come and go all at once (SkyPilot's us-east-2b, between 0 and 16);
@@ -13,12 +13,13 @@ Fashion-MNIST with SGD and a small GPT on Python's standard library with AdamW t
 Of a trace it is the window with the most changes of the number of machines, of all that begin on a full hour, and of
 several the first: its hours are in the name. Each machine computes half of the reference's batch in an update, and so
 many samples a second that the training takes nine tenths of the window. Every rule trains on the same samples in the
-same batches, at 1/4 to 4 times the learning rate with the tuning seeds, and at its best one and the reference's with
+same batches, at 1/2 to 4 times the learning rate with the tuning seeds, and at its best one and the reference's with
 those that judge. The same learning rates at the reference's batch size tell whether the reference is tuned itself.
 
 Kill it at any time; the same command continues. `--report` writes the report of what is there. At the end all records
-become one table, evaluation_large.csv.gz beside this file, which `vbs report` reads, too. `--time` trains a single cell
-of each task, and records what it takes.
+become one table, evaluation_large.csv.gz beside this file, which `vbs report` reads, too. `--time` trains a single one,
+and records what it takes. evaluation_gpt.csv.gz has an earlier evaluation: 175 short trainings of a small GPT, of which
+only constant had other learning rates.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +41,12 @@ from variable_batch_size.evaluation import (
     Experiment,
     UnderCapacity,
     engines,
-    load_task,
     read_records,
     report,
     write_records,
 )
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+FACTORS = (0.5, 1.0, 2.0, 4.0)
 TIMES = 8  # the constant batch size, in those of the reference
 SHARE = 0.9  # of the window that a training takes
 TABLE = Path(__file__).with_suffix(".csv.gz")
@@ -61,30 +60,13 @@ class Log(NamedTuple):
     hours: int
 
 
-class Part(NamedTuple):
-    """A task: its arguments, the learning rate of the reference, the samples of a training, and the rules."""
-
-    task: str
-    arguments: Mapping[str, Any]
-    lr: float
-    samples: int
-    rules: tuple[str, ...]
-
-
 LOGS = (
     Log("Bamboo g4dn", "bamboo-events-g4dn.csv", 6),
     Log("SkyPilot us-east-2b", "skypilot-availability-16-node-us-east-2b_v100_1.json", 12),
 )
-PARTS = (
-    Part("fashion-cnn", {}, 2**-5, 2**17, ("constant", "linear", "root", "power:0.75", "legw:64", "adascale")),
-    Part(
-        "char-gpt",
-        {"width": 64, "layers": 3},
-        2**-8,
-        2**14,
-        ("constant", "linear", "root", "power:0.75", "legw:16", "adamscale"),
-    ),
-)
+TASK, ARGUMENTS = "fashion-cnn", {"images": 2**14}
+REF_BATCHSIZE, MINIBATCH_SIZE, LR, SAMPLES = 128, 64, 2**-4, 2**17
+RULES = ("constant", "linear", "root", "legw:16", "adascale")
 
 
 def window(trace: CapacityTrace, hours: int) -> tuple[int, CapacityTrace]:
@@ -102,37 +84,39 @@ def under(log: Log, folder: Path, devices: int, samples: int) -> tuple[str, Unde
     return name, UnderCapacity(capacity, f"per-device:{devices}", Throughput.simple(rate))
 
 
-def experiment(part: Part, flags: argparse.Namespace) -> Experiment:
-    """Return the trainings of a task."""
-    ref = load_task(part.task, part.arguments, flags.data_dir).ref_batchsize  # type: ignore[attr-defined]
-    own = {"seeds": flags.seeds, "samples": part.samples, "lr": part.lr, "data_dir": flags.data_dir}
-    traces = dict(under(log, flags.capacity_traces, ref // 2, part.samples) for log in LOGS)
-    traces[f"constant, {TIMES} times the reference"] = ref * TIMES  # type: ignore[assignment]
-    own |= {"lr_factors": FACTORS, "tuning_seeds": flags.tuning_seeds}
-    return Experiment({part.task: part.arguments}, traces, part.rules, **own)
+def experiment(flags: argparse.Namespace) -> Experiment:
+    """Return the trainings."""
+    traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
+    traces[f"constant, {TIMES} times the reference"] = REF_BATCHSIZE * TIMES
+    return Experiment(
+        {TASK: ARGUMENTS},
+        traces,
+        RULES,
+        seeds=flags.seeds,
+        tuning_seeds=flags.tuning_seeds,
+        lr_factors=FACTORS,
+        samples=SAMPLES,
+        lr=LR,
+        ref_batchsize=REF_BATCHSIZE,
+        minibatch_size=MINIBATCH_SIZE,
+        between=SAMPLES // 8,
+        data_dir=flags.data_dir,
+    )
 
 
 def write_report(flags: argparse.Namespace, planned: int) -> None:
     """Write the report of the records that are there."""
-    targets = {
-        part.task: target
-        for part in PARTS
-        if (target := getattr(load_task(part.task, part.arguments, flags.data_dir), "target", None)) is not None
-    }
     command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    print(
-        report.write_report(read_records(flags.folder), flags.folder, targets=targets, command=command, planned=planned)
-    )
+    print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=planned))
 
 
 def take_time(wanted: list[Cell]) -> None:
-    """Record what a training of each task takes, with the rule that reads the noise."""
-    for part in PARTS:
-        cell = next(cell for cell in wanted if cell.task == part.task and cell.rule == part.rules[-1])
-        with tempfile.TemporaryDirectory() as folder:
-            (found,) = engines.run([cell], folder, progress=False)
-        on = f"{part.task}, {part.samples:,} samples"
-        record("time of a training of an evaluation", cell.rule, found.wall_seconds, "s", on=on, where="CPU, 1 thread")
+    """Record what a training takes, with the rule that reads the noise."""
+    cell = next(cell for cell in wanted if cell.rule == RULES[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        (found,) = engines.run([cell], folder, progress=False)
+    on = f"{TASK}, {SAMPLES:,} samples"
+    record("time of a training of an evaluation", cell.rule, found.wall_seconds, "s", on=on, where="CPU, 1 thread")
 
 
 def parse() -> argparse.Namespace:
@@ -153,16 +137,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     flags = parse()
-    experiments = [experiment(part, flags) for part in PARTS]
-    wanted = [cell for one in experiments for cell in one.cells()]
-    wanted.sort(key=lambda cell: cell.seed)  # so that what is not complete can be compared
+    trainings = experiment(flags)
+    wanted = sorted(trainings.cells(), key=lambda cell: cell.seed)  # so that what is not complete can be compared
     if flags.time:
         take_time(wanted)
         return
     if not flags.report:
         found = engines.run(wanted, flags.folder, jobs=flags.jobs)
-        judged = [cell for one in experiments for cell in one.judged(found)]
-        wanted += sorted(judged, key=lambda cell: cell.seed)
+        wanted += sorted(trainings.judged(found), key=lambda cell: cell.seed)
         found = engines.run(wanted, flags.folder, jobs=flags.jobs)
         write_records(sorted(found, key=lambda record: record.key), flags.table)
     write_report(flags, len(wanted))
