@@ -64,10 +64,12 @@ class Counting(TrainerCallback):
 
     def __init__(self) -> None:
         self.epochs: list[tuple[int, float]] = []
+        self.left: list[bool] = []  # epochs
         self.parts = self.steps = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.epochs.append((state.global_step, state.epoch))
+        self.left.append(control.should_epoch_stop)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.parts += 1
@@ -83,6 +85,7 @@ def test_events_come_once_an_update(tmp_path: Path) -> None:
     assert len(trainer.get_train_dataloader()) == ENDS[0]
     trainer.train()
     assert events.epochs == list(zip(ENDS, (1.0, 2.0, 3.0), strict=True))
+    assert events.left == [False] * 3
     assert events.steps == UPDATES
     sizes = [entry["batch_size"] for entry in trainer.state.log_history[:-1]]
     assert events.parts == sum(-(-size // 8) - 1 for size in sizes)
@@ -166,8 +169,10 @@ class LeavesAnEpoch(TrainerCallback):
 
 @pytest.mark.filterwarnings("ignore:set_epoch.* skips")
 def test_a_callback_may_leave_an_epoch(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, options={"callbacks": [LeavesAnEpoch()]})
+    events = Counting()
+    trainer = trainer_of(tmp_path, options={"callbacks": [LeavesAnEpoch(), events]})
     trainer.train()
+    assert events.left == [True, False, False]
     assert trainer.state.epoch == 3
     assert trainer.state.global_step == 5 + (ENDS[1] - ENDS[0]) + (ENDS[2] - ENDS[1])
     assert trainer.variable_optimizer.updates == UPDATES  # with those that were left out

@@ -97,6 +97,11 @@ class Position(TrainerCallback):
             if (bar := getattr(callback, "training_bar", None)) is not None:
                 bar.total = state.max_steps
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Clear the flag of a callback that leaves an epoch, by which the loop was told that this one is read."""
+        if self._trainer._epoch_is_read:
+            self._trainer._epoch_is_read = control.should_epoch_stop = False
+
     def _correct(self, args: Any, state: Any) -> None:
         optimizer = self._trainer.variable_optimizer
         state.epoch = epochs_passed(optimizer.sampler.clock)

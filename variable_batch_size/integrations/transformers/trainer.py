@@ -98,6 +98,7 @@ class VariableBatchMixin(TrainerInternals):
         self._initial_samples = 0  # before the train() under way
         self._parts: list[Microbatch] = []  # of the last update
         self._share: Share | None = None  # of the microbatch under way
+        self._epoch_is_read = False  # whether the loop must end, though no callback leaves the epoch
         self._check_loss = self._checks_loss = check_loss
         if kwargs.get("train_dataset") is not None:
             check_indexed(kwargs["train_dataset"])
@@ -216,7 +217,7 @@ class VariableBatchMixin(TrainerInternals):
         """Return the next update, in a list, and the number of its labels over all ranks; an empty list at the end."""
         update = next(epoch_iterator, None)
         if update is None:
-            self.control.should_epoch_stop = True  # this one is shorter than the longest
+            self._epoch_is_read = self.control.should_epoch_stop = True  # this one is shorter than the longest
             return [], None
         variable, sampler = self.variable_optimizer, self.variable_optimizer.sampler
         step = sampler.plan.step(sampler.plan.epoch(variable.epoch), variable.updates, sampler.dealing)
