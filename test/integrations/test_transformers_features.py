@@ -91,6 +91,31 @@ def test_events_come_once_an_update(tmp_path: Path) -> None:
     assert events.parts == sum(-(-size // 8) - 1 for size in sizes)
 
 
+class Lengths(TrainerCallback):
+    """Notes how many updates the loader has, at the events of an epoch."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **_: Any) -> None:
+        self.found.append(len(train_dataloader))
+
+    on_step_begin = on_step_end = on_epoch_end = on_train_end = on_epoch_begin
+
+
+def test_the_loader_has_the_length_of_the_epoch_under_way(tmp_path: Path) -> None:
+    lengths = Lengths()
+    ends_with_it = vbs.BatchTrace.parse("0:24 3:10 9:37 12:9 18:50", on_end="error", steps=UPDATES)
+    saves = {"trace": ends_with_it, "save_strategy": "steps", "save_steps": 14}
+    trainer_of(tmp_path, **saves, options={"callbacks": [lengths]}).train()
+    expected = [*[number for number in (11, 10, 5) for _ in range(2 * number + 2)], 5]
+    assert lengths.found == expected
+    again = Lengths()
+    trainer = trainer_of(tmp_path, **saves, options={"callbacks": [again]})
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-14"))
+    assert again.found == [10, *expected[-(2 * 7 + 1) - 13 :]]
+
+
 class Bar(ProgressCallback):
     """Notes where its bar ended."""
 

@@ -97,6 +97,10 @@ class Position(TrainerCallback):
             if (bar := getattr(callback, "training_bar", None)) is not None:
                 bar.total = state.max_steps
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let the loader have the length of this epoch; Trainer tells it which one it is only after this event."""
+        self._trainer.update_loader.set_epoch(self._trainer.variable_optimizer.epoch)
+
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Clear the flag of a callback that leaves an epoch, by which the loop was told that this one is read."""
         if self._trainer._epoch_is_read:
