@@ -1,0 +1,175 @@
+"""Does a training of transformers' Trainer come out the same with ours, setting by setting?
+
+Compared are the weights, the logs and the state, the events of callbacks, the warnings, and the files, with the
+weights, schedules and states in checkpoints. What docs/trainers/transformers.md says of all trainings is left out:
+`on_substep_end`, the added `batch_size` and `samples` of a log, and `train_batch_size` of a state, the microbatch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from transformers import DataCollatorForTokenClassification, EarlyStoppingCallback
+
+from differential import ROUNDED, TRAINING, Run, Setting, cleaned, compare, files_in
+from helpers import transformers_settings as own
+from helpers.transformers_jobs import Rows, gpt2, sum_in_float64, tokenizer
+from helpers.transformers_settings import Asks, Net
+
+OURS_ONLY = "batch_size", "samples", "train_batch_size"
+
+
+def run(setting: Setting, variable: bool) -> Run:
+    """Make a run of a setting."""
+    with tempfile.TemporaryDirectory() as name:
+        weights, logs, events = own.train(Path(name), dict(setting.options), variable)
+        return Run(weights, *(cleaned(part, Path(name), OURS_ONLY) for part in (logs, events, files_in(Path(name)))))
+
+
+def args(**options: Any) -> Setting:
+    """Return a setting of training arguments."""
+    return Setting({"args": options})
+
+
+def of(options: dict[str, Any] | None = None, **arguments: Any) -> Setting:
+    """Return a setting of options of `transformers_settings.train`, and of training arguments."""
+    return Setting({**(options or {}), "args": arguments})
+
+
+def close(difference: float, options: dict[str, Any], **arguments: Any) -> Setting:
+    """Return a setting that sums in float32, or less."""
+    return Setting({**options, "args": arguments}, close=difference, close_logs=difference)
+
+
+def texts(model: Any, options: dict[str, Any] | None = None, **arguments: Any) -> Setting:
+    """Return a setting of a language model; those of transformers compute losses in float32."""
+    test = {"test": lambda: own.texts(100, 20)}
+    return close(ROUNDED, {"data": own.texts, **test, "model": model, **(options or {})}, **arguments)
+
+
+def padded(number: str, collator: Any = None, **options: Any) -> Setting:
+    """Return a setting with texts that a collator pads."""
+    more = {"data_collator": collator or DataCollatorForTokenClassification(tokenizer())}
+    data = {"data": own.unpadded, "test": own.unpadded, **options}
+    return close(1e-4, {**data, "model": own.bert, "more": more}, include_num_input_tokens_seen=number)
+
+
+def calls(*callbacks: Any) -> dict[str, Any]:
+    """Return an option with callbacks."""
+    return {"more": {"callbacks": list(callbacks)}}
+
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
+BEST_SAVED = {**STEPS, **BEST, "save_strategy": "best", "eval_delay": 3, "eval_on_start": True, "save_total_limit": 1}
+METRICS = {"more": {"compute_metrics": own.accuracy}}
+STOPPING = {"more": {"compute_metrics": own.accuracy, "callbacks": [EarlyStoppingCallback(1, 1e9)]}}
+PATIENT = {"more": {"compute_metrics": own.accuracy, "callbacks": [EarlyStoppingCallback(3, 1e9)]}}
+FLOATS = {"model": lambda: Net().float(), "data": own.columns, "test": own.columns}
+DECAY = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 3}, "warmup_steps": 2}
+MIN_LR = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}}
+RESTARTS = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}
+WORKERS = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+IN_FLOAT64 = {"more": {"compute_loss_func": sum_in_float64}}
+WITHOUT_FIRST = {"data": lambda: own.texts(first_label=False), "test": lambda: own.texts(100, 20, first_label=False)}
+T5 = {"kind": hf.Seq2SeqTrainer, "kind_of_args": hf.Seq2SeqTrainingArguments}
+ASKED = Asks(should_log=2, should_evaluate=3, should_save=5, should_training_stop=9)
+SAVES_AND_STOPS = Asks(should_save=7, should_training_stop=7)
+DRAWS = "random numbers are drawn for each microbatch"
+PADDING = "a microbatch is padded to its own longest text, so that fewer tokens are computed"
+SETTINGS = {
+    "the defaults, a log each update": args(),
+    "logging_steps 5, logging_first_step, cosine, warmup_steps 4": args(
+        logging_steps=5, logging_first_step=True, lr_scheduler_type="cosine", warmup_steps=4
+    ),
+    "logging_steps 0.25, constant_with_warmup, warmup_steps 0.2": args(
+        logging_steps=0.25, warmup_steps=0.2, lr_scheduler_type="constant_with_warmup"
+    ),
+    "logging_strategy no, save_steps 0.3, prediction_loss_only": args(
+        logging_strategy="no", save_strategy="steps", save_steps=0.3, prediction_loss_only=True, eval_strategy="epoch"
+    ),
+    "an infinite loss, filtered": of({"model": lambda: Net(infinite=True)}),
+    "an infinite loss, logged": of({"model": lambda: Net(infinite=True)}, logging_nan_inf_filter=False),
+    "save_total_limit 2, polynomial": args(**STEPS, save_total_limit=2, lr_scheduler_type="polynomial"),
+    "load_best_model_at_end by epochs, compute_metrics": of(METRICS, **EPOCHS, **BEST),
+    "save_strategy best, eval_on_start, eval_delay, save_total_limit 1": of(METRICS, **BEST_SAVED),
+    "early stopping": of(STOPPING, **STEPS, **BEST),
+    "two datasets of evaluations": of({"test": lambda: {"a": Rows(20), "b": Rows(33)}}, **STEPS),
+    "resume within an epoch, cosine_with_restarts": of(
+        {"resume": 8}, **STEPS, lr_scheduler_type="cosine_with_restarts"
+    ),
+    "resume at the end of an epoch, more epochs": of({"resume": 12, "then": {"num_train_epochs": 4}}, **EPOCHS),
+    "resume with ignore_data_skip": of({"resume": 8, "then": {"ignore_data_skip": True}}, **STEPS).because(
+        "a resumed epoch goes on, where Trainer begins it again", *TRAINING
+    ),
+    "resume where a callback saved and stopped": of(
+        {**calls(Asks(should_save=7, should_training_stop=7)), "resume": 7}
+    ),
+    "restore_callback_states_from_checkpoint": of(
+        {**PATIENT, "resume": 8}, **STEPS, **BEST, restore_callback_states_from_checkpoint=True
+    ),
+    "save_only_model, a tracker that writes a file": of(
+        calls(own.Writes()), save_strategy="steps", save_steps=5, save_only_model=True
+    ),
+    "max_steps 8, inverse_sqrt": args(max_steps=8, lr_scheduler_type="inverse_sqrt", warmup_steps=2).because(
+        "the length of the loader is the number of updates of the epoch that max_steps cuts short", "events"
+    ),
+    "max_steps 12, train() twice": of({"twice": True}, max_steps=12),
+    "model_init, train() twice, a log that is overridden": of(
+        {"model": lambda: None, "more": {"model_init": lambda: Net()}, "twice": True, "kind": own.LogsMore}
+    ),
+    "num_train_epochs 1.5, warmup_stable_decay": args(num_train_epochs=1.5, **DECAY),
+    "reduce_lr_on_plateau": args(**STEPS, **PLATEAU),
+    "greedy": args(**STEPS, lr_scheduler_type="greedy"),
+    "cosine_with_min_lr, weight_decay, max_grad_norm 0": args(**MIN_LR, weight_decay=0.1, max_grad_norm=0.0),
+    "sgd, max_grad_norm 0.1": args(optim="sgd", optim_args="momentum=0.9", max_grad_norm=0.1),
+    "adafactor": args(optim="adafactor"),
+    "optimizers of the user, SGD and OneCycleLR": of({"optimizers": own.one_cycle}),
+    "two groups of parameters": of({"kind": own.TwoGroups}),
+    "frozen parameters": of({"model": own.frozen}),
+    "compute_loss of a subclass, sequential": of({"kind": own.MarginLoss}, train_sampling_strategy="sequential"),
+    "compute_loss with weights of classes": of({"kind": own.ClassWeights}).because(
+        "the loss is no mean over rows, as a warning tells", "weights", "logs", "warnings"
+    ),
+    "a last batch of 10 rows": of({"data": lambda: Rows(90)}, **STEPS).because(
+        "the epoch is the part of the samples that was used, where Trainer counts batches", "logs", "events", "files"
+    ),
+    "dataloader_drop_last": of({"data": lambda: Rows(90)}, **EPOCHS, dataloader_drop_last=True),
+    "workers, data_seed, remove_unused_columns False": args(**WORKERS, data_seed=3, remove_unused_columns=False),
+    "accelerator_config": args(accelerator_config={"split_batches": True, "even_batches": False}, seed=5),
+    "a datasets.Dataset with a column that is not used": close(ROUNDED, FLOATS),
+    "bf16": close(0.02, FLOATS, bf16=True),
+    "GPT-2, compute_loss_func": texts(gpt2, IN_FLOAT64).because(
+        "Trainer counts the first label of each row, which nothing predicts", "weights", "logs"
+    ),
+    "GPT-2 without first labels, gradient_checkpointing": of(
+        {**WITHOUT_FIRST, **IN_FLOAT64, "model": gpt2}, gradient_checkpointing=True, adam_epsilon=0.01
+    ),
+    "LoRA of PEFT": of({**WITHOUT_FIRST, **IN_FLOAT64, "model": own.lora}, **STEPS),
+    "Llama, texts of unequal length": texts(own.llama, **STEPS),
+    "Llama without average_tokens_across_devices": texts(own.llama, average_tokens_across_devices=False),
+    "Llama, label smoothing": texts(own.llama, label_smoothing_factor=0.1),
+    "T5 with Seq2SeqTrainer": texts(own.t5, T5),
+    "a padding collator, tokens seen without padding": padded("non_padding").because(PADDING, "logs"),
+    "a padding collator, all tokens seen": padded("all").because(PADDING, "logs"),
+    "a collator that masks": padded("no", own.masking(), data=lambda: own.unpadded(labels=False)).because(
+        DRAWS, "weights", "logs"
+    ),
+    "callbacks that ask for an evaluation, a log, a save and the end": of(calls(ASKED), logging_steps=100),
+    "a callback that leaves an epoch": of(calls(Asks(should_epoch_stop=3))).because(
+        "a warning tells that steps of the trace are skipped", "warnings"
+    ),
+    "dropout": of({"model": lambda: Net(torch.nn.Dropout(0.2))}).because(DRAWS, "weights", "logs"),
+    "batch normalization": of({"model": lambda: Net(torch.nn.BatchNorm1d(16))}).because(
+        "statistics are those of a microbatch", "weights", "logs"
+    ),
+}
+
+if __name__ == "__main__":
+    compare("transformers", SETTINGS, run)
