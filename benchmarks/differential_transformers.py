@@ -20,6 +20,7 @@ from helpers import transformers_settings as own
 from helpers.transformers_jobs import Rows, gpt2, sum_in_float64, tokenizer
 from helpers.transformers_settings import Asks, Net
 
+TRAINED = "weights", "logs", "events"
 OURS_ONLY = "batch_size", "samples", "train_batch_size"
 
 
@@ -81,6 +82,7 @@ WITHOUT_FIRST = {"data": lambda: own.texts(first_label=False), "test": lambda: o
 T5 = {"kind": hf.Seq2SeqTrainer, "kind_of_args": hf.Seq2SeqTrainingArguments}
 ASKED = Asks(should_log=2, should_evaluate=3, should_save=5, should_training_stop=9)
 SAVES_AND_STOPS = Asks(should_save=7, should_training_stop=7)
+CUT_SHORT = "the length of the loader is the number of updates of the epoch that max_steps cuts short"
 DRAWS = "random numbers are drawn for each microbatch"
 PADDING = "a microbatch is padded to its own longest text, so that fewer tokens are computed"
 SETTINGS = {
@@ -118,8 +120,11 @@ SETTINGS = {
         calls(own.Writes()), save_strategy="steps", save_steps=5, save_only_model=True
     ),
     "max_steps 8, inverse_sqrt": args(max_steps=8, lr_scheduler_type="inverse_sqrt", warmup_steps=2).because(
-        "the length of the loader is the number of updates of the epoch that max_steps cuts short", "events"
+        CUT_SHORT, "events"
     ),
+    "max_steps 12, dataloader_drop_last": of(
+        {"data": lambda: Rows(90)}, max_steps=12, dataloader_drop_last=True
+    ).because(CUT_SHORT, "events"),
     "max_steps 12, train() twice": of({"twice": True}, max_steps=12),
     "model_init, train() twice, a log that is overridden": of(
         {"model": lambda: None, "more": {"model_init": lambda: Net()}, "twice": True, "kind": own.LogsMore}
@@ -135,7 +140,7 @@ SETTINGS = {
     "frozen parameters": of({"model": own.frozen}),
     "compute_loss of a subclass, sequential": of({"kind": own.MarginLoss}, train_sampling_strategy="sequential"),
     "compute_loss with weights of classes": of({"kind": own.ClassWeights}).because(
-        "the loss is no mean over rows, as a warning tells", "weights", "logs", "warnings"
+        "the loss is no mean over rows, as a warning tells", *TRAINED, "warnings"
     ),
     "a last batch of 10 rows": of({"data": lambda: Rows(90)}, **STEPS).because(
         "the epoch is the part of the samples that was used, where Trainer counts batches", "logs", "events", "files"
@@ -146,7 +151,7 @@ SETTINGS = {
     "a datasets.Dataset with a column that is not used": close(ROUNDED, FLOATS),
     "bf16": close(0.02, FLOATS, bf16=True),
     "GPT-2, compute_loss_func": texts(gpt2, IN_FLOAT64).because(
-        "Trainer counts the first label of each row, which nothing predicts", "weights", "logs"
+        "Trainer counts the first label of each row, which nothing predicts", *TRAINED
     ),
     "GPT-2 without first labels, gradient_checkpointing": of(
         {**WITHOUT_FIRST, **IN_FLOAT64, "model": gpt2}, gradient_checkpointing=True, adam_epsilon=0.01
@@ -159,15 +164,15 @@ SETTINGS = {
     "a padding collator, tokens seen without padding": padded("non_padding").because(PADDING, "logs"),
     "a padding collator, all tokens seen": padded("all").because(PADDING, "logs"),
     "a collator that masks": padded("no", own.masking(), data=lambda: own.unpadded(labels=False)).because(
-        DRAWS, "weights", "logs"
+        DRAWS, *TRAINED
     ),
     "callbacks that ask for an evaluation, a log, a save and the end": of(calls(ASKED), logging_steps=100),
     "a callback that leaves an epoch": of(calls(Asks(should_epoch_stop=3))).because(
         "a warning tells that steps of the trace are skipped", "warnings"
     ),
-    "dropout": of({"model": lambda: Net(torch.nn.Dropout(0.2))}).because(DRAWS, "weights", "logs"),
+    "dropout": of({"model": lambda: Net(torch.nn.Dropout(0.2))}).because(DRAWS, *TRAINED),
     "batch normalization": of({"model": lambda: Net(torch.nn.BatchNorm1d(16))}).because(
-        "statistics are those of a microbatch", "weights", "logs"
+        "statistics are those of a microbatch", *TRAINED
     ),
 }
 

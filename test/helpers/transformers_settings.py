@@ -48,6 +48,8 @@ def record_events(events: list[Any]) -> hf.TrainerCallback:
             asked = sorted(key for key, value in vars(control).items() if value)
             rates = [group["lr"] for group in others["optimizer"].param_groups] if others["optimizer"] else []
             numbers = [state.global_step, state.max_steps, state.epoch, *rates, len(others["train_dataloader"] or ())]
+            numbers += [float(value.detach().square().sum()) for value in others["model"].parameters()]
+            numbers += [] if others["lr_scheduler"] is None else [others["lr_scheduler"].last_epoch]
             events.append([name, *numbers, asked, sorted(others.get("logs", ()))])
 
         return note
