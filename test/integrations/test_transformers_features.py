@@ -59,6 +59,15 @@ def test_a_training_has_the_length_that_was_asked_for(tmp_path: Path, length: di
     assert samples == optimizer.samples
 
 
+def test_an_epoch_is_as_long_as_others_if_max_steps_cut_it_short(tmp_path: Path) -> None:
+    """Of 90 samples, 10 are dropped in each epoch."""
+    short = {"trace": 16, "train_dataset": Rows(90), "dataloader_drop_last": True}
+    trainer = trainer_of(tmp_path, **short, max_steps=12)
+    trainer.train()
+    epochs = [entry["epoch"] for entry in trainer.state.log_history[:-1]]
+    assert epochs == pytest.approx([step / 5 for step in range(1, 13)])
+
+
 class Counting(TrainerCallback):
     """Notes at which updates events came."""
 

@@ -240,7 +240,7 @@ class Plan:
 
     def whole_samples(self, epoch: Epoch) -> int:
         """Return the samples of an epoch, as if the training did not end in it."""
-        return epoch.samples if epoch.complete else self.dataset_size
+        return epoch.samples if epoch.complete else self._whole(epoch.trace_offset)[1]
 
     def _ends_at(self, step: int, samples: int) -> bool:
         too_many_steps = self._end_step is not None and step >= self._end_step
@@ -287,10 +287,8 @@ class Plan:
         if self._ends_at(first_step, samples_before):
             return Epoch(number, first_step, first_step, 0, offset, samples_before, complete=False)
         end_sample = offset + self.dataset_size
-        whole_end = trace.step_at(end_sample - 1) + 1
-        if self.drop_last and trace.offset(whole_end) > end_sample:
-            whole_end -= 1
-        end_step, whole = whole_end, min(self.dataset_size, trace.offset(whole_end) - offset)
+        whole_end, whole = self._whole(offset)
+        end_step = whole_end
         samples = whole if self.max_samples is None else min(whole, self.max_samples - samples_before)
         if samples < whole:
             end_step = trace.step_at(offset + samples - 1) + 1
@@ -304,6 +302,18 @@ class Plan:
                 raise self._too_short(number, first_step, samples_before, offset, through)
             complete = False  # the next step might belong to it
         return Epoch(number, first_step, end_step, samples, offset, samples_before, complete)
+
+    def _whole(self, offset: int) -> tuple[int, int]:
+        """Return the step after the last one of an epoch, and its samples, as if the training did not end in it.
+
+        Args:
+            offset: samples of the trace before the epoch.
+        """
+        trace, end_sample = self._held, offset + self.dataset_size
+        end_step = trace.step_at(end_sample - 1) + 1
+        if self.drop_last and trace.offset(end_step) > end_sample:
+            end_step -= 1
+        return end_step, min(self.dataset_size, trace.offset(end_step) - offset)
 
     def _check_trace_reaches(self, step: int) -> None:
         trace = self.trace
