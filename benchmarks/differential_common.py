@@ -53,12 +53,13 @@ class Setting(NamedTuple):
     tolerance: float = WEIGHTS
 
 
-def files(folder: Path, own: Sequence[str] = ("vbs",)) -> dict[str, Any]:
+def files(folder: Path, own: Sequence[str] = ("vbs",), read: Callable[[Path], Any] = lambda _: None) -> dict[str, Any]:
     """Return what the files of a folder hold, but for the columns of tables and the keys of checkpoints of ours.
 
     Args:
         folder: the folder, whose name is left out of texts.
         own: what the names of these columns and keys begin with.
+        read: function that returns what a file of another kind holds.
     """
 
     def portable(value: Any) -> Any:
@@ -71,15 +72,21 @@ def files(folder: Path, own: Sequence[str] = ("vbs",)) -> dict[str, Any]:
     def mine(name: Any) -> bool:
         return isinstance(name, str) and name.startswith(tuple(own))
 
+    def number(cell: str) -> Any:
+        try:
+            return float(cell)
+        except ValueError:
+            return cell
+
     def content(path: Path) -> Any:
         if path.suffix == ".csv":
             with path.open() as file:
                 rows = [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
             rows = [row for row in rows if not all(mine(name) or name in ("step", "epoch") for name in row)]
-            return [{name: float(cell) for name, cell in portable(row).items()} for row in rows]
+            return [{name: number(cell) for name, cell in portable(row).items()} for row in rows]
         if path.suffix in (".ckpt", ".pt"):
             return portable(torch.load(path, weights_only=False))
-        return None
+        return read(path)
 
     return {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
