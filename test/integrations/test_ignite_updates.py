@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Engine, Events
@@ -202,3 +203,66 @@ def test_the_output_of_an_update() -> None:
     (mean, rows), last = output["all"]
     assert float(output["hits"]) == mean == pytest.approx(5.0)
     assert (output["hits"].dtype, rows.shape, last) == (torch.float32, (10, 2), "last")
+
+
+def test_the_batch_of_handlers_has_the_microbatches() -> None:
+    model = network()
+    loader = DataLoader(Samples(), 5)
+    trainer = create_supervised_trainer(model, SGD(model.parameters(), lr=0.1), cross_entropy, loader=loader, trace=16)
+    events = Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
+    seen: list[Any] = []
+    for event in events:
+        trainer.add_event_handler(event, lambda: seen.append(torch.cat([x for x, _ in trainer.state.batch])))
+    trainer.run(loader, max_epochs=1)
+    x = Samples().x
+    wanted = [x[first : first + 16] for first in range(0, len(x), 16) for _ in events]
+    assert [*map(torch.equal, seen, wanted)] == [True] * 13 * len(events)
+
+
+class Found(NamedTuple):
+    """An output with names."""
+
+    loss: np.float32
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Found, lambda *parts: parts, lambda *parts: [*parts]])
+def test_the_output_has_the_type_of_that_of_the_step(kind: Any) -> None:
+    def output(x: Any, y: Any, y_pred: Any, loss: Any) -> Any:
+        return kind(np.float32(loss.item()), y)
+
+    model = network()
+    loader = DataLoader(Samples(), 5)
+    options = {"loader": loader, "trace": 16, "output_transform": output, "sampler_options": {"max_updates": 1}}
+    trainer = create_supervised_trainer(model, SGD(model.parameters(), lr=0.0), cross_entropy, **options)
+    trainer.run(loader)
+    loss, target = trainer.state.output
+    assert type(trainer.state.output) is type(kind(0, 0))
+    assert torch.equal(target, Samples().target[:16])
+    assert loss == pytest.approx(cross_entropy(model(Samples().x[:16]), target).item(), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Data iterator can not provide data")
+def test_a_run_ends_where_a_handler_hides_the_exceptions_of_every_update() -> None:
+    """Ignite goes on with the next epoch, which is the rest of this one, and would end in the same exception."""
+    loader, model, errors = DataLoader(Samples(), 5), network(), []
+    optimizer = variable_batch(SGD(model.parameters(), lr=0.1), loader, trace=16)
+
+    def train_step(engine: Engine, batch: Any) -> float:
+        if optimizer.updates == 5 or len(errors) > 9:
+            raise KeyError("on purpose")
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        return 0.0
+
+    engine = VariableBatchEngine(train_step, optimizer)
+
+    @engine.on(Events.EXCEPTION_RAISED)
+    def hide(error: BaseException) -> None:
+        errors.append(error)
+        if len(errors) > 9:
+            raise error
+
+    engine.run(loader, max_epochs=3)
+    assert optimizer.updates == 5
+    assert [type(error) for error in errors] == [KeyError, RuntimeError]  # the update is not complete

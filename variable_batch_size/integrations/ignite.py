@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -77,8 +78,10 @@ class VariableBatchEngine(Engine):
         super().__init__(self._update)
         self.optimizer, self._step = optimizer, step
         self._last: Any = None  # the handler that ends an epoch
+        self._begun = 0  # the updates before the epoch of the handlers
         self.add_event_handler(Events.STARTED, self._start)
         self.add_event_handler(Events.EPOCH_STARTED, self._start_epoch)
+        self.add_event_handler(Events.GET_BATCH_COMPLETED, self._read_update)
 
     def run(self, data: Iterable[Any], max_epochs: int | None = None, max_iters: int | None = None) -> State:
         """Train on the loader until `max_epochs` epochs, or `max_iters` updates (Ignite 0.5.5), are made."""
@@ -101,6 +104,9 @@ class VariableBatchEngine(Engine):
         super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
         self.state.iteration, self.state.epoch_length = optimizer.updates, None
 
+    def _read_update(self) -> None:  # handlers may look at `state.batch` before and after the step
+        self.state.batch = list(self.state.batch)
+
     def _update(self, _: Engine, update: Sequence[Any]) -> Any:
         outputs = []
         for batch in update:
@@ -115,11 +121,12 @@ class VariableBatchEngine(Engine):
         if isinstance(first, Mapping):
             return {name: self._combined([(weight, output[name]) for weight, output in outputs]) for name in first}
         if isinstance(first, (tuple, list)):
-            return [self._combined([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
+            parts = [self._combined([(weight, output[i]) for weight, output in outputs]) for i in range(len(first))]
+            return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
         if isinstance(first, Tensor) and first.dim():
             own = [output for weight, output in outputs if weight]
             return torch.cat(own) if own else []  # a metric of Ignite leaves an empty list out
-        if not isinstance(first, (Tensor, int, float)):
+        if not isinstance(first, (Tensor, Real)):
             return outputs[-1][1]
         mean = torch.as_tensor(sum(weight * output for weight, output in outputs if weight), dtype=torch.float64)
         self.optimizer.backend.all_reduce_sum([mean := mean.to(self.optimizer.backend.device)])
@@ -137,6 +144,7 @@ class VariableBatchEngine(Engine):
         state.iteration, state.epoch, state.epoch_length = optimizer.updates, optimizer.epoch + 1, epoch.updates
         # Private: how many updates of the epoch were made before a restore. Ignite takes iteration % epoch_length.
         self._init_iter = optimizer.updates - epoch.first_step
+        self._begun = optimizer.updates
         if self._last is not None:
             self._last.remove()
         self._last = self.add_event_handler(Events.EPOCH_COMPLETED, self._end_epoch)  # after those of the user
@@ -144,4 +152,6 @@ class VariableBatchEngine(Engine):
     def _end_epoch(self) -> None:
         self.state.epoch_length = None  # otherwise Ignite takes epoch_length * max_epochs for the end
         if self.optimizer.done and (self.state.max_epochs is None or self.state.epoch < self.state.max_epochs):
+            self.terminate()
+        if self.optimizer.updates == self._begun:  # a handler hides exceptions, of which the same one would follow
             self.terminate()
