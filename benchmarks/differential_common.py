@@ -25,7 +25,7 @@ from results import record
 BATCH, ROWS = 16, 5
 QUESTION = "settings in which a trainer's run is the same with ours"
 WEIGHTS, REST = 1e-12, 2e-6  # largest differences; values that are logged are rounded to float32
-REFUSALS = TypeError, ValueError, RuntimeError
+REFUSALS = AssertionError, TypeError, ValueError, RuntimeError
 
 
 class Outcome(NamedTuple):
