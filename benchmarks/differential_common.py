@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from records import Measured
 from results import record
 
 BATCH, ROWS = 16, 5
@@ -149,19 +150,15 @@ def compare(what: str, settings: Mapping[str, Setting]) -> None:
             wrong.append(name)
         notes += [f"{name}: {reason}" for reason in dict.fromkeys(setting.differs.values())]
         mark = "  NOT AS STATED" if name in wrong else ""
-        print(
-            f"{name}: {kind}{mark}",
-            *lines,
-            *(f"reason: {why}" for why in dict.fromkeys(setting.differs.values())),
-            sep="\n    ",
-        )
-        sys.stdout.flush()
+        reasons = [f"reason: {reason}" for reason in dict.fromkeys(setting.differs.values())]
+        print(f"{name}: {kind}{mark}", *lines, *reasons, sep="\n    ", flush=True)
     print(", ".join(f"{number} {kind}" for kind, number in counts.items()), "; not as stated:", wrong or "none")
-    if flags.record:
+    if flags.record and not wrong:
         number = counts["alike"] + counts["differ"]
-        where = f"CPU, 1 process, batches of {BATCH} rows, microbatches of at most {ROWS}"
-        on = f"{number} settings, and {counts['refused']} refused"
-        record(QUESTION, what, counts["alike"], "settings", on=on, where=where, note="; ".join(notes))
+        note = (
+            f"of {number}, batches of {BATCH}, microbatches of {ROWS}; refused {counts['refused']}; {'; '.join(notes)}"
+        )
+        record(QUESTION, what, Measured(counts["alike"], n=number), "settings", where="CPU, 1 process", note=note)
     sys.exit(bool(wrong))
 
 
@@ -174,9 +171,8 @@ def _compared(setting: Setting) -> tuple[str, set[str], list[str]]:
             return "refused", {"refused"}, [f"{type(error).__name__}: {error}"]
     lines, found = [], set()
     for part, one, other in zip(Outcome._fields, plain, ours, strict=True):
-        if text := first_difference(
-            one, other, setting.tolerance if part == "weights" else max(REST, setting.tolerance)
-        ):
+        tolerance = setting.tolerance if part == "weights" else max(REST, setting.tolerance)
+        if text := first_difference(one, other, tolerance):
             found.add(part)
             lines.append(f"{part} {text}")
     return "differ" if found else "alike", found, lines

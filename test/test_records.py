@@ -19,7 +19,7 @@ import variable_batch_size as vbs
 from helpers.pages import DOCS, ROOT, commands
 
 BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = {path.name for path in BENCHMARKS.glob("*.py")} - {"records.py", "results.py", "differential.py"}
+SCRIPTS = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()} - {"results.py"}
 
 
 @pytest.fixture
