@@ -10,7 +10,7 @@ TAG ?=
 N ?= 1000
 SEED ?=
 TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
-SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py benchmarks/evaluation_large.py $(TRAINERS),$(wildcard benchmarks/*.py))
+SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/evaluation_large.py $(TRAINERS),$(wildcard benchmarks/*.py))
 
 VENV := .venv
 NEWEST := .venv-newest

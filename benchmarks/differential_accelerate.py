@@ -2,13 +2,12 @@
 
 The loop is the same on both sides, but for what docs/trainers/accelerate.md names: no `skip_first_batches` after a
 resume, and `count=` of losses that are sums. Compared are the weights, what trackers and `gather_for_metrics` get, what
-the accelerator, the optimizer and schedulers show at each update, and the files. A side that raises is compared by its
-error.
+the accelerator, the optimizer and schedulers show at each update, and the files.
 """
 
 from __future__ import annotations
 
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Re
 from torch.utils.data import Subset
 from transformers import get_scheduler
 
-from differential import TRAINING, Run, Setting, cleaned, compare, files_in
-from helpers.accelerate_settings import Loop, Rows, with_all
+from differential import Reader, Setting, compare
+from helpers.accelerate_settings import Rows, train, with_all
 from helpers.yardstick import Samples, network
 
 BROKEN_OFF = "the next loop yields the rest of the epoch"
@@ -32,35 +31,9 @@ POSITION = "the position is saved with the optimizer, and not with the loader"
 STATISTICS = "statistics are those of a microbatch"
 
 
-def run(setting: Setting, variable: bool) -> Run:
-    """Make a run of a setting."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        try:
-            loop = Loop(folder, variable, **setting.options).run()
-        except (RuntimeError, ValueError) as error:
-            if not any(f"refused: {error}".startswith(reason[:-4]) for reason in setting.why.values()):
-                raise
-            return Run(None, None, None, None)
-        files = files_in(folder)
-        tracked = files.pop("tracked.jsonl")
-        weights = [model.state_dict() for model in loop.models]
-        return Run(weights, *(cleaned(part, folder) for part in ([tracked, loop.logs], loop.events, files)))
-
-
-def because(reason: str, *parts: str, **options: Any) -> Setting:
-    """Return a setting some of whose parts differ."""
-    return Setting(options, dict.fromkeys(parts, reason))
-
-
-def refused(error: str, **options: Any) -> Setting:
-    """Return a setting that ours refuses with an error that begins so."""
-    return because(f"refused: {error} ...", *TRAINING, **options)
-
-
 def of(**options: Any) -> Setting:
     """Return a setting of the loop."""
-    return Setting(options)
+    return Setting(partial(train, options))
 
 
 def steps(inner: Any, _: int) -> Any:
@@ -117,12 +90,12 @@ SETTINGS = {
         scheduler=lambda inner, _: CosineAnnealingLR(inner, 18),
         inner=with_all(SGD, lr=0.1, momentum=0.9, nesterov=True),
     ),
-    "a schedule of 3 * len(loader)": because(MICROBATCHES, *TRAINING, scheduler=total_of_batches),
+    "a schedule of 3 * len(loader)": of(scheduler=total_of_batches).because(MICROBATCHES),
     "clip_grad_norm_ after sync_gradients": of(clip=0.5),
     "clip_grad_norm_ at each batch": of(clip=0.5, clip_always=True),
     "clip_grad_norm_, without accumulate": of(clip=0.5, accumulate=False, scheduler=steps),
-    "the norm that clip_grad_norm_ returns": because(LATER, "logs", clip=0.5, log_norm=True),
-    "clip_grad_value_": refused("clip_grad_value_() must see the whole gradient of an update", clip_value=0.1),
+    "the norm that clip_grad_norm_ returns": of(clip=0.5, log_norm=True).because(LATER, "logs"),
+    "clip_grad_value_": of(clip_value=0.1).refuses("clip_grad_value_() must see the whole gradient of an update"),
     "two batches of 8 that Accelerate accumulates": of(
         plain={"rows": 8, "gradient_accumulation_steps": 2}, scheduler=steps
     ),
@@ -130,8 +103,8 @@ SETTINGS = {
     "a last batch of 10 rows": of(**SHORT, scheduler=steps),
     "drop_last": of(**SHORT, loader={"drop_last": True}),
     "total_loss / len(loader)": of(mean_over_loader=True),
-    "total_loss / len(loader) with a last batch of 10 rows": because(
-        MICROBATCHES, "logs", mean_over_loader=True, **SHORT
+    "total_loss / len(loader) with a last batch of 10 rows": of(mean_over_loader=True, **SHORT).because(
+        MICROBATCHES, "logs"
     ),
     "not shuffled": of(shuffle=False),
     "two workers, persistent": of(loader={"num_workers": 2, "persistent_workers": True}),
@@ -139,12 +112,14 @@ SETTINGS = {
     "save_state, resume within an epoch": of(save_at=(4, 8), stop=8, resume=True, scheduler=steps),
     "save_state, resume at the end of an epoch": of(save_at=(12,), stop=12, resume=True, scheduler=steps, clip=0.5),
     "automatic_checkpoint_naming, total_limit": of(settings=named, automatic_names=True, scheduler=steps),
-    "use_stateful_dataloader": because(
-        POSITION, "files", settings=configured(use_stateful_dataloader=True), save_at=(6,)
+    "use_stateful_dataloader": of(settings=configured(use_stateful_dataloader=True), save_at=(6,)).because(
+        POSITION, "files"
     ),
     "even_batches False": of(settings=configured(even_batches=False), **SHORT),
-    "split_batches": refused("split_batches must be None or False", settings=configured(split_batches=True)),
-    "dispatch_batches": refused("dispatch_batches must be None or False", settings=configured(dispatch_batches=True)),
+    "split_batches": of(settings=configured(split_batches=True)).refuses("split_batches must be None or False"),
+    "dispatch_batches": of(settings=configured(dispatch_batches=True)).refuses(
+        "dispatch_batches must be None or False"
+    ),
     "device_placement False": of(settings=lambda folder: {"device_placement": False}),
     "Adagrad, weight_decay": of(inner=with_all(Adagrad, lr=0.05, weight_decay=0.1), scheduler=steps),
     "RMSprop": of(inner=with_all(RMSprop, lr=0.01, momentum=0.5)),
@@ -157,11 +132,11 @@ SETTINGS = {
         settings=lambda folder: {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}, infinite_at=7, scheduler=steps
     ),
     "means over tokens": of(tokens=True, data=Rows),
-    "bf16": Setting({"settings": lambda folder: {"mixed_precision": "bf16"}}, close=0.02, close_logs=0.02),
-    "break at an update": because(BROKEN_OFF, *TRAINING, stop=3),
-    "dropout": because(DRAWS, "weights", "logs", "files", make_models=lambda: [network(0.2)]),
-    "batch normalization": because(STATISTICS, "weights", "logs", "files", make_models=normalized),
+    "bf16": of(settings=lambda folder: {"mixed_precision": "bf16"})._replace(tolerance=0.02),
+    "break at an update": of(stop=3).because(BROKEN_OFF),
+    "dropout": of(make_models=lambda: [network(0.2)]).because(DRAWS, "weights", "logs", "files"),
+    "batch normalization": of(make_models=normalized).because(STATISTICS, "weights", "logs", "files"),
 }
 
 if __name__ == "__main__":
-    compare("Accelerate", SETTINGS, run)
+    compare("Accelerate", SETTINGS, Reader())

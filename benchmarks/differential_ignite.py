@@ -1,12 +1,8 @@
-"""Trainers of Ignite against those with a constant trace, in many settings: see differential_common.
-
-PYTHONPATH=test python benchmarks/differential_ignite.py
-"""
+"""Does a training by an Engine of Ignite come out the same with ours, setting by setting?"""
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +15,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as lrs
 
-import differential_ignite_handlers as jobs
-from differential_common import Outcome, Setting, compare, files
-from differential_ignite_handlers import EPOCH, ITERATION, Run, evaluate, metric, on, rate, save
+from differential import TRAINED, Reader, Setting, compare
+from helpers import ignite_settings as jobs
+from helpers.ignite_settings import EPOCH, ITERATION, Run, evaluate, metric, on, rate, save
+from helpers.our_order import named
 from helpers.yardstick import CLASSES
 
 LATER = "a run continues with the samples that follow, where Ignite begins an epoch anew"
@@ -33,8 +30,8 @@ MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
 def train(
     *attach: Callable[[Run], Any], make: Any = jobs.supervised, optimizer: Any = MOMENTUM, again: str = "",
     data: Mapping[str, Any] | None = None, runs: Sequence[dict[str, int]] = ({"max_epochs": 3},), **options: Any,
-) -> Callable[[bool, Path], Outcome]:  # fmt: skip
-    """Return a function that trains in a setting.
+) -> Setting:  # fmt: skip
+    """Return a setting.
 
     Args:
         *attach: functions that add handlers.
@@ -46,8 +43,7 @@ def train(
         **options: options of the trainer.
     """
 
-    def trained(plain: bool, folder: Path) -> Outcome:
-        folder.mkdir()
+    def trained(plain: bool, folder: Path) -> tuple[Any, Any, Any]:
         run = Run(plain, folder, make, optimizer, data or {}, options)
         for each in attach:
             each(run)
@@ -59,14 +55,14 @@ def train(
             run.trainer.run(run.loader, **runs[-1])
         state = run.trainer.state
         logs = [run.logs, state.iteration, state.epoch, state.max_epochs, dict(state.metrics), state.output]
-        return Outcome(run.model.state_dict(), logs, run.events, files(folder))
+        return run.model.state_dict(), logs, run.events
 
-    return trained
+    return Setting(trained)
 
 
 def later(*attach: Callable[[Run], Any], **options: Any) -> Setting:
     """Return a setting in which Ignite begins an epoch anew."""
-    return Setting(train(*attach, **options), dict.fromkeys(("weights", "logs", "events"), LATER))
+    return train(*attach, **options).because(LATER, *TRAINED)
 
 
 def end(act: str) -> Callable[[Run], Any]:
@@ -77,69 +73,66 @@ def end(act: str) -> Callable[[Run], Any]:
 pairs: Any = {"output_transform": lambda x, y, y_pred, loss: (y_pred, y)}
 average, twice = partial(im.RunningAverage, output_transform=float), [{"max_epochs": 3}] * 2
 SETTINGS = {
-    "a number": Setting(train()),
-    "AdamW": Setting(train(optimizer=partial(AdamW, lr=0.01))),
-    "Accuracy and Loss": Setting(train(metric(im.Accuracy, partial(im.Loss, cross_entropy)), **pairs)),
-    "Precision, Recall": Setting(train(metric(partial(im.ConfusionMatrix, CLASSES), im.Precision, im.Recall), **pairs)),
-    "metrics by the batch": Setting(train(metric(im.Accuracy, usage=im.BatchWise()), **pairs)),
-    "metrics of some batches": Setting(train(metric(im.Accuracy, usage=im.BatchFiltered(every=3)), **pairs)),
-    "RunningAverage": Setting(train(metric(average))),
-    "RunningAverage over epochs": Setting(train(metric(partial(average, epoch_bound=False)))),
-    "RunningAverage of a metric": Setting(train(metric(lambda: im.RunningAverage(im.Accuracy())), **pairs)),
-    "Average, GeometricAverage": Setting(train(metric(im.Average, im.GeometricAverage))),
-    "a dict": Setting(train(output_transform=lambda x, y, p, loss: {"loss": loss.item(), "y": y, "rows": [p, loss]})),
-    "a named tuple": Setting(train(output_transform=lambda x, y, p, loss: jobs.Found(loss.item(), p))),
-    "prepare_batch": Setting(train(prepare_batch=lambda b, **_: (b["x"], b["y"]), data={"collate_fn": jobs.named})),
-    "model_transform": Setting(train(model_transform=lambda out: out * 2)),
-    "model_fn": Setting(train(model_fn=lambda model, x: model(x * 2))),
-    "evaluations by epochs": Setting(train(on(EPOCH, evaluate))),
-    "evaluations by iterations": Setting(train(on(ITERATION(every=5) | Events.STARTED | Events.COMPLETED, evaluate))),
-    "EarlyStopping and the best": Setting(train(jobs.best, on(EPOCH, evaluate), runs=({"max_epochs": 9},))),
-    "Checkpoint by iterations": Setting(train(save(ITERATION(every=5)))),
-    "Checkpoint by epochs": Setting(train(save(EPOCH(every=2) | Events.COMPLETED))),
-    "LRScheduler": Setting(train(rate(lambda inner: ih.LRScheduler(lrs.StepLR(inner, 5, 0.5))))),
-    "LRScheduler by epochs": Setting(
-        train(rate(lambda inner: ih.LRScheduler(lrs.ExponentialLR(inner, 0.5)), Events.EPOCH_STARTED))
+    "a number": train(),
+    "AdamW": train(optimizer=partial(AdamW, lr=0.01)),
+    "Accuracy and Loss": train(metric(im.Accuracy, partial(im.Loss, cross_entropy)), **pairs),
+    "Precision, Recall": train(metric(partial(im.ConfusionMatrix, CLASSES), im.Precision, im.Recall), **pairs),
+    "metrics by the batch": train(metric(im.Accuracy, usage=im.BatchWise()), **pairs),
+    "metrics of some batches": train(metric(im.Accuracy, usage=im.BatchFiltered(every=3)), **pairs),
+    "RunningAverage": train(metric(average)),
+    "RunningAverage over epochs": train(metric(partial(average, epoch_bound=False))),
+    "RunningAverage of a metric": train(metric(lambda: im.RunningAverage(im.Accuracy())), **pairs),
+    "Average, GeometricAverage": train(metric(im.Average, im.GeometricAverage)),
+    "a dict": train(output_transform=lambda x, y, p, loss: {"loss": loss.item(), "y": y, "rows": [p, loss]}),
+    "a named tuple": train(output_transform=lambda x, y, p, loss: jobs.Found(loss.item(), p)),
+    "prepare_batch": train(prepare_batch=lambda b, **_: (b["x"], b["y"]), data={"collate_fn": named}),
+    "model_transform": train(model_transform=lambda out: out * 2),
+    "model_fn": train(model_fn=lambda model, x: model(x * 2)),
+    "evaluations by epochs": train(on(EPOCH, evaluate)),
+    "evaluations by iterations": train(on(ITERATION(every=5) | Events.STARTED | Events.COMPLETED, evaluate)),
+    "EarlyStopping and the best": train(jobs.best, on(EPOCH, evaluate), runs=({"max_epochs": 9},)),
+    "Checkpoint by iterations": train(save(ITERATION(every=5))),
+    "Checkpoint by epochs": train(save(EPOCH(every=2) | Events.COMPLETED)),
+    "LRScheduler": train(rate(lambda inner: ih.LRScheduler(lrs.StepLR(inner, 5, 0.5)))),
+    "LRScheduler by epochs": train(
+        rate(lambda inner: ih.LRScheduler(lrs.ExponentialLR(inner, 0.5)), Events.EPOCH_STARTED)
     ),
-    "a scheduler of torch": Setting(train(jobs.of_torch)),
-    "PiecewiseLinear": Setting(train(rate(lambda inner: ih.PiecewiseLinear(inner, "lr", [(0, 0.0), (9, 0.1)])))),
-    "warm-up": Setting(
-        train(rate(lambda inner: ih.create_lr_scheduler_with_warmup(lrs.StepLR(inner, 9), 0.0, 5, 0.1)))
-    ),
-    "a cycle of the momentum": Setting(
-        train(rate(lambda inner: ih.LinearCyclicalScheduler(inner, "momentum", 0.5, 0.9, 13)))
-    ),
-    "ReduceLROnPlateau": Setting(train(jobs.plateau, on(EPOCH, evaluate))),
-    "LambdaStateScheduler": Setting(train(jobs.parameter, save(ITERATION(every=9)))),
-    "filters of events": Setting(train(jobs.filters)),
-    "EMAHandler": Setting(train(jobs.average)),
-    "ProgressBar": Setting(train(jobs.progress)),
-    "EpochOutputStore": Setting(train(jobs.store, **pairs)),
-    "common handlers": Setting(train(jobs.common)),
-    "TerminateOnNan": Setting(train(rate(lambda _: ih.TerminateOnNan(), ITERATION), optimizer=partial(SGD, lr=1e200))),
-    "max_iters": Setting(train(runs=({"max_iters": 20},))),
-    "two runs": Setting(train(runs=({"max_epochs": 2}, {"max_epochs": 4}))),
-    "terminate": Setting(train(end("terminate"))),
-    "interrupt and run": Setting(train(end("interrupt"), runs=twice)),
+    "a scheduler of torch": train(jobs.of_torch),
+    "PiecewiseLinear": train(rate(lambda inner: ih.PiecewiseLinear(inner, "lr", [(0, 0.0), (9, 0.1)]))),
+    "warm-up": train(rate(lambda inner: ih.create_lr_scheduler_with_warmup(lrs.StepLR(inner, 9), 0.0, 5, 0.1))),
+    "a cycle of the momentum": train(rate(lambda inner: ih.LinearCyclicalScheduler(inner, "momentum", 0.5, 0.9, 13))),
+    "ReduceLROnPlateau": train(jobs.plateau, on(EPOCH, evaluate)),
+    "LambdaStateScheduler": train(jobs.parameter, save(ITERATION(every=9))),
+    "filters of events": train(jobs.filters),
+    "EMAHandler": train(jobs.average),
+    "ProgressBar": train(jobs.progress),
+    "EpochOutputStore": train(jobs.store, **pairs),
+    "common handlers": train(jobs.common),
+    "TerminateOnNan": train(rate(lambda _: ih.TerminateOnNan(), ITERATION), optimizer=partial(SGD, lr=1e200)),
+    "max_iters": train(runs=({"max_iters": 20},)),
+    "two runs": train(runs=({"max_epochs": 2}, {"max_epochs": 4})),
+    "terminate": train(end("terminate")),
+    "interrupt and run": train(end("interrupt"), runs=twice),
     "terminate and run": later(end("terminate"), runs=twice),
     "terminate_epoch": later(end("terminate_epoch")),
     "a hidden exception": later(jobs.failing),
-    "resume after an epoch": Setting(train(save(EPOCH), again="*_26.pt")),
+    "resume after an epoch": train(save(EPOCH), again="*_26.pt"),
     "resume in an epoch": later(save(ITERATION(every=5)), again="*_20.pt"),
-    "drop_last and workers": Setting(train(data={"drop_last": True, "num_workers": 1})),
-    "a step by hand, clipped": Setting(train(make=jobs.by_hand, clip=True)),
-    "events of the step": Setting(train(make=jobs.by_hand, fire=True), {"logs": STEPS}),
-    "gradients after the step": Setting(
-        train(on(ITERATION, lambda run: run.log(run.model[0].weight.grad is not None))), {"logs": NONE}
+    "drop_last and workers": train(data={"drop_last": True, "num_workers": 1}),
+    "a step by hand, clipped": train(make=jobs.by_hand, clip=True),
+    "events of the step": train(make=jobs.by_hand, fire=True).because(STEPS, "logs"),
+    "gradients after the step": train(on(ITERATION, lambda run: run.log(run.model[0].weight.grad is not None))).because(
+        NONE, "logs"
     ),
-    "FastaiLRFinder": Setting(train(jobs.find), refused=True),
-    "amp_mode": Setting(train(amp_mode="amp", device="cpu"), refused=True),
-    "deterministic": Setting(train(deterministic=True), refused=True),
-    "accumulation": Setting(train(gradient_accumulation_steps=2), refused=True),
-    "epoch_length": Setting(train(runs=({"max_epochs": 2, "epoch_length": 5},)), refused=True),
+    "FastaiLRFinder": train(jobs.find).refuses("AssertionError"),
+    "amp_mode": train(amp_mode="amp", device="cpu").refuses("amp_mode"),
+    "deterministic": train(deterministic=True).refuses("deterministic"),
+    "accumulation": train(gradient_accumulation_steps=2).refuses(
+        "every microbatch of an update must reach optimizer.step()"
+    ),
+    "epoch_length": train(runs=({"max_epochs": 2, "epoch_length": 5},)).refuses("epoch_length"),
 }
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    compare("Ignite", SETTINGS)
+    compare("Ignite", SETTINGS, Reader(("vbs",)))

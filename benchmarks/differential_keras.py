@@ -1,6 +1,4 @@
-"""`fit` of Keras against that of a `VariableBatchModel`, in many settings: see differential_common.
-
-    PYTHONPATH=test python benchmarks/differential_keras.py
+"""Does `fit` of Keras come out the same with a `VariableBatchModel`, setting by setting?
 
 Keras computes in float32, on the torch backend also where a model is in float64: the settings in float64 have layers
 and a loss of their own.
@@ -8,7 +6,6 @@ and a loss of their own.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,10 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import differential_keras_models as jobs
-from differential_common import BATCH, Outcome, Setting, compare, files
+from differential import TRAINED, Reader, Setting, compare
+from helpers import keras_settings as jobs
 from helpers.keras_backend import keras
 from helpers.keras_jobs import Classifier
+from helpers.our_order import BATCH
 from helpers.yardstick import CLASSES, samples
 from variable_batch_size.integrations.keras import VariableBatchModel
 
@@ -39,14 +37,12 @@ def fit(
     make: Callable[[], Any] = jobs.dense, optimizer: Callable[[], Any] = lambda: opt.SGD(0.1, momentum=0.9),
     compiled: Mapping[str, Any] | None = None, data: Callable[[bool], dict[str, Any]] = jobs.arrays,
     callbacks: Callable[[Path], list[Any]] = lambda _: [], fits: Sequence[dict[str, Any]] = ({},),
-    dtype: str = "float32", before: Any = int, after: Any = lambda *_: None, **options: Any,
-) -> Callable[[bool, Path], Outcome]:  # fmt: skip
-    """Return a function that trains a model in a setting; further options are those of `fit`, `fits` those of each."""
+    dtype: str = "float32", before: Any = int, after: Any = lambda *_: None, tolerance: float = SINGLE, **options: Any,
+) -> Setting:  # fmt: skip
+    """Return a setting of a model; further options are those of `fit`, and `fits` those of each call."""
 
-    def train(plain: bool, folder: Path) -> Outcome:
-        folder.mkdir()
+    def train(plain: bool, folder: Path) -> tuple[Any, Any, Any]:
         keras.utils.set_random_seed(1)
-        torch.set_num_threads(1)
         config.set_floatx("float64" if dtype == "float64" else "float32")
         config.set_dtype_policy(dtype)
         before()
@@ -61,21 +57,12 @@ def fit(
             given = {"epochs": 3, "verbose": 0, "shuffle": False, "callbacks": [*own, recorder], **data(plain)}
             given |= {name: value() if callable(value) else value for name, value in {**options, **each}.items()}
             history = model.fit(**given)
-            logs.append([jobs.without(history.history), history.epoch, history.params])
+            logs.append([history.history, history.epoch, history.params])
         found = after(model, folder)
         config.set_max_epochs(None)
-        return Outcome(
-            jobs.tensors(model.variables), [logs, found], recorder.events, files(folder, jobs.OWN, jobs.read)
-        )
+        return jobs.tensors(model.variables), [logs, found], recorder.events
 
-    return train
-
-
-def setting(
-    reason: str = "", *, differs: str = "", refused: bool = False, tolerance: float = SINGLE, **options: Any
-) -> Setting:
-    """Return a setting, whose parts named by `differs` differ for a reason."""
-    return Setting(fit(**options), dict.fromkeys(differs.split(), reason), refused, tolerance)
+    return Setting(train, tolerance=tolerance)
 
 
 double: dict[str, Any] = {
@@ -95,88 +82,84 @@ two = {"a": LOSS, "b": "mse"}
 hot: dict[str, Any] = {"y": np.eye(CLASSES)[Y]}
 valid: dict[str, Any] = {"validation_data": (X[:50], Y[:50]), "validation_batch_size": 32}
 SETTINGS = {
-    "SGD with momentum": setting(),
-    "Nesterov": setting(optimizer=partial(opt.SGD, 0.1, 0.9, nesterov=True)),
-    "mean reduction": setting(compiled={"loss": losses.SparseCategoricalCrossentropy(True, reduction="mean")}),
-    "Adam and metrics": setting(
+    "SGD with momentum": fit(),
+    "Nesterov": fit(optimizer=partial(opt.SGD, 0.1, 0.9, nesterov=True)),
+    "mean reduction": fit(compiled={"loss": losses.SparseCategoricalCrossentropy(True, reduction="mean")}),
+    "Adam and metrics": fit(
         optimizer=partial(opt.Adam, 0.01),
         compiled={"metrics": ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)]},
     ),
-    "AdamW with weight_decay": setting(optimizer=partial(opt.AdamW, 0.01, weight_decay=0.1)),
-    "RMSprop": setting(optimizer=partial(opt.RMSprop, 0.01, momentum=0.5, centered=True)),
+    "AdamW with weight_decay": fit(optimizer=partial(opt.AdamW, 0.01, weight_decay=0.1)),
+    "RMSprop": fit(optimizer=partial(opt.RMSprop, 0.01, momentum=0.5, centered=True)),
     **{
-        name: setting(optimizer=partial(getattr(opt, name), 0.01))
+        name: fit(optimizer=partial(getattr(opt, name), 0.01))
         for name in ("Nadam", "Lion", "Adafactor", "Lamb", "Adagrad", "Ftrl")
     },
-    "clipnorm": setting(optimizer=partial(opt.SGD, 0.1, 0.9, clipnorm=0.1)),
-    "clipvalue": setting(optimizer=partial(opt.SGD, 0.1, 0.9, clipvalue=0.01)),
-    "global_clipnorm": setting(optimizer=partial(opt.Adam, 0.01, global_clipnorm=0.1)),
-    "use_ema": setting(optimizer=partial(opt.SGD, 0.1, 0.9, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=7)),
-    "SwapEMAWeights": setting(
+    "clipnorm": fit(optimizer=partial(opt.SGD, 0.1, 0.9, clipnorm=0.1)),
+    "clipvalue": fit(optimizer=partial(opt.SGD, 0.1, 0.9, clipvalue=0.01)),
+    "global_clipnorm": fit(optimizer=partial(opt.Adam, 0.01, global_clipnorm=0.1)),
+    "use_ema": fit(optimizer=partial(opt.SGD, 0.1, 0.9, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=7)),
+    "SwapEMAWeights": fit(
         optimizer=partial(opt.SGD, 0.1, use_ema=True), callbacks=jobs.one(cb.SwapEMAWeights, True), **valid
     ),
-    "CosineDecay": setting(
+    "CosineDecay": fit(
         optimizer=lambda: opt.SGD(opt.schedules.CosineDecay(0.0, 39, warmup_target=0.2, warmup_steps=5))
     ),
-    "ExponentialDecay": setting(optimizer=lambda: opt.Adam(opt.schedules.ExponentialDecay(0.05, 5, 0.8, True))),
-    "float64": setting(**double),
-    "float64, AdamW": setting(**double, optimizer=partial(opt.AdamW, 0.01)),
-    "sample_weight and weighted_metrics": setting(sample_weight=W, compiled={"weighted_metrics": ["accuracy"]}),
-    "two inputs, outputs and losses": setting(
+    "ExponentialDecay": fit(optimizer=lambda: opt.Adam(opt.schedules.ExponentialDecay(0.05, 5, 0.8, True))),
+    "float64": fit(**double),
+    "float64, AdamW": fit(**double, optimizer=partial(opt.AdamW, 0.01)),
+    "sample_weight and weighted_metrics": fit(sample_weight=W, compiled={"weighted_metrics": ["accuracy"]}),
+    "two inputs, outputs and losses": fit(
         **heads,
         compiled={"loss": two, "loss_weights": {"a": 1.0, "b": 0.3}, "metrics": {"a": ["accuracy"], "b": ["mae"]}},
     ),
-    "weights of two outputs": setting(**heads, sample_weight={"a": W, "b": W}, compiled={"loss": two, "metrics": None}),
-    "mse": setting(**hot, compiled={"loss": "mse", "metrics": ["mae", keras.metrics.RootMeanSquaredError()]}),
-    "label smoothing and AUC": setting(
+    "weights of two outputs": fit(**heads, sample_weight={"a": W, "b": W}, compiled={"loss": two, "metrics": None}),
+    "mse": fit(**hot, compiled={"loss": "mse", "metrics": ["mae", keras.metrics.RootMeanSquaredError()]}),
+    "label smoothing and AUC": fit(
         **hot, compiled={"loss": losses.BinaryCrossentropy(True, 0.1), "metrics": [keras.metrics.AUC(from_logits=True)]}
     ),
-    "validation_data": setting(**valid),
-    "validation_data without a batch size": setting(SIZES, differs="events", validation_data=(X[:50], Y[:50])),
-    "validation_split": setting(validation_split=0.2, validation_batch_size=9, sample_weight=W),
-    "validation_steps": setting(validation_steps=1, **valid),
-    "validation_freq": setting(validation_freq=[1, 3], **valid),
-    "validation of a DataLoader": setting(validation_data=jobs.loader(True)["x"], data=jobs.loader),
-    "validation of a generator": setting(ANEW, differs="logs events", validation_data=jobs.stream, validation_steps=2),
-    "initial_epoch": setting(initial_epoch=1, epochs=4),
-    "fit twice": setting(fits=({}, {"initial_epoch": 3, "epochs": 5})),
-    "fit twice from epoch 0": setting(fits=({"epochs": 2}, {"epochs": 2})),
-    "set_max_epochs": setting(LIMIT, differs="weights logs events", before=partial(config.set_max_epochs, 2)),
-    "EarlyStopping": setting(
-        callbacks=jobs.one(cb.EarlyStopping, "val_loss", 9.0, 1, restore_best_weights=True), **valid
-    ),
-    "ReduceLROnPlateau": setting(callbacks=jobs.one(cb.ReduceLROnPlateau, "loss", 0.5, 1, min_delta=9.0), epochs=5),
-    "LearningRateScheduler": setting(callbacks=jobs.one(cb.LearningRateScheduler, lambda epoch, rate: rate * 0.5)),
-    "rates by the batch": setting(callbacks=jobs.one(jobs.Rates)),
-    "evaluations in an epoch": setting(callbacks=jobs.one(jobs.Evaluating)),
-    "CSVLogger": setting(callbacks=lambda folder: [cb.CSVLogger(folder / "log.csv")], **valid),
-    "ModelCheckpoint by epochs": setting(callbacks=jobs.saver("{epoch}-{loss:.2f}.keras")),
-    "ModelCheckpoint by batches": setting(callbacks=jobs.saver("{epoch}-{batch}.keras", save_freq=5)),
-    "ModelCheckpoint of the best": setting(
+    "validation_data": fit(**valid),
+    "validation_data without a batch size": fit(validation_data=(X[:50], Y[:50])).because(SIZES, "events"),
+    "validation_split": fit(validation_split=0.2, validation_batch_size=9, sample_weight=W),
+    "validation_steps": fit(validation_steps=1, **valid),
+    "validation_freq": fit(validation_freq=[1, 3], **valid),
+    "validation of a DataLoader": fit(validation_data=jobs.loader(True)["x"], data=jobs.loader),
+    "validation of a generator": fit(validation_data=jobs.stream, validation_steps=2).because(ANEW, "logs", "events"),
+    "initial_epoch": fit(initial_epoch=1, epochs=4),
+    "fit twice": fit(fits=({}, {"initial_epoch": 3, "epochs": 5})),
+    "fit twice from epoch 0": fit(fits=({"epochs": 2}, {"epochs": 2})),
+    "set_max_epochs": fit(before=partial(config.set_max_epochs, 2)).because(LIMIT, *TRAINED, "warnings"),
+    "EarlyStopping": fit(callbacks=jobs.one(cb.EarlyStopping, "val_loss", 9.0, 1, restore_best_weights=True), **valid),
+    "ReduceLROnPlateau": fit(callbacks=jobs.one(cb.ReduceLROnPlateau, "loss", 0.5, 1, min_delta=9.0), epochs=5),
+    "LearningRateScheduler": fit(callbacks=jobs.one(cb.LearningRateScheduler, lambda epoch, rate: rate * 0.5)),
+    "rates by the batch": fit(callbacks=jobs.one(jobs.Rates)),
+    "evaluations in an epoch": fit(callbacks=jobs.one(jobs.Evaluating)),
+    "CSVLogger": fit(callbacks=lambda folder: [cb.CSVLogger(folder / "log.csv")], **valid),
+    "ModelCheckpoint by epochs": fit(callbacks=jobs.saver("{epoch}-{loss:.2f}.keras")),
+    "ModelCheckpoint by batches": fit(callbacks=jobs.saver("{epoch}-{batch}.keras", save_freq=5)),
+    "ModelCheckpoint of the best": fit(
         callbacks=jobs.saver("{epoch}.weights.h5", monitor="accuracy", save_best_only=True, save_weights_only=True)
     ),
-    "TerminateOnNaN": setting(
+    "TerminateOnNaN": fit(
         x=np.where(np.arange(len(X))[:, None] == 40, np.nan, X), callbacks=jobs.one(cb.TerminateOnNaN)
     ),
-    "run_eagerly": setting(compiled={"run_eagerly": True}),
-    "a DataLoader": setting(data=jobs.loader),
-    "a DataLoader with weights": setting(data=lambda plain: jobs.loader(plain, X, Y, W)),
-    "a DataLoader with drop_last, workers": setting(data=partial(jobs.loader, drop_last=True, num_workers=1)),
-    "torch tensors": setting(data=lambda plain: jobs.arrays(plain, torch.as_tensor(X), torch.as_tensor(Y))),
-    "losses and metrics of the model": setting(make=jobs.Own),
-    "no targets": setting(make=jobs.Own, y=None, compiled={"loss": None, "metrics": None}),
-    "regularizers": setting(make=partial(jobs.dense, kernel_regularizer="l2", bias_regularizer="l1")),
-    "a frozen layer": setting(make=partial(jobs.dense, trainable=False)),
-    "a layer of torch": setting(make=lambda: jobs.dense(layers.TorchModuleWrapper(torch.nn.Linear(16, 7)))),
-    "LayerNormalization, no metrics": setting(
+    "run_eagerly": fit(compiled={"run_eagerly": True}),
+    "a DataLoader": fit(data=jobs.loader),
+    "a DataLoader with weights": fit(data=lambda plain: jobs.loader(plain, X, Y, W)),
+    "a DataLoader with drop_last, workers": fit(data=partial(jobs.loader, drop_last=True, num_workers=1)),
+    "torch tensors": fit(data=lambda plain: jobs.arrays(plain, torch.as_tensor(X), torch.as_tensor(Y))),
+    "losses and metrics of the model": fit(make=jobs.Own),
+    "no targets": fit(make=jobs.Own, y=None, compiled={"loss": None, "metrics": None}),
+    "regularizers": fit(make=partial(jobs.dense, kernel_regularizer="l2", bias_regularizer="l1")),
+    "a frozen layer": fit(make=partial(jobs.dense, trainable=False)),
+    "a layer of torch": fit(make=lambda: jobs.dense(layers.TorchModuleWrapper(torch.nn.Linear(16, 7)))),
+    "LayerNormalization, no metrics": fit(
         make=lambda: jobs.dense(layers.LayerNormalization()), compiled={"metrics": None}
     ),
-    "BatchNormalization": setting(
-        NORMALIZES, differs="weights logs events", make=lambda: jobs.dense(layers.BatchNormalization())
-    ),
-    "Dropout": setting(DRAWS, differs="weights logs events", make=lambda: jobs.dense(layers.Dropout(0.5, seed=1))),
-    "masked LSTM": setting(make=lambda: jobs.tokens(layers.LSTM(5), layers.Dense(CLASSES), mask_zero=True), x=TOKENS),
-    "sequences": setting(
+    "BatchNormalization": fit(make=lambda: jobs.dense(layers.BatchNormalization())).because(NORMALIZES, *TRAINED),
+    "Dropout": fit(make=lambda: jobs.dense(layers.Dropout(0.5, seed=1))).because(DRAWS, *TRAINED),
+    "masked LSTM": fit(make=lambda: jobs.tokens(layers.LSTM(5), layers.Dense(CLASSES), mask_zero=True), x=TOKENS),
+    "sequences": fit(
         make=lambda: jobs.tokens(
             layers.Conv1D(6, 3, padding="same"), layers.GRU(5, return_sequences=True), layers.Dense(7)
         ),
@@ -184,23 +167,30 @@ SETTINGS = {
         y=TOKENS,
         sample_weight=(TOKENS > 2).astype("float32"),
     ),
-    "uint8": setting(make=jobs.images, x=TOKENS.astype("uint8")),
-    "mixed_bfloat16": setting(dtype="mixed_bfloat16", tolerance=3e-2),
-    "evaluate, predict, save": setting(after=jobs.evaluate),
-    "class_weight": setting(class_weight=dict.fromkeys(range(CLASSES), 2.0), refused=True),
-    "steps_per_epoch": setting(steps_per_epoch=5, refused=True),
-    "BackupAndRestore": setting(callbacks=lambda folder: [cb.BackupAndRestore(folder / "backup")], refused=True),
-    "a sum of losses": setting(
-        compiled={"loss": losses.SparseCategoricalCrossentropy(True, reduction="sum")}, refused=True
+    "uint8": fit(make=jobs.images, x=TOKENS.astype("uint8")),
+    "mixed_bfloat16": fit(dtype="mixed_bfloat16", tolerance=3e-2),
+    "evaluate, predict, save": fit(after=jobs.evaluate),
+    "class_weight": fit(class_weight=dict.fromkeys(range(CLASSES), 2.0)).refuses("['class_weight']"),
+    "steps_per_epoch": fit(steps_per_epoch=5).refuses("['steps_per_epoch']"),
+    "BackupAndRestore": fit(callbacks=lambda folder: [cb.BackupAndRestore(folder / "backup")]).refuses(
+        "['BackupAndRestore']"
     ),
-    "accumulation": setting(optimizer=partial(opt.SGD, 0.1, gradient_accumulation_steps=2), refused=True),
-    "mixed_float16": setting(dtype="mixed_float16", refused=True),
-    "a generator": setting(data=lambda plain: {"x": (jobs.Rows()[index] for index in range(3))}, refused=True),
-    "a PyDataset": setting(data=lambda plain: {"x": jobs.Rows()}, refused=True),
-    "train_step": setting(make=lambda: jobs.Trained([*jobs.dense().layers]), refused=True),
-    "fewer samples than a batch": setting(x=X[:10], y=Y[:10], refused=True),
+    "a sum of losses": fit(compiled={"loss": losses.SparseCategoricalCrossentropy(True, reduction="sum")}).refuses(
+        "the reduction of a loss must be a mean"
+    ),
+    "accumulation": fit(optimizer=partial(opt.SGD, 0.1, gradient_accumulation_steps=2)).refuses(
+        "gradient_accumulation_steps"
+    ),
+    "mixed_float16": fit(dtype="mixed_float16").refuses("['LossScaleOptimizer']"),
+    "a generator": fit(data=lambda plain: {"x": (jobs.Rows()[index] for index in range(3))}).refuses(
+        "the data must have an index"
+    ),
+    "a PyDataset": fit(data=lambda plain: {"x": jobs.Rows()}).refuses("the data must have an index"),
+    "train_step": fit(make=lambda: jobs.Trained([*jobs.dense().layers])).refuses(
+        "the model must have the train_step of Keras"
+    ),
+    "fewer samples than a batch": fit(x=X[:10], y=Y[:10]).refuses("at most the dataset's size of 10 samples"),
 }
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    compare("Keras", SETTINGS)
+    compare("Keras", SETTINGS, Reader(("batch_size", "effective_learning_rate", "samples"), jobs.read))

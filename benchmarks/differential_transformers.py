@@ -7,56 +7,35 @@ weights, schedules and states in checkpoints. What docs/trainers/transformers.md
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 from transformers import DataCollatorForTokenClassification, EarlyStoppingCallback
 
-from differential import ROUNDED, TRAINING, Run, Setting, cleaned, compare, files_in
+from differential import EXACT, TRAINED, Reader, Setting, compare
 from helpers import transformers_settings as own
 from helpers.transformers_jobs import Rows, gpt2, sum_in_float64, tokenizer
 from helpers.transformers_settings import Asks, Net
 
-TRAINED = "weights", "logs", "events"
-OURS_ONLY = "batch_size", "samples", "train_batch_size"
 
-
-def run(setting: Setting, variable: bool) -> Run:
-    """Make a run of a setting."""
-    with tempfile.TemporaryDirectory() as name:
-        weights, logs, events = own.train(Path(name), dict(setting.options), variable)
-        return Run(weights, *(cleaned(part, Path(name), OURS_ONLY) for part in (logs, events, files_in(Path(name)))))
-
-
-def args(**options: Any) -> Setting:
-    """Return a setting of training arguments."""
-    return Setting({"args": options})
-
-
-def of(options: dict[str, Any] | None = None, **arguments: Any) -> Setting:
+def of(options: dict[str, Any] | None = None, tolerance: float = EXACT, **arguments: Any) -> Setting:
     """Return a setting of options of `transformers_settings.train`, and of training arguments."""
-    return Setting({**(options or {}), "args": arguments})
-
-
-def close(difference: float, options: dict[str, Any], **arguments: Any) -> Setting:
-    """Return a setting that sums in float32, or less."""
-    return Setting({**options, "args": arguments}, close=difference, close_logs=difference)
+    return Setting(partial(own.train, {**(options or {}), "args": arguments}), tolerance=tolerance)
 
 
 def texts(model: Any, options: dict[str, Any] | None = None, **arguments: Any) -> Setting:
     """Return a setting of a language model; those of transformers compute losses in float32."""
     test = {"test": lambda: own.texts(100, 20)}
-    return close(ROUNDED, {"data": own.texts, **test, "model": model, **(options or {})}, **arguments)
+    return of({"data": own.texts, **test, "model": model, **(options or {})}, ROUNDED, **arguments)
 
 
 def padded(number: str, collator: Any = None, **options: Any) -> Setting:
     """Return a setting with texts that a collator pads."""
     more = {"data_collator": collator or DataCollatorForTokenClassification(tokenizer())}
     data = {"data": own.unpadded, "test": own.unpadded, **options}
-    return close(1e-4, {**data, "model": own.bert, "more": more}, include_num_input_tokens_seen=number)
+    return of({**data, "model": own.bert, "more": more}, 1e-4, include_num_input_tokens_seen=number)
 
 
 def calls(*callbacks: Any) -> dict[str, Any]:
@@ -64,6 +43,7 @@ def calls(*callbacks: Any) -> dict[str, Any]:
     return {"more": {"callbacks": list(callbacks)}}
 
 
+ROUNDED = 2e-5  # of sums in float32
 STEPS = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
 EPOCHS = {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy"}
@@ -82,23 +62,23 @@ WITHOUT_FIRST = {"data": lambda: own.texts(first_label=False), "test": lambda: o
 T5 = {"kind": hf.Seq2SeqTrainer, "kind_of_args": hf.Seq2SeqTrainingArguments}
 ASKED = Asks(should_log=2, should_evaluate=3, should_save=5, should_training_stop=9)
 SAVES_AND_STOPS = Asks(should_save=7, should_training_stop=7)
-CUT_SHORT = "the length of the loader is the number of updates of the epoch that max_steps cuts short"
+CUT_SHORT = "the loader of the epoch that max_steps cuts short has the length of what is left"
 DRAWS = "random numbers are drawn for each microbatch"
-PADDING = "a microbatch is padded to its own longest text, so that fewer tokens are computed"
+PADDING = "a microbatch is padded to its own longest text, with fewer tokens"
 SETTINGS = {
-    "the defaults, a log each update": args(),
-    "logging_steps 5, logging_first_step, cosine, warmup_steps 4": args(
+    "the defaults, a log each update": of(),
+    "logging_steps 5, logging_first_step, cosine, warmup_steps 4": of(
         logging_steps=5, logging_first_step=True, lr_scheduler_type="cosine", warmup_steps=4
     ),
-    "logging_steps 0.25, constant_with_warmup, warmup_steps 0.2": args(
+    "logging_steps 0.25, constant_with_warmup, warmup_steps 0.2": of(
         logging_steps=0.25, warmup_steps=0.2, lr_scheduler_type="constant_with_warmup"
     ),
-    "logging_strategy no, save_steps 0.3, prediction_loss_only": args(
+    "logging_strategy no, save_steps 0.3, prediction_loss_only": of(
         logging_strategy="no", save_strategy="steps", save_steps=0.3, prediction_loss_only=True, eval_strategy="epoch"
     ),
     "an infinite loss, filtered": of({"model": lambda: Net(infinite=True)}),
     "an infinite loss, logged": of({"model": lambda: Net(infinite=True)}, logging_nan_inf_filter=False),
-    "save_total_limit 2, polynomial": args(**STEPS, save_total_limit=2, lr_scheduler_type="polynomial"),
+    "save_total_limit 2, polynomial": of(**STEPS, save_total_limit=2, lr_scheduler_type="polynomial"),
     "load_best_model_at_end by epochs, compute_metrics": of(METRICS, **EPOCHS, **BEST),
     "save_strategy best, eval_on_start, eval_delay, save_total_limit 1": of(METRICS, **BEST_SAVED),
     "early stopping": of(STOPPING, **STEPS, **BEST),
@@ -108,7 +88,7 @@ SETTINGS = {
     ),
     "resume at the end of an epoch, more epochs": of({"resume": 12, "then": {"num_train_epochs": 4}}, **EPOCHS),
     "resume with ignore_data_skip": of({"resume": 8, "then": {"ignore_data_skip": True}}, **STEPS).because(
-        "a resumed epoch goes on, where Trainer begins it again", *TRAINING
+        "a resumed epoch goes on, where Trainer begins it again"
     ),
     "resume where a callback saved and stopped": of(
         {**calls(Asks(should_save=7, should_training_stop=7)), "resume": 7}
@@ -119,7 +99,7 @@ SETTINGS = {
     "save_only_model, a tracker that writes a file": of(
         calls(own.Writes()), save_strategy="steps", save_steps=5, save_only_model=True
     ),
-    "max_steps 8, inverse_sqrt": args(max_steps=8, lr_scheduler_type="inverse_sqrt", warmup_steps=2).because(
+    "max_steps 8, inverse_sqrt": of(max_steps=8, lr_scheduler_type="inverse_sqrt", warmup_steps=2).because(
         CUT_SHORT, "events"
     ),
     "max_steps 12, dataloader_drop_last": of(
@@ -129,12 +109,12 @@ SETTINGS = {
     "model_init, train() twice, a log that is overridden": of(
         {"model": lambda: None, "more": {"model_init": lambda: Net()}, "twice": True, "kind": own.LogsMore}
     ),
-    "num_train_epochs 1.5, warmup_stable_decay": args(num_train_epochs=1.5, **DECAY),
-    "reduce_lr_on_plateau": args(**STEPS, **PLATEAU),
-    "greedy": args(**STEPS, lr_scheduler_type="greedy"),
-    "cosine_with_min_lr, weight_decay, max_grad_norm 0": args(**MIN_LR, weight_decay=0.1, max_grad_norm=0.0),
-    "sgd, max_grad_norm 0.1": args(optim="sgd", optim_args="momentum=0.9", max_grad_norm=0.1),
-    "adafactor": args(optim="adafactor"),
+    "num_train_epochs 1.5, warmup_stable_decay": of(num_train_epochs=1.5, **DECAY),
+    "reduce_lr_on_plateau": of(**STEPS, **PLATEAU),
+    "greedy": of(**STEPS, lr_scheduler_type="greedy"),
+    "cosine_with_min_lr, weight_decay, max_grad_norm 0": of(**MIN_LR, weight_decay=0.1, max_grad_norm=0.0),
+    "sgd, max_grad_norm 0.1": of(optim="sgd", optim_args="momentum=0.9", max_grad_norm=0.1),
+    "adafactor": of(optim="adafactor"),
     "optimizers of the user, SGD and OneCycleLR": of({"optimizers": own.one_cycle}),
     "two groups of parameters": of({"kind": own.TwoGroups}),
     "frozen parameters": of({"model": own.frozen}),
@@ -143,13 +123,13 @@ SETTINGS = {
         "the loss is no mean over rows, as a warning tells", *TRAINED, "warnings"
     ),
     "a last batch of 10 rows": of({"data": lambda: Rows(90)}, **STEPS).because(
-        "the epoch is the part of the samples that was used, where Trainer counts batches", "logs", "events", "files"
+        "the epoch counts samples, where Trainer counts batches", "logs", "events", "files"
     ),
     "dataloader_drop_last": of({"data": lambda: Rows(90)}, **EPOCHS, dataloader_drop_last=True),
-    "workers, data_seed, remove_unused_columns False": args(**WORKERS, data_seed=3, remove_unused_columns=False),
-    "accelerator_config": args(accelerator_config={"split_batches": True, "even_batches": False}, seed=5),
-    "a datasets.Dataset with a column that is not used": close(ROUNDED, FLOATS),
-    "bf16": close(0.02, FLOATS, bf16=True),
+    "workers, data_seed, remove_unused_columns False": of(**WORKERS, data_seed=3, remove_unused_columns=False),
+    "accelerator_config": of(accelerator_config={"split_batches": True, "even_batches": False}, seed=5),
+    "a datasets.Dataset with a column that is not used": of(FLOATS, ROUNDED),
+    "bf16": of(FLOATS, 0.02, bf16=True),
     "GPT-2, compute_loss_func": texts(gpt2, IN_FLOAT64).because(
         "Trainer counts the first label of each row, which nothing predicts", *TRAINED
     ),
@@ -177,4 +157,4 @@ SETTINGS = {
 }
 
 if __name__ == "__main__":
-    compare("transformers", SETTINGS, run)
+    compare("transformers", SETTINGS, Reader(("batch_size", "samples", "train_batch_size")))

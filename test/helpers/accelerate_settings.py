@@ -66,6 +66,15 @@ class Average:
         self.values = state["values"]
 
 
+def train(options: Mapping[str, Any], plain: bool, folder: Path) -> tuple[Any, Any, Any]:
+    """Run a loop with these options, and return weights, logs and events."""
+    loop = Loop(folder, not plain, **options).run()
+    path = folder / "tracked.jsonl"
+    tracked = [json.loads(line) for line in path.read_text().splitlines()]
+    path.unlink()  # it is of the logs, and not of the files
+    return [model.state_dict() for model in loop.models], [tracked, loop.logs], loop.events
+
+
 def with_all(kind: Callable[..., Optimizer], **options: Any) -> Callable[[Sequence[nn.Module]], Optimizer]:
     """A function that creates an optimizer of all parameters of models."""
     return lambda models: kind([p for model in models for p in model.parameters() if p.requires_grad], **options)
@@ -104,7 +113,6 @@ class Loop:
         order: the order in which objects are prepared.
         step_schedule: when the schedule steps: with "batches", "updates", "epochs", or with a "metric" of them.
         clip: maximum norm, or None; `clip_always`: also before the last microbatch.
-        look: a function that appends what else is compared, at each update.
         stop: the update at which the loop is left: with `resume` for another one, or for the next epoch.
     """
 
@@ -147,7 +155,6 @@ class Loop:
         """Create and prepare all objects."""
         reset()
         torch.manual_seed(0)
-        self.folder.mkdir(exist_ok=True)
         settings = {"cpu": True, "log_with": [Lines(self.folder / "tracked.jsonl")], **self.settings(self.folder)}
         scaler = settings.pop("scaler", None)
         rows, own = ROWS, {}

@@ -1,12 +1,15 @@
-"""Plain loaders of batches for comparison with our microbatches: their sizes, and the order of our samples."""
+"""Loaders for comparing plain batches with our microbatches: their sizes, and the order of our samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+import torch
+from torch.utils.data import DataLoader, Sampler
 
+from helpers.yardstick import Samples
 from variable_batch_size.data.shuffle import order
 
 BATCH, ROWS, SAMPLES = 16, 5, 96  # rows of a batch, and at most of a microbatch; an epoch has 6 updates
@@ -28,3 +31,13 @@ class Shuffled(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         whole = np.arange(self.number)
         return iter(order(self.number, self.seed, self.epoch, self.shuffle)(whole).tolist())
+
+
+def loader(plain: bool, data: Any = None, kind: Callable[..., Any] = DataLoader, **options: Any) -> Any:
+    """A loader of batches, or of our microbatches; not shuffled."""
+    return kind(Samples() if data is None else data, **{"batch_size": BATCH if plain else ROWS, **options})
+
+
+def named(rows: Any) -> dict[str, torch.Tensor]:
+    """Collate a batch that is a dict."""
+    return {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}

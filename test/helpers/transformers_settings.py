@@ -201,37 +201,36 @@ def columns() -> Any:
     return datasets.Dataset.from_dict({**parts, "comment": ["none"] * SAMPLES})
 
 
-def train(folder: Path, options: dict[str, Any], variable: bool) -> tuple[Tensor, Any, Any]:
+def train(options: Mapping[str, Any], plain: bool, folder: Path) -> tuple[Tensor, Any, Any]:
     """Train, and return weights, the state with its logs, and the events.
 
     Args:
-        folder: where it writes.
         options: `model`, `data` and `test` create the model and the datasets; `args` are training arguments, and `more`
             further ones of the class `kind`; `optimizers` is a function of the model. With `resume`, the training is
             resumed from the checkpoint of that step, with `then` as further training arguments.
-        variable: whether it is our trainer, with microbatches; otherwise a plain one, with batches.
+        plain: whether it is a plain trainer, with batches; otherwise ours, with microbatches.
+        folder: where it writes.
     """
     events: list[Any] = []
-    again = options.pop("resume", None)
-    trainer = create(folder / "run", options, events, variable)
+    trainer = create(folder / "run", options, events, plain)
     result = trainer.train()
     if "twice" in options:
         result = trainer.train()
-    if again is not None:
-        options |= {"args": options.get("args", {}) | options.pop("then", {})}
-        trainer = create(folder / "again", options, events, variable)
-        result = trainer.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{again}"))
+    if "resume" in options:
+        options = {**options, "args": options["args"] | options.get("then", {})}
+        trainer = create(folder / "again", options, events, plain)
+        result = trainer.train(resume_from_checkpoint=str(folder / "run" / f"checkpoint-{options['resume']}"))
     logs = [dataclasses.asdict(trainer.state), list(result)]
     weights = torch.cat([value.detach().flatten() for value in trainer.model.state_dict().values()])
     return weights, logs, events
 
 
-def create(folder: Path, options: Mapping[str, Any], events: list[Any], variable: bool) -> Any:
+def create(folder: Path, options: Mapping[str, Any], events: list[Any], plain: bool) -> Any:
     """Return a trainer with its own model."""
     torch.manual_seed(0)
     model = options.get("model", Net)()
     arguments: dict[str, Any] = {
-        "per_device_train_batch_size": ROWS if variable else BATCH,
+        "per_device_train_batch_size": BATCH if plain else ROWS,
         "learning_rate": 0.02,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -245,9 +244,9 @@ def create(folder: Path, options: Mapping[str, Any], events: list[Any], variable
     if "optimizers" in options:
         more["optimizers"] = options["optimizers"](model)
     more["callbacks"] = [record_events(events), *copy.deepcopy(more.get("callbacks", []))]
-    first, last = (VariableBatchMixin, {"trace": BATCH}) if variable else (InOurOrder, {})
+    first, last = (InOurOrder, {}) if plain else (VariableBatchMixin, {"trace": BATCH})
     kind: Any = type("Compared", (first, options.get("kind", hf.Trainer)), {})
-    args = options.get("kind_of_args", hf.TrainingArguments)(str(folder), **arguments | options.get("args", {}))
+    args = options.get("kind_of_args", hf.TrainingArguments)(str(folder), **arguments | options["args"])
     data = options.get("data", lambda: Rows(SAMPLES))()
     trainer = kind(model, args, train_dataset=data, eval_dataset=options.get("test", Rows)(), **more, **last)
     trainer.remove_callback(hf.PrinterCallback)

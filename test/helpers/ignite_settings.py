@@ -1,4 +1,4 @@
-"""Trainers and handlers of Ignite for differential_ignite.py."""
+"""Trainers and handlers of Ignite for comparing a plain training with ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader
 
-from differential_common import BATCH, ROWS
+from helpers.our_order import BATCH, loader
 from helpers.yardstick import Samples, network
 from variable_batch_size.integrations.ignite import VariableBatchEngine, create_supervised_trainer, variable_batch
 
@@ -35,7 +35,7 @@ class Run:
         torch.manual_seed(1)
         self.plain, self.folder = plain, folder
         self.model = network()
-        self.loader = DataLoader(Samples(), **{"batch_size": BATCH if plain else ROWS, **data})
+        self.loader = loader(plain, **data)
         self.validation = DataLoader(Samples(), 50)
         self.inner = optimizer(self.model.parameters())
         self.logs: list[Any] = []
@@ -49,11 +49,9 @@ class Run:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What is saved."""
         return {"model": self.model, "optimizer": self.inner, "trainer": self.trainer}
 
     def note(self, event: Any, *_: Any, **__: Any) -> None:
-        """Record an event, with the state of the trainer."""
         state = self.trainer.state
         batch = [state.batch] if self.plain else state.batch
         rows = (
@@ -69,12 +67,10 @@ class Run:
         )
 
     def log(self, *values: Any) -> None:
-        """Log values."""
         self.logs.append([self.trainer.state.iteration, self.trainer.state.epoch, *values])
 
 
 def supervised(run: Run, options: dict[str, Any]) -> Engine:
-    """Return the trainer of Ignite's function, or of ours."""
     if run.plain:
         return create_plain(run.model, run.inner, cross_entropy, **options)
     return create_supervised_trainer(run.model, run.inner, cross_entropy, loader=run.loader, trace=BATCH, **options)
@@ -112,22 +108,18 @@ def by_hand(run: Run, options: dict[str, Any]) -> Engine:
 
 
 def on(event: Any, act: Callable[[Run], Any]) -> Callable[[Run], Any]:
-    """Return what adds a handler that calls `act`."""
     return lambda run: run.trainer.add_event_handler(event, lambda: act(run))
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate, and log what is found."""
     run.log(run.evaluator.run(run.validation).metrics)
 
 
 def score(engine: Engine) -> float:
-    """Return the score of an evaluation."""
     return -engine.state.metrics["loss"]
 
 
 def metric(*kinds: Any, **options: Any) -> Callable[[Run], Any]:
-    """Return what attaches metrics."""
 
     def attach(run: Run) -> None:
         for number, kind in enumerate(kinds):
@@ -137,14 +129,12 @@ def metric(*kinds: Any, **options: Any) -> Callable[[Run], Any]:
 
 
 def save(event: Any, **options: Any) -> Callable[[Run], Any]:
-    """Return what saves the parts of a run."""
     return lambda run: run.trainer.add_event_handler(
         event, ih.Checkpoint(run.parts, ih.DiskSaver(run.folder, require_empty=False), n_saved=None, **options)
     )
 
 
 def best(run: Run) -> None:
-    """Keep the best two, and stop early."""
     step = ih.global_step_from_engine(run.trainer)
     saver = ih.Checkpoint({"model": run.model}, ih.DiskSaver(run.folder), "best", score, "loss", 2, step)
     for handler in saver, ih.EarlyStopping(2, score, run.trainer, min_delta=9.0):
@@ -152,71 +142,60 @@ def best(run: Run) -> None:
 
 
 def plateau(run: Run) -> None:
-    """Lower the learning rate after evaluations."""
     handler = ih.ReduceLROnPlateauScheduler(run.inner, "loss", run.trainer, patience=0, threshold=9.0)
     run.evaluator.add_event_handler(Events.COMPLETED, handler)
 
 
 def rate(make: Callable[[Optimizer], Any], event: Any = Events.ITERATION_STARTED) -> Callable[[Run], Any]:
-    """Return what attaches a handler that is made for an optimizer."""
     return lambda run: run.trainer.add_event_handler(event, make(run.inner))
 
 
 def of_torch(run: Run) -> None:
-    """Step a scheduler of torch."""
     scheduler = lrs.CosineAnnealingLR(run.inner, 39)
     run.trainer.add_event_handler(ITERATION, lambda: scheduler.step())
 
 
 def average(run: Run) -> None:
-    """Keep an average of the model."""
     handler = ih.EMAHandler(run.model, 0.1)
     handler.attach(run.trainer, event=ITERATION(every=2))
     run.trainer.add_event_handler(Events.COMPLETED, lambda: run.log(handler.ema_model.state_dict()))
 
 
 def parameter(run: Run) -> None:
-    """Keep a parameter in the state, which is saved."""
     ih.LambdaStateScheduler(lambda step: step * 2, "alpha").attach(run.trainer, ITERATION)
     run.trainer.add_event_handler(ITERATION, lambda: run.log(run.trainer.state.alpha))
     run.trainer.state_dict_user_keys.append("alpha")
 
 
 def progress(run: Run) -> None:
-    """Show a progress bar."""
     bar = ih.ProgressBar(persist=True, file=io.StringIO())
     bar.attach(run.trainer, output_transform=lambda loss: {"loss": loss})
     run.trainer.add_event_handler(ITERATION, lambda: run.log(bar.pbar and [bar.pbar.n, bar.pbar.total]))
 
 
 def store(run: Run) -> None:
-    """Keep the outputs of an epoch."""
     handler = ih.EpochOutputStore()
     handler.attach(run.trainer, "outputs")
     run.trainer.add_event_handler(EPOCH, lambda: run.log(handler.data))
 
 
 def common(run: Run) -> None:
-    """Attach the handlers of Ignite's function for that."""
     own = {"save_every_iters": 10, "output_path": run.folder, "lr_scheduler": lrs.StepLR(run.inner, 5), "n_saved": 9}
     setup_common_training_handlers(run.trainer, to_save=run.parts, output_names=["loss"], with_pbars=False, **own)
 
 
 def filters(run: Run) -> None:
-    """Log at filtered events."""
     some = ITERATION(once=7), ITERATION(before=5), ITERATION(after=30), ITERATION(event_filter=lambda _, n: n % 7 == 0)
     for number, event in enumerate((*some, EPOCH(once=2), Events.GET_BATCH_STARTED(every=6), Events.STARTED)):
         on(event, lambda run, number=number: run.log(number))(run)  # type: ignore[misc]
 
 
 def failing(run: Run) -> None:
-    """Raise in a handler, and hide it in another."""
     run.trainer.add_event_handler(ITERATION(once=20), lambda: {}["key"])
     run.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: run.log(type(error).__name__))
 
 
 def find(run: Run) -> None:
-    """Find a learning rate."""
     finder = ih.FastaiLRFinder()
     with finder.attach(run.trainer, {"model": run.model, "optimizer": run.inner}, num_iter=8, end_lr=1.0) as trainer:
         trainer.run(run.loader)
@@ -227,8 +206,3 @@ class Found(NamedTuple):
 
     loss: float
     y_pred: torch.Tensor
-
-
-def named(rows: Any) -> Any:
-    """Return a batch that is a dict."""
-    return {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}

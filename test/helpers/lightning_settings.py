@@ -1,4 +1,4 @@
-"""Modules of Lightning, and what records their hooks, for differential_lightning.py."""
+"""Modules of Lightning, and what records their hooks, for comparing a plain training with ours."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as lrs
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from differential_common import BATCH, ROWS
+from helpers.our_order import loader
 from helpers.yardstick import CLASSES, Samples, network
 
 REPEATED = "on_before_zero_grad", "on_before_backward", "on_after_backward"  # run for each microbatch
@@ -31,7 +31,6 @@ class Classifier(pl.LightningModule):
         self.events: list[Any] = []
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of a batch of any kind."""
         x, target = batch.values() if isinstance(batch, dict) else batch
         self.output, self.target = self.net(x.to(self.net[0].weight.dtype)), target
         return nn.functional.cross_entropy(self.output.double(), target)
@@ -43,7 +42,6 @@ class Classifier(pl.LightningModule):
         return loss if returned is None else returned or None
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the loss and the accuracy."""
         self.log("val_loss", self.loss(batch), prog_bar=True)
         self.accuracy(self.output, self.target)
         self.log("val_accuracy", self.accuracy)
@@ -51,7 +49,6 @@ class Classifier(pl.LightningModule):
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, with schedules."""
         optimizer = self.optimizer(self)
         return optimizer if self.rates is None else ([optimizer], self.rates(optimizer))
 
@@ -63,27 +60,18 @@ ADAMW: Any = lambda module: optim.AdamW(  # noqa: E731
 
 
 def logs(**options: Any) -> Callable[[Any, Tensor], None]:
-    """Return a step that logs the loss with options of `self.log`."""
     return lambda module, loss: module.log("loss", loss, **options)
 
 
 def logged(found: Any) -> dict[str, Any]:
-    """Return metrics without ours."""
-    return {name: float(value) for name, value in found.items() if not name.startswith("vbs/")}
+    return {name: float(value) for name, value in found.items()}
 
 
 def rates(
     kind: Any, interval: str = "step", *, of: Any = None, frequency: int = 1, monitor: Any = None, **how: Any
 ) -> Any:
-    """Return a module with a schedule."""
     options = {"interval": interval, "frequency": frequency, **({"monitor": monitor} if monitor else {})}
     return partial(of or Classifier, rates=lambda optimizer: [{"scheduler": kind(optimizer, **how), **options}])
-
-
-def loader(plain: bool, **options: Any) -> Any:
-    """Return the training's loader."""
-    kind: Any = options.pop("kind", DataLoader)
-    return kind(Samples(), **{"batch_size": BATCH if plain else ROWS, **options})
 
 
 class NoValidation(Classifier):
@@ -108,16 +96,13 @@ class Hooks(Classifier):
         scheduler.step()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Log the norm of the gradient."""
         self.log("norm", nn.utils.get_total_norm(p.grad for p in self.net.parameters() if p.grad is not None))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what is known of the update, and end the training."""
         self.log_dict({"rows": float(len(batch[0])), "end_loss": outputs["loss"]}, on_step=True, on_epoch=True)
         self.trainer.should_stop |= self.trainer.global_step == 30
 
     def on_train_epoch_end(self) -> None:
-        """Log a value of the epoch."""
         self.log("epoch_end", float(self.current_epoch))
 
 
@@ -125,7 +110,6 @@ class Scaled(Classifier):
     """A module that scales its data."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Scale the data."""
         return [batch[0] * 2, batch[1]]
 
 
@@ -133,20 +117,16 @@ class Logging(Classifier):
     """A module that logs in other hooks than `training_step`."""
 
     def on_train_epoch_start(self) -> None:
-        """Log a constant."""
         self.log("epoch_start", 1.0)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Log by both ways."""
         self.log("batch_idx", float(batch_idx), on_step=True, on_epoch=True)
         self.logger.log_metrics({"rows": float(len(batch[0]))}, self.global_step)  # type: ignore[union-attr]
 
     def on_after_backward(self) -> None:
-        """Log what is the same for each microbatch."""
         self.log("step", float(self.global_step), on_step=True, on_epoch=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Log what was logged before."""
         self.log("last", self.trainer.callback_metrics.get("loss", 0.0))
 
 
@@ -159,7 +139,6 @@ class Manual(Classifier):
         self.head = nn.Linear(6, CLASSES, dtype=torch.float64)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Run both backwards before both steps."""
         losses = self.loss(batch), nn.functional.cross_entropy(self.head(batch[0]), batch[1])
         for loss, optimizer in zip(losses, self.optimizers(), strict=True):
             optimizer.zero_grad()
@@ -170,7 +149,6 @@ class Manual(Classifier):
         self.log_dict({"one": losses[0], "two": losses[1]}, prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        """Return both, with schedules."""
         both = [optim.SGD(self.net.parameters(), 0.1, 0.9), optim.AdamW(self.head.parameters(), 0.01)]
         return both, [lrs.StepLR(one, 5, 0.5) for one in both]
 
@@ -202,7 +180,6 @@ class Stream(IterableDataset[Any]):
 
 
 def metrics(module: Any, loss: Tensor, **options: Any) -> None:
-    """Log torchmetrics objects."""
     output, target = module.output.detach(), module.target
     module.several.update(output, target)
     module.mean(loss.detach().float(), weight=len(target))
@@ -210,18 +187,11 @@ def metrics(module: Any, loss: Tensor, **options: Any) -> None:
     module.log("mean", module.mean, **{"on_step": False, "on_epoch": True, **options})
 
 
-def named(rows: Any) -> Any:
-    """Return a batch that is a dict."""
-    return {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}
-
-
 def gradients(trainer: Any, module: Any, *_: Any) -> None:
-    """Log whether there are gradients."""
     module.log("gradients", float(module.net[0].weight.grad is not None))
 
 
 def evaluate(trainer: Any, module: Any) -> Any:
-    """Return what evaluations after the training find."""
     data = loader(True, batch_size=40)
     return [trainer.validate(module, data, verbose=False), trainer.test(module, data, verbose=False)]
 
@@ -234,7 +204,6 @@ class Recorder(pl.Callback):
         self.once: set[Any] = set()
 
     def note(self, name: str, trainer: Any, module: Any, *rest: Any, **named: Any) -> None:
-        """Record a hook."""
         loop, length = trainer.fit_loop, trainer.num_training_batches if "train_" in name else 0  # ours is known before
         event = name, trainer.global_step, trainer.current_epoch, loop.batch_idx, length, module.training
         if name == "on_train_batch_start":
