@@ -16,9 +16,10 @@ import pandas as pd
 import pytest
 
 from helpers.evaluations import EFFECTS, records
+from helpers.pages import ROOT
 from variable_batch_size._validation import FloatArray
-from variable_batch_size.evaluation import Analysis, write_report
-from variable_batch_size.evaluation.figures import FORMATS, _mark_outside, draw_batch_sizes, look
+from variable_batch_size.evaluation import Analysis, read_records, write_report
+from variable_batch_size.evaluation.figures import FORMATS, _mark_outside, draw_batch_sizes, draw_regret, look
 from variable_batch_size.evaluation.report import render
 from variable_batch_size.evaluation.wording import interval
 
@@ -262,3 +263,26 @@ def test_each_number_at_the_end_has_an_interval() -> None:
     for name in ("accuracy", "updates", "progress", "samples", "seconds"):
         assert (facts[f"end_{name}_low"] <= facts[f"end_{name}"]).all()
         assert (facts[f"end_{name}"] <= facts[f"end_{name}_high"]).all()
+
+
+def test_a_regret_stands_beside_the_failures_at_its_own_learning_rate() -> None:
+    """In the records of benchmarks/ rules fail at the reference's learning rate that do not at their own one."""
+    from matplotlib.figure import Figure
+
+    analysis = Analysis(read_records(ROOT / "benchmarks" / "evaluation_large.csv.gz"))
+    axes = Figure().subplots()
+    draw_regret(axes, analysis, "fashion-cnn", across=True)
+    shown = iter([text.get_text() for text in axes.texts])
+    apart = 0
+    for trace in analysis.traces("fashion-cnn"):
+        facts = analysis.facts("fashion-cnn", trace)
+        for rule in analysis.rules:
+            text, rows = next(shown), analysis.cells("fashion-cnn", trace)
+            rows = rows[(rows["rule"] == rule) & (rows["lr_factor"] == 1) & (rows["seed"] < 1000)]  # those that judge
+            failed = re.search(r"(\d) of (\d) failed", text)
+            assert (failed.groups() if failed else ("0", None)) == (
+                str(rows["failed"].sum()),
+                str(len(rows)) if failed else None,
+            )
+            apart += rule in facts.index and rows["failed"].mean() != facts.loc[rule, "failed"]
+    assert apart > 0

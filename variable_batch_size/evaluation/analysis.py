@@ -196,7 +196,8 @@ class Analysis:
         Each fact has columns `fact`, `fact_low` and `fact_high`, and `fact_n`, from how many seeds it is: the final
         `value` of the metric, and `value_t` by Student's t; the paired `difference` to the baseline; the rate of those
         that `failed`, `short` of which did not reach their end; `untuned`, the value at the learning rate of the
-        reference, and its `regret`, by how much it is worse than the best that was tried for that trace; each
+        reference, the rate of those that `untuned_failed` there, and the `regret` of the others, by how much that value
+        is worse than the best that was tried for that trace; each
         `target_...` with `reached` of `target_n`. Without an interval its bounds are nan.
         `factor` is the own one, `edge` whether it is at the edge of those that were tried, and `difference_decided`
         whether one of the `claims` is about the rule and the baseline.
@@ -338,8 +339,9 @@ class Analysis:
     def _untuned(self, task: str, trace: str, rule: str) -> dict[str, Any]:
         """Return the value of a rule at the learning rate of the reference, and its regret."""
         cells, sign = self.untuned, 1.0 if self.lower else -1.0
-        cells = cells[(cells["task"] == task) & (cells["trace"] == trace) & (cells["rule"] == rule) & ~cells["failed"]]
-        own, grid = _by_seed(cells, self.metric), self.grid(task, trace)
+        cells = cells[(cells["task"] == task) & (cells["trace"] == trace) & (cells["rule"] == rule)]
+        failed = _flat("untuned_failed", rate_interval(int(cells["failed"].sum()), len(cells)))
+        own, grid = _by_seed(cells[~cells["failed"]], self.metric), self.grid(task, trace)
         values, judged = _floats(own), self._own(task, trace)
         regret = _NONE
         if len(grid) and tuning.is_apart(self.cells(task, trace)):
@@ -353,7 +355,8 @@ class Analysis:
             whole = grid.dropna(axis=1)  # a seed that has only begun says nothing of tuning
             grid = whole if whole.shape[1] else grid.dropna()
             regret = regret_interval(sign * _floats(own[grid.columns]), sign * _floats(grid)) if grid.size else _NONE
-        return _flat("untuned", mean_interval(values, **possible(self.metric, values))) | _flat("regret", regret)
+        untuned = _flat("untuned", mean_interval(values, **possible(self.metric, values)))
+        return untuned | failed | _flat("regret", regret)
 
 
 _NONE = Interval(np.nan, np.nan, np.nan, 0)

@@ -89,7 +89,7 @@ def paper(analysis: Analysis, task: str) -> dict[str, bytes]:
             draw_lr(lr, rows, looks)
             _draw_curves(curve, rows, analysis.metric, "samples", looks)
             limits.append(curve.get_ylim())
-            batch.set(title="\n".join(textwrap.wrap(short_trace(trace, 48), 26)), xlabel="")
+            batch.set(title=wrapped_trace(trace), xlabel="")
             lr.set(xlabel="")
         panels[2, 0].set_ylim(min(low for low, _ in limits), max(high for _, high in limits))  # of all traces
         for axes in panels[2]:
@@ -206,7 +206,7 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
         color = ("white" if strong else "black") if np.isfinite(fact["regret"]) else axes.xaxis.label.get_color()
         x, y = (rule, trace) if across else (trace, rule)
         axes.text(x + 0.5, y + 0.5, _regret_text(fact, digits), ha="center", va="center", fontsize=8, color=color)
-    named = [short_trace(trace, 28) for trace in traces]
+    named = [wrapped_trace(trace) for trace in traces]
     columns, lines = (rules, named) if across else (named, rules)
     tilted: dict[str, Any] = (
         {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if max(map(len, columns)) > 6 else {}
@@ -220,9 +220,9 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
 
 
 def _regret_text(fact: Mapping[Any, float], digits: int) -> str:
-    failed = fact["failed"] * fact["failed_n"]
+    failed, n = fact["untuned_failed"] * fact["untuned_failed_n"], fact["untuned_failed_n"]  # of which the regret is
     lines = [f"{fact['regret']:+.{digits}f}"] if np.isfinite(fact["regret"]) else [] if failed > 0 else ["-"]
-    return "\n".join([*lines, *([f"{failed:.0f} of {fact['failed_n']:.0f} failed"] if failed > 0 else [])])
+    return "\n".join([*lines, *([f"{failed:.0f} of {n:.0f} failed"] if failed > 0 else [])])
 
 
 def _first_seeds(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -265,6 +265,15 @@ def short_trace(text: str, length: int) -> str:
     text = re.sub(r"(^|@)[^@]*[/\\]", r"\1", text)
     half = (length - 1) // 2
     return text if len(text) <= length else f"{text[:half]}\u2026{text[half + 1 - length :]}"
+
+
+def wrapped_trace(text: str) -> str:
+    """Return the short text of a trace in lines that fit beside a heat map and above a picture.
+
+    >>> wrapped_trace("SkyPilot us-east-2b, hours 35 to 47")
+    'SkyPilot us-east-2b, hours\\n35 to 47'
+    """
+    return "\n".join(textwrap.wrap(short_trace(text, 48), 26))
 
 
 def _figure(size: tuple[float, float], margins: Mapping[str, float] | None = None) -> Figure:
