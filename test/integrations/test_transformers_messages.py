@@ -69,6 +69,15 @@ def test_what_is_refused_at_once(tmp_path: Path, options: dict[str, Any], messag
         trainer_of(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "place"), [("on_end", "sampler_options"), ("drop_last", "sampler_options"), ("noise", "optimizer_options")]
+)
+def test_an_argument_in_another_place(tmp_path: Path, name: str, place: str) -> None:
+    message = rf"must be in {place}, got {name}=; pass {place}={{'{name}': ...}}"
+    with pytest.raises(TypeError, match=message):
+        VariableBatchTrainer(Classifier(), arguments(tmp_path), train_dataset=Rows(), trace=24, **{name: "hold"})
+
+
 def test_a_rule_without_a_reference_is_refused_at_once(tmp_path: Path) -> None:
     own = {"train_dataset": Rows(), "rule": "root"}
     with pytest.raises(ValueError, match="needs ref_batchsize, but it is None; pass the batch size"):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -16,6 +16,8 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.rules.base import check_reference
 from variable_batch_size.rules.selection import rules_for_groups
+
+_OPTIONS: Final = {"sampler_options": CustomSampler, "optimizer_options": CustomOptimizer}
 
 
 @final
@@ -44,7 +46,7 @@ class Settings:
     def __post_init__(self) -> None:
         for rule in rules_for_groups(self.rule, len(self.rule) if isinstance(self.rule, (list, tuple)) else 1):
             check_reference(rule, self.ref_batchsize)
-        for name, kind in ("sampler_options", CustomSampler), ("optimizer_options", CustomOptimizer):
+        for name, kind in _OPTIONS.items():
             options = getattr(self, name)
             if not isinstance(options, Mapping):
                 raise type_error(f"{name} must be a dict", options, 'pass {"seed": 1}, for example')
@@ -88,6 +90,19 @@ class Settings:
         )
         sampler._feed.attach(padded=True)
         return optimizer
+
+
+def check_names(kwargs: Mapping[str, Any], framework: Callable[..., object]) -> None:
+    """Check that what a framework's class is given as keyword arguments is not of the sampler or of the optimizer.
+
+    Raises:
+        TypeError: if it is; the message says where it belongs.
+    """
+    for name, kind in _OPTIONS.items():
+        own = inspect.signature(kind).parameters.keys() - inspect.signature(framework).parameters.keys()
+        if found := sorted(own & kwargs.keys()):
+            requirement = f"arguments of the {kind.__name__} must be in {name}"
+            raise TypeError(f"{requirement}, got {found[0]}=; pass {name}={{{found[0]!r}: ...}}")
 
 
 def check_indexed(dataset: object) -> None:

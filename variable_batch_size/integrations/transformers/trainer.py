@@ -23,7 +23,7 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.facts import facts_of
-from variable_batch_size.integrations.settings import Settings, check_indexed
+from variable_batch_size.integrations.settings import Settings, check_indexed, check_names
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
@@ -100,6 +100,7 @@ class VariableBatchMixin(TrainerInternals):
         self._share: Share | None = None  # of the microbatch under way
         self._epoch_is_read = False  # whether the loop must end, though no callback leaves the epoch
         self._check_loss = self._checks_loss = check_loss
+        check_names(kwargs, Trainer.__init__)
         if kwargs.get("train_dataset") is not None:
             check_indexed(kwargs["train_dataset"])
         super().__init__(*args, **kwargs)
