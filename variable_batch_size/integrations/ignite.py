@@ -78,10 +78,9 @@ class VariableBatchEngine(Engine):
         super().__init__(self._update)
         self.optimizer, self._step = optimizer, step
         self._last: Any = None  # the handler that ends an epoch
-        self._begun = 0  # the updates before the epoch of the handlers
         self.add_event_handler(Events.STARTED, self._start)
         self.add_event_handler(Events.EPOCH_STARTED, self._start_epoch)
-        self.add_event_handler(Events.GET_BATCH_COMPLETED, self._read_update)
+        self.add_event_handler(Events.GET_BATCH_COMPLETED, lambda: setattr(self.state, "batch", [*self.state.batch]))
 
     def run(self, data: Iterable[Any], max_epochs: int | None = None, max_iters: int | None = None) -> State:
         """Train on the loader until `max_epochs` epochs, or `max_iters` updates (Ignite 0.5.5), are made."""
@@ -104,14 +103,9 @@ class VariableBatchEngine(Engine):
         super().load_state_dict({**kept, "epoch": optimizer.epoch, "epoch_length": 1})  # not iteration // epoch_length
         self.state.iteration, self.state.epoch_length = optimizer.updates, None
 
-    def _read_update(self) -> None:  # handlers may look at `state.batch` before and after the step
-        self.state.batch = list(self.state.batch)
-
     def _update(self, _: Engine, update: Sequence[Any]) -> Any:
-        outputs = []
-        for batch in update:
-            part = self.optimizer.microbatch
-            outputs.append((part.samples / part.batch_size, self._step(self, batch)))
+        parts = ((self.optimizer.microbatch, batch) for batch in update)  # each is that of the step that follows
+        outputs = [(part.samples / part.batch_size, self._step(self, batch)) for part, batch in parts]
         self.state.epoch_length = self.optimizer.sampler.clock.epoch.updates  # an estimate, if a controller decides
         return self._combined(outputs)
 
@@ -151,7 +145,6 @@ class VariableBatchEngine(Engine):
 
     def _end_epoch(self) -> None:
         self.state.epoch_length = None  # otherwise Ignite takes epoch_length * max_epochs for the end
-        if self.optimizer.done and (self.state.max_epochs is None or self.state.epoch < self.state.max_epochs):
-            self.terminate()
-        if self.optimizer.updates == self._begun:  # a handler hides exceptions, of which the same one would follow
+        ends = self.optimizer.done and (self.state.max_epochs is None or self.state.epoch < self.state.max_epochs)
+        if ends or self.optimizer.updates == self._begun:  # a handler hides exceptions: the same one would follow
             self.terminate()
