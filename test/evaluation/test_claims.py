@@ -57,6 +57,24 @@ def test_equal_values_are_no_difference() -> None:
     assert seen({"a": same, "b": same + 1}) == [("a", "b", "means")]
 
 
+def test_differences_that_are_equal_by_rounding_are_no_proof() -> None:
+    """Accuracies are counts: two seeds may well differ by as many test samples."""
+    assert seen({"a": -np.array([0.80, 0.82]), "b": -np.array([0.81, 0.83])}) == []
+    same = np.array([0.51, 0.53, 0.52, 0.55, 0.5])
+    assert seen({"a": same, "b": same + 1e-9}) == []
+    assert seen({"a": same, "b": same + 0.1}) == [("a", "b", "means")]
+
+
+@pytest.mark.parametrize(("step", "noise", "seeds"), [(0.01, 0.02, 2), (0.01, 0.01, 3), (0.001, 0.005, 2), (0, 1, 2)])
+def test_few_seeds_of_a_metric_in_steps_seldom_claim_anything(step: float, noise: float, seeds: int) -> None:
+    rng, wrong = np.random.default_rng(0), 0
+    for _ in range(300):
+        values = 0.8 + noise * rng.standard_normal((2, 4, seeds))
+        rounded = step * np.round(values / step) if step else values
+        wrong += bool(seen(*({f"rule {number}": one for number, one in enumerate(trace)} for trace in rounded)))
+    assert wrong <= 15 + 3 * 3.8  # 5 % and three standard deviations
+
+
 def test_seeds_that_one_rule_lacks_do_not_count() -> None:
     rules = drawn(6, a=0, b=100)
     assert seen(rules | {"b": np.where(np.arange(6) < 3, rules["b"], np.nan)}) == [("a", "b", "means")]

@@ -20,6 +20,7 @@ from variable_batch_size.evaluation.tuning import (
     chosen_factors,
     nearest_to_one,
 )
+from variable_batch_size.evaluation.wording import power
 
 TINY = "helpers.evaluation_tasks:Tiny"
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -133,6 +134,41 @@ def test_a_reference_that_is_not_tuned_is_said(trace: str, lrs: tuple[float, ...
     others = records(RULES, ["0:64 40:256"])
     assert reference_of(Analysis(others), "simulated").startswith("The reference was not trained")
     assert said in render(Analysis([*found, *others]))
+
+
+def test_a_reference_that_failed_or_lacks_seeds_is_not_called_tuned_by_them() -> None:
+    found = records({"constant": 0.0}, ["64"], (0.5, 1.0, 2.0), seeds=3, noise=0.004, grid=())
+    found = [replace(record, cell={**record.cell, "trace": REFERENCE}) for record in found]
+    failed = [replace(record, status="diverged") for record in found]
+    assert reference_of(Analysis(failed), "simulated").startswith("The reference failed with all seeds: ")
+    some = [record for record in found if record.cell["seed"] < 2 or record.cell["lr_factor"] == 1]
+    assert reference_of(Analysis(some), "simulated").endswith("had a lower median loss with 2 seeds.")
+
+
+def test_no_regret_is_below_that_of_the_best_that_was_judged() -> None:
+    """The tuning seeds prefer another rule than those that judge."""
+    found = records(RULES, ["spot"], FACTORS, seeds=6, noise=1e-3)
+    moved = []
+    for record in found:
+        cell = dict(record.cell)
+        if cell["seed"] < 2:
+            curve = dict(record.curve)
+            if cell["rule"] == "root":
+                curve["loss"] = [*(curve["loss"] or ())[:-1], 0.1]
+            moved.append(replace(record, cell={**cell, "seed": TUNING + cell["seed"]}, curve=curve))
+        elif cell["lr_factor"] in (1.0, 2.0):
+            moved.append(record)
+    regrets = Analysis(moved).facts("simulated", "spot")["regret"]
+    assert (regrets >= 0).all()
+    assert regrets["root"] > 0
+
+
+def test_failures_leave_half_of_the_level_to_differences() -> None:
+    assert power(5, 30, failed=True).split("if it is ")[1] == power(5, 60).split("if it is ")[1]
+    found = records(RULES, ["spot"], seeds=4, grid=())
+    failed = [replace(found[0], status="diverged"), *found[1:]]
+    without, with_ = (1 - Analysis(some).together for some in (found, failed))
+    assert with_ == pytest.approx(without / 2)
 
 
 def test_a_factor_that_was_chosen_and_is_worse_is_not_called_better() -> None:

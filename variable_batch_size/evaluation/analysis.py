@@ -250,7 +250,12 @@ class Analysis:
     @cached_property
     def together(self) -> float:
         """The confidence of an interval with which those of all pairs of rules hold together (Bonferroni)."""
-        return 1 - (1 - CONFIDENCE) / max(1, self.comparisons)
+        return 1 - (1 - CONFIDENCE) / max(1, self.comparisons * (1 + self.any_failed))
+
+    @cached_property
+    def any_failed(self) -> bool:
+        """Whether a training that judges failed, so that the claims of differences have half of the level."""
+        return bool(self.own["failed"].any())
 
     @cached_property
     def seeds(self) -> int:
@@ -316,7 +321,8 @@ class Analysis:
         if target is None:
             return row
         metric, value = target
-        found = first_reached(cell[metric].to_numpy(np.float64), value, lower_is_better(metric))
+        lower = self.lower if metric == self.metric else lower_is_better(metric)
+        found = first_reached(cell[metric].to_numpy(np.float64), value, lower)
         at = cell.iloc[-1 if found is None else found]
         return {**row, "reached": found is not None, **{f"target_{name}": at[name] for name in PLACES}}
 
@@ -342,13 +348,12 @@ class Analysis:
         cells = cells[(cells["task"] == task) & (cells["trace"] == trace) & (cells["rule"] == rule)]
         failed = _flat("untuned_failed", rate_interval(int(cells["failed"].sum()), len(cells)))
         own, grid = _by_seed(cells[~cells["failed"]], self.metric), self.grid(task, trace)
-        values, judged = _floats(own), self._own(task, trace)
+        values, judged = _floats(own), tuning.judging(self.cells(task, trace))
         regret = _NONE
-        if len(grid) and tuning.is_apart(self.cells(task, trace)):
-            means = (sign * grid.mean(axis=1)).to_dict()
-            tried = [kind for kind in zip(judged["rule"], judged["lr_factor"], strict=True) if kind in means]
-            best = min(tried, key=means.__getitem__, default=("", 1.0))[0]
-            least = _by_seed(judged[(judged["rule"] == best) & ~judged["failed"]], self.metric)
+        if tuning.is_apart(self.cells(task, trace)):  # the best one is of those that were judged
+            stable = judged[~judged["failed"].groupby([judged["rule"], judged["lr_factor"]]).transform("any")]
+            ways = {kind: _by_seed(rows, self.metric) for kind, rows in stable.groupby(["rule", "lr_factor"])}
+            least = min(ways.values(), key=lambda values: sign * values.mean(), default=own * np.nan)
             regret = difference_interval(sign * _floats((own - least).dropna()))
         elif len(grid):
             grid = grid[[seed for seed in own.index if seed in grid.columns]]

@@ -107,8 +107,12 @@ def reference_of(analysis: Analysis, task: str) -> str:
     best, own = tuning.own_factors(cells)[BASELINE], tuning.nearest_to_one(factors)
     tried = f"of {listed([f'{factor:g}' for factor in factors if factor != own], 'or')} times that"
     edge = ", at the edge of what was tried" if best in (factors[0], factors[-1]) else ""
+    choosing = tuning.tried(cells)
+    if choosing["failed"].all():
+        return f"The reference failed with all seeds: {at}, and at all learning rates that were tried. Try others."
     if best == own:
-        seen = f"no learning rate {tried} had a lower loss with {tuning.tried(cells)['seed'].nunique()} seeds"
+        seeds = int(choosing.groupby("seed")["lr_factor"].nunique().eq(len(factors)).sum())
+        seen = f"no learning rate {tried} had a lower median loss with {seeds} seed{'s' * (seeds != 1)}"
         return f"The reference is tuned, as far as was tried: {at} {seen}{edge}."
     judged = tuning.judging(cells)
     by_factor = [judged[(judged["lr_factor"] == factor) & ~judged["failed"]] for factor in (own, best)]
@@ -164,7 +168,9 @@ def _which(
     factor = float(analysis.facts(task, trace)["factor"].to_dict()[best])
     times = "" if factor == 1 else f"{factor:g} times "
     at = f" at {times}the learning rate of the reference" if len(factors) > 1 else ""
-    lead = f"{analysis.metric} {interval(mean.value, mean.low, mean.high)}{at}, {seeds}{optimistic}"
+    chosen = number(mean.value, mean.high - mean.low)  # of several, so that its own interval would be too narrow
+    found = interval(mean.value, mean.low, mean.high) if single else chosen
+    lead = f"{analysis.metric} {found}{at}, {seeds}{optimistic}"
     if single:
         return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
     if not alike:

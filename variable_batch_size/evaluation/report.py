@@ -110,7 +110,7 @@ def render(analysis: Analysis, command: str = "", planned: int | None = None) ->
         metric=analysis.metric,
         baseline=analysis.baseline,
         pairing=wording.number(analysis.pairing) if math.isfinite(analysis.pairing) else "",
-        power=wording.power(analysis.seeds, analysis.comparisons),
+        power=wording.power(analysis.seeds, analysis.comparisons, analysis.any_failed),
         tasks=[_task(analysis, task, found) for task in analysis.tasks],
         facts=_facts(analysis, command, planned),
     )

@@ -37,8 +37,10 @@ def interval(value: float, low: float, high: float, sign: str = "") -> str:
     return f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
-def power(seeds: int, comparisons: int) -> str:
+def power(seeds: int, comparisons: int, failed: bool = False) -> str:
     """Return how large a difference seeds can see, as a clause; nothing without a comparison or of one seed.
+
+    Where trainings `failed`, failures are a family of their own, and half of the level is left.
 
     >>> power(5, 12).partition(", ")[0]
     'with 5 seeds and 12 comparisons'
@@ -47,7 +49,7 @@ def power(seeds: int, comparisons: int) -> str:
         return ""
     return (
         f"with {seeds} seeds and {comparisons:,} comparisons, a difference is claimed in 80 % of cases if it is "
-        f"{detectable(seeds, comparisons):.2g} standard deviations (of paired differences) or more"
+        f"{detectable(seeds, comparisons * (1 + failed)):.2g} standard deviations (of paired differences) or more"
     )
 
 
