@@ -14,13 +14,16 @@ from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.evaluation import Analysis, Experiment, ModelTime, UnderCapacity, read_records, run
 from variable_batch_size.evaluation.cell import Cell
+from variable_batch_size.evaluation.courses import Course
 from variable_batch_size.evaluation.end import MOST, End
 from variable_batch_size.evaluation.experiment import check
 from variable_batch_size.evaluation.recommendation import recommend
 from variable_batch_size.evaluation.record import Record, status_of
+from variable_batch_size.evaluation.simulated_time import RunTime
 from variable_batch_size.evaluation.tidy import along, tidy
 from variable_batch_size.evaluation.training import record_of
 from variable_batch_size.evaluation.tuning import REFERENCE
+from variable_batch_size.simulation import Overheads
 
 TINY = "helpers.evaluation_tasks:Tiny"
 MODEL = Throughput.simple(samples_per_second=10)
@@ -117,6 +120,46 @@ def test_the_time_under_a_capacity_trace_ends_a_training(tmp_path: Path) -> None
     assert 60 <= time.curve["seconds"][-1] < 62  # type: ignore[index]
     assert 80 <= cost.curve["cost"][-1] < 83  # type: ignore[index]
     assert 60 - 1 <= cost.curve["seconds"][-1] < 63  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:.*the batch size is 24 for")
+@pytest.mark.parametrize("by", ["seconds", "cost"])
+@pytest.mark.parametrize("policy", ["constant:8", "per-device:8"])
+def test_an_end_in_time_counts_nothing_that_happens_after_it(policy: str, by: str) -> None:
+    log = CapacityTrace([0, 50, 56, 110, 115, 160], [3, 2, 3, 1, 4, 2], end=400)
+    overheads, model = Overheads(restart=3, save_every=40, save=1), Throughput.simple(samples_per_second=1)
+    trace = UnderCapacity(log, policy, model, overheads=overheads, price=3600.0)
+
+    def course(end: str = "samples", samples: int = 400) -> Course:
+        return one(traces={"log": trace}, samples=samples, ends=[end], rules=["constant"]).course
+
+    def times(of: Course) -> list[float]:
+        assert isinstance(of.time, RunTime)
+        return [of.time.after(0.0, update, 8, 8) for update in range(1, int(of.time.updates[-1]) + 1)]
+
+    made = [course(samples=samples) for samples in range(8, 401, 8)]
+    ends = np.array([times(of)[-1] for of in made])
+    assert (np.diff(ends) >= 0).all()
+    *_, last = times(made[np.diff(ends).argmax()])  # before a crash
+    assert last not in times(made[-1])
+    for share in np.linspace(0.1, 1, 40):
+        seconds = share * ends[-1]
+        amount = seconds if by == "seconds" else made[-1].time.cost(seconds)  # type: ignore[union-attr]
+        own, same = course(f"{by}:{amount}"), made[ends.searchsorted(seconds * (1 - 1e-9))]
+        np.testing.assert_allclose(times(own), times(same))
+        assert repr(own.trace.runs) == repr(same.trace.runs)  # type: ignore[union-attr]
+
+
+def test_a_training_goes_on_after_updates_that_a_crash_before_its_end_took_back() -> None:
+    log = CapacityTrace([0, 20], [2, 1], end=200)
+    trace = UnderCapacity(log, "constant:8", MODEL, overheads=Overheads(restart=3))
+    cell = one(traces={"log": trace}, rules=["constant"], ends=["seconds:21"], between=1)
+    curve = record_of(cell, None).curve
+    seconds, updates = np.asarray(curve["seconds"]), np.asarray(curve["updates"])
+    assert seconds[1] > 21
+    assert updates[-1] == 43  # 42 of them have ended by second 20
+    shares = seconds / seconds[-1]
+    np.testing.assert_allclose(curve["lr"][2:], 0.05 * (1 - 0.9 * shares[1:-1]), atol=0.9 * 0.05 / 240)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("end", ["seconds:101", "seconds:100.05", "cost:1000"])

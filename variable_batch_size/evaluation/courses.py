@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -23,6 +26,7 @@ from variable_batch_size.evaluation.simulated_time import RunTime, SimulatedTime
 from variable_batch_size.rules.base import needs_noise
 from variable_batch_size.simulation.engine import Overheads
 from variable_batch_size.simulation.noise_curve import NoiseCurve
+from variable_batch_size.simulation.result import Run
 from variable_batch_size.simulation.simulate import simulate
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 
@@ -106,6 +110,14 @@ class Course:
     time: SimulatedTime | None
     remark: str | None = None
     end: End = SAMPLES
+
+    @property
+    def exact_end(self) -> End:
+        """The end, at the time or the cost of the last update if that is known before: under a capacity trace."""
+        if self.end.by not in ("seconds", "cost") or not isinstance(self.time, RunTime):
+            return self.end
+        last = float(self.time.end[-1])
+        return End(self.end.by, last if self.end.by == "seconds" else self.time.cost(last))
 
     @property
     def fingerprint(self) -> str:
@@ -251,7 +263,8 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         if source.noise is None:
             remedy = "pass noise=NoiseCurve.from_csv(...), or --noise"
             raise value_error(f"{policy} needs the gradient noise", "noise=None", remedy)
-    run = simulate(
+    simulated = partial(
+        simulate,
         capacity,
         policy,
         throughput=source.throughput,
@@ -263,10 +276,10 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         devices_per_node=source.devices_per_node,
         overheads=source.overheads,
         prices=source.price,
-        until=training.end.most(training.samples),
         by="samples",
         **arguments,
     )
+    run = _until_the_end(training, lambda samples: simulated(until=samples))
     if training.end.by == "samples" and run.summary["samples"] < training.samples:
         requirement = f"the capacity trace must last for the {training.samples:,} samples of the training"
         least = math.ceil(100 * training.samples / max(1, run.summary["samples"])) / 100
@@ -284,3 +297,27 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
         ended = f"which ends at second {run.summary['elapsed']:,.6g} of {capacity.end:,.6g}"
         remark = _one_size(trace.max_batch_size, training, ended)
     return Course(trace.with_on_end("stop"), RunTime.of(run), remark)
+
+
+def _until_the_end(training: Training, simulated: Callable[[int], Run]) -> Run:
+    """Return the simulation of a training until its end; of what comes before, if the capacity trace ends there.
+
+    An end in time or cost is that of the fewest samples whose last update reaches it, when it is made for the first
+    time. So a crash after the end takes nothing back, as with an end in samples.
+
+    Args:
+        training: the training.
+        simulated: returns the simulation until so many samples.
+    """
+    most, amount = training.end.most(training.samples), training.end.amount
+    if training.end.by not in ("seconds", "cost") or amount is None:
+        return simulated(most)
+    fact = "elapsed" if training.end.by == "seconds" else "cost"
+
+    def is_over(samples: int) -> bool:
+        summary = simulated(samples).summary
+        return summary["samples"] < samples or reached(summary.get(fact, 0.0) / amount)
+
+    samples = 1 + bisect_left(range(1, most), True, key=is_over)
+    run = simulated(samples)
+    return run if run.summary["samples"] >= samples or samples == 1 else simulated(samples - 1)

@@ -19,7 +19,7 @@ from variable_batch_size.backend import LocalBackend
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.evaluation.cell import Cell, rule_of
 from variable_batch_size.evaluation.curve import Curve
-from variable_batch_size.evaluation.end import End, reached
+from variable_batch_size.evaluation.end import reached
 from variable_batch_size.evaluation.loop import Parts, evaluate, limited_threads, updates_of
 from variable_batch_size.evaluation.provenance import data_hash, environment, source_hash
 from variable_batch_size.evaluation.record import MARGIN, Record
@@ -63,7 +63,7 @@ def _scheduler(
     cell: Cell, defaults: Defaults, optimizer: CustomOptimizer, curve: Curve | None
 ) -> ProgressScheduler | LRScheduler | None:
     """Return the schedule of the task, which every rule reads by samples, or by its share of another end."""
-    function, size, end = defaults.schedule, cell.ref_batchsize, End.of(cell.end)
+    function, size, end = defaults.schedule, cell.ref_batchsize, cell.course.exact_end
     if function is None:
         return None
     if end.by != "samples":
@@ -159,7 +159,7 @@ def publish(record: Record, folder: Path) -> Path:
 
 def _train(parts: Parts, cell: Cell, curve: Curve, saving: Saving) -> None:
     """Train until the end of the cell, or the training diverges."""
-    optimizer, scheduler, end = parts.optimizer, parts.scheduler, End.of(cell.end)
+    optimizer, scheduler, end = parts.optimizer, parts.scheduler, cell.course.exact_end
     watch = _stopwatch(curve)
 
     def at_the_end() -> bool:
