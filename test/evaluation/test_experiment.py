@@ -318,17 +318,36 @@ def test_the_tasks_of_the_package_are_tasks() -> None:
 def test_each_seed_has_its_part_of_a_log() -> None:
     log = CapacityTrace([0, 25, 50, 75], [1, 2, 3, 4], end=100)
     trace = UnderCapacity(log, "per-device:8", Throughput.simple(samples_per_second=10))
-    arguments: dict[str, Any] = {"tasks": [TINY], "rules": ["linear"], "samples": 100, "seeds": 5}
+    arguments: dict[str, Any] = {"tasks": [TINY], "rules": ["linear"], "samples": 100, "seeds": [0, 1, 2, 7]}
     cells = Experiment(traces={"log": trace, "constant": "8"}, windows=4, **arguments).cells()
     own = [cell for cell in cells if cell.trace == "log"]
-    assert [cell.window for cell in own] == [0, 1, 2, 3, 0]
+    assert [cell.window for cell in own] == [0, 1, 2, 3]
     assert {cell.windows for cell in own} == {4}
-    assert [int(cell.course.trace.runs[1][0]) for cell in own] == [8, 16, 24, 32, 8]
+    assert [int(cell.course.trace.runs[1][0]) for cell in own] == [8, 16, 24, 32]
     assert all("window" not in cell.as_json() for cell in cells if cell.trace != "log")
     whole = Experiment(traces={"log": trace}, **arguments | {"samples": 400}).cells()[0]
     assert "window" not in whole.as_json()
     with pytest.raises(ValueError, match="windows are parts of the log of a cluster"):
-        Experiment(traces=["8"], windows=2, **arguments).cells()
+        Experiment(traces=["8"], windows=4, **arguments).cells()
+    short = r"part 0 of 4 \(windows\) of the capacity trace must last for .*, pass fewer windows, a faster throughput"
+    with pytest.raises(ValueError, match=short):
+        Experiment(traces={"log": trace}, windows=4, **arguments | {"samples": 300}).cells()
+
+
+def test_no_two_seeds_that_are_compared_have_the_same_part_of_a_log() -> None:
+    arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["8"], "rules": ["linear"], "lr_factors": [1, 2]}
+    Experiment(**arguments, windows=3, seeds=3, tuning_seeds=2)
+    Experiment(**arguments, windows=1, seeds=3, tuning_seeds=2)
+    message = (
+        "the seeds must have different parts of a log, seed % windows, got part 0 of 3 for seeds 0 and 3; "
+        "pass as many windows as seeds, or fewer seeds"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Experiment(**arguments, windows=3, seeds=4)
+    with pytest.raises(ValueError, match="got part 1 of 4 for seeds 5 and 9"):
+        Experiment(**arguments, windows=4, seeds=[5, 9])
+    with pytest.raises(ValueError, match=r"the tuning seeds must .* got part 1 of 3 for seeds 1000 and 1003"):
+        Experiment(**arguments, windows=3, seeds=3, tuning_seeds=4)
 
 
 def test_the_name_of_the_reference_is_taken() -> None:

@@ -281,11 +281,14 @@ def _simulated(source: UnderCapacity, training: Training, options: TraceOptions)
     )
     run = _until_the_end(training, lambda samples: simulated(until=samples))
     if training.end.by == "samples" and run.summary["samples"] < training.samples:
-        requirement = f"the capacity trace must last for the {training.samples:,} samples of the training"
+        part = fewer = ""
+        if training.windows > 1:
+            part, fewer = f"part {training.window} of {training.windows} (windows) of ", "fewer windows, "
+        requirement = f"{part}the capacity trace must last for the {training.samples:,} samples of the training"
         least = math.ceil(100 * training.samples / max(1, run.summary["samples"])) / 100
         remedy = (
-            f"train on fewer samples, pass a faster throughput, or a log whose time is scaled by {least:g} or more, "
-            f"see vbs capacity convert --scale-time"
+            f"train on fewer samples, pass {fewer}a faster throughput, or a log whose time is scaled by {least:g} or "
+            f"more, see vbs capacity convert --scale-time"
         )
         raise value_error(requirement, f"{run.summary['samples']:,.0f} until second {capacity.end:,.6g}", remedy)
     trace = run.trace

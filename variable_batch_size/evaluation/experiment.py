@@ -59,7 +59,8 @@ class Experiment:
         ends: when trainings end, and so what is equal for all that are compared: "samples", "progress",
             "progress:UPDATES", "seconds:SECONDS" or "cost:PRICE", see `End`. The schedule of a task ends with it.
         windows: number of equal parts of the log of each cluster; a seed has part seed % windows, so that differences
-            between parts are a part of the noise. Other traces are the same for all seeds.
+            between parts are a part of the noise: no two of the seeds that judge, or that choose, may have the same
+            one. Other traces are the same for all seeds.
         samples: samples of a training.
         lr: learning rate at `ref_batchsize`.
         ref_batchsize: batch size at which it was tuned, in samples.
@@ -105,6 +106,9 @@ class Experiment:
             check_positive(factor, "each of lr_factors", "pass factors on the learning rate of the task")
         check_int(self.tuning_seeds, "tuning_seeds", 0)
         check_int(self.windows, "windows", 1)
+        if self.windows > 1:
+            self._check_parts("seeds", self.judging_seeds)
+            self._check_parts("tuning seeds", range(TUNING, TUNING + self.tuning_seeds))
         if self.tuning_seeds and len(set(self.lr_factors)) == 1:
             requirement = "tuning_seeds need several lr_factors, of which the best one is chosen"
             raise value_error(requirement, f"{self.lr_factors}", "pass lr_factors=[0.5, 1, 2], for example")
@@ -181,6 +185,16 @@ class Experiment:
         if isinstance(self.seeds, int):
             return range(check_int(self.seeds, "seeds", 1, most))
         return [check_int(seed, "each of seeds", 0, most) for seed in self.seeds]
+
+    def _check_parts(self, kind: str, seeds: Iterable[int]) -> None:
+        """Raise ValueError if two of the seeds share a part of a log: they would not be independent samples of it."""
+        seen: dict[int, int] = {}  # by their parts
+        for seed in seeds:
+            other = seen.setdefault(seed % self.windows, seed)
+            if other != seed:
+                requirement = f"the {kind} must have different parts of a log, seed % windows"
+                found = f"part {seed % self.windows} of {self.windows} for seeds {other} and {seed}"
+                raise value_error(requirement, found, f"pass as many windows as {kind}, or fewer {kind}")
 
     @property
     def _tasks(self) -> Mapping[str, Mapping[str, Any]]:
