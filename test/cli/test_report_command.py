@@ -17,7 +17,7 @@ import pytest
 from helpers.commands import environment, wait_for
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
-from variable_batch_size.evaluation import Plan, read_records, write_records, write_report
+from variable_batch_size.evaluation import Experiment, Plan, read_records, write_records, write_report
 from variable_batch_size.evaluation.record import keys_in
 
 TINY = "helpers.evaluation_tasks:Tiny"
@@ -86,6 +86,36 @@ def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
     assert re.fullmatch(r"vbs: interrupted after [2-8] of 8 trainings", last[0]), err
     assert last[1].startswith(f"to continue: vbs evaluate {TINY} --trace 8 --trace '0:8 10:32'")
     assert last[2] == f"for a report: vbs report {tmp_path}"
+
+
+def test_trainings_that_judge_are_still_to_come_while_learning_rates_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["evaluate", TINY, "--trace", "8", *BOTH, "--lr-factor", 0.5, "--lr-factor", 1, "--tuning-seeds", 1]
+    arguments += ["--seeds", 2, "--folder", tmp_path]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Experiment, "judged", interrupted)
+        status, _, err = run_main(*arguments)
+    assert status == 130
+    assert "vbs: interrupted after 4 of at least 4 trainings" in err
+    _, out, _ = run_main("report", tmp_path, "--recommend")
+    assert out.startswith(f"report: {tmp_path / 'report.html'} (4 of at least 4 trainings)\n")
+    assert "\nthose that judge at the learning rates that are chosen are still to come: all of this may change." in out
+    page = (tmp_path / "report.html").read_text()
+    assert "Trainings: 4 of at least 4 (those that judge are planned when the learning rates are chosen), 0 of" in page
+    min(tmp_path.glob("????????????????.json")).unlink()
+    _, out, _ = run_main("report", tmp_path, "--recommend")
+    assert "\n1 trainings and then those that judge at the learning rates that are chosen are still to come" in out
+    status, out, err = run_main(*arguments)
+    assert status == 0, err
+    number = len(keys_in(tmp_path))
+    assert number > 4
+    assert out.endswith(f"report: {tmp_path / 'report.html'} ({number} of {number} trainings)\n")
+    assert f"Trainings: {number}, 0 of them failed" in (tmp_path / "report.html").read_text()
 
 
 def test_an_extended_evaluation_is_all_of_it(tmp_path: Path, done: Path) -> None:

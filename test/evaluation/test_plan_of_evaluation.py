@@ -34,6 +34,19 @@ def test_a_command_that_asks_for_more_takes_the_place_of_others() -> None:
     assert plan.extended(["d"]).extended(["e"]).keys == set("abcde")
 
 
+def test_a_command_that_chooses_learning_rates_asks_for_more_until_it_judges(tmp_path: Path) -> None:
+    extend_plan(tmp_path, ["a", "b"], "one", tuning=True)
+    assert Plan.read(tmp_path) == Plan({"one": ["a", "b"]}, ["one"])
+    more = Plan.read(tmp_path).extended(["c"], "two")
+    assert more.tuning == ["one"]
+    less = more.extended(["a"], "less", tuning=True)
+    assert (less.commands, less.tuning) == (more.commands, ["one", "less"])
+    assert less.extended(["a", "c"], "less") == more
+    assert less.extended(["a", "b", "c", "d"], "three") == Plan({"three": ["a", "b", "c", "d"]}, ["less"])
+    extend_plan(tmp_path, ["a", "b", "c"], "one")
+    assert Plan.read(tmp_path) == Plan({"one": ["a", "b", "c"]})
+
+
 def test_the_file_changes_only_if_the_plan_does(tmp_path: Path) -> None:
     assert Plan.read(tmp_path / "missing") == Plan.read(tmp_path) == Plan({})
     extend_plan(tmp_path, ["a", "b"], "one")

@@ -165,14 +165,16 @@ def evaluate(
 @contextmanager
 def _interrupted(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
     """After Ctrl-C, print what is done and how to continue."""
-    from variable_batch_size.evaluation.engines import without_record
+    from variable_batch_size.evaluation.plan import Plan
+    from variable_batch_size.evaluation.record import keys_in
 
     try:
         yield
     except KeyboardInterrupt:
-        keys = {cell.key for cell in cells}
-        done = len(keys) - len(without_record(cells, folder))
-        typer.echo(f"\nvbs: interrupted after {done:,} of {len(keys):,} trainings", err=True)
+        plan = Plan.read(folder)
+        keys = {cell.key for cell in cells} | set(plan.commands.get(command, ()))
+        done, least = len(keys & keys_in(folder)), "at least " * (command in plan.tuning)
+        typer.echo(f"\nvbs: interrupted after {done:,} of {least}{len(keys):,} trainings", err=True)
         typer.echo(f"to continue: {command}", err=True)
         if done:
             typer.echo(f"for a report: {shlex.join(['vbs', 'report', str(folder)])}", err=True)

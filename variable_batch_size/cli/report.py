@@ -103,13 +103,15 @@ def publish(
     analysis = Analysis(planned, metric, baseline, _targets(planned, data_dir), mode)
     folder = output or str(place).removesuffix(SUFFIX)
     number, all_planned, others = len(planned), len(plan.keys) or len(records), len(records) - len(planned)
-    path = write_analysis(analysis, folder, plan.command, all_planned, table)
+    path = write_analysis(analysis, folder, plan.command, all_planned, table, bool(plan.tuning))
     left_out = f"; {others:,} others in the folder are not in its plan.json" if others else ""
-    typer.echo(f"report: {path} ({number:,} of {all_planned:,} trainings{left_out})")
+    typer.echo(f"report: {path} ({number:,} of {'at least ' * bool(plan.tuning)}{all_planned:,} trainings{left_out})")
     if recommend:
         _print_recommendations(analysis)
-        if number < all_planned:
-            typer.echo(f"\n{all_planned - number:,} trainings are still to come: all of this may change.")
+        coming = [f"{all_planned - number:,} trainings"] if number < all_planned else []
+        coming += ["those that judge at the learning rates that are chosen"] if plan.tuning else []
+        if coming:
+            typer.echo(f"\n{' and then '.join(coming)} are still to come: all of this may change.")
     return number
 
 

@@ -75,8 +75,9 @@ def write_analysis(
     command: str = "",
     planned: int | None = None,
     table: TableFormat = "csv",
+    tuning: bool = False,
 ) -> Path:
-    """Write the report of an analysis; the other arguments are those of `write_report`."""
+    """Write the report of an analysis; the other arguments are those of `write_report`, and `tuning` of `render`."""
     check_choice(table, "table", get_args(TableFormat))
     if table == "parquet":
         import_extra("pyarrow", "parquet")
@@ -93,11 +94,11 @@ def write_analysis(
     _write_table(target / "report", analysis.tidy, table)
     _write_table(target / "report-table", analysis.summary.reset_index(), table)
     page = target / "report.html"
-    write_bytes(page, render(analysis, command, planned).encode())
+    write_bytes(page, render(analysis, command, planned, tuning).encode())
     return page
 
 
-def render(analysis: Analysis, command: str = "", planned: int | None = None) -> str:
+def render(analysis: Analysis, command: str = "", planned: int | None = None, tuning: bool = False) -> str:
     """Return the report as HTML; the arguments are those of `write_report`."""
     jinja2 = import_extra("jinja2", "evaluation")
     environment = jinja2.Environment(
@@ -112,7 +113,7 @@ def render(analysis: Analysis, command: str = "", planned: int | None = None) ->
         pairing=wording.number(analysis.pairing) if math.isfinite(analysis.pairing) else "",
         power=wording.power(analysis.seeds, analysis.comparisons, analysis.any_failed),
         tasks=[_task(analysis, task, found) for task in analysis.tasks],
-        facts=_facts(analysis, command, planned),
+        facts=_facts(analysis, command, planned, tuning),
     )
     return html
 
@@ -256,10 +257,12 @@ def _target(analysis: Analysis, task: str) -> str:
     return f"{target[0]} {target[1]:g}" if target else ""
 
 
-def _facts(analysis: Analysis, command: str, planned: int | None) -> dict[str, str]:
+def _facts(analysis: Analysis, command: str, planned: int | None, tuning: bool) -> dict[str, str]:
     """Return what the evaluation was, and on what it ran."""
     total, failed = len(analysis.records), sum(status_of(record) != "finished" for record in analysis.records)
     of = f" of {planned:,}" if planned is not None and planned != total else ""
+    if planned is not None and tuning:
+        of = f" of at least {planned:,} (those that judge are planned when the learning rates are chosen)"
     facts = {"trainings": f"{total:,}{of}, {failed:,} of them failed"}
     facts["computed in"] = wording.duration(sum(record.wall_seconds for record in analysis.records))
     if command:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -79,15 +78,28 @@ def run(
     jobs = None if jobs is None else check_int(jobs, "jobs", 1)
     threads = check_int(threads, "threads", 1)
     check_interval(save_every, "save_every", "pass a positive one")
+    given = folder, jobs, threads, engine, address, save_every, progress, command
     if isinstance(cells, Experiment):
-        again = partial(
-            run, folder=folder, jobs=jobs, threads=threads, engine=engine, address=address, save_every=save_every
-        )
         wanted = cells.cells()
-        trained = again(wanted, progress=progress, command=command)
+        trained = _train(wanted, *given, tuning=bool(cells.tuning_seeds))
         judged = cells.judged(trained)
-        return again([*wanted, *judged], progress=progress, command=command) if judged else trained
-    wanted = list(cells)
+        return _train([*wanted, *judged], *given) if judged else trained
+    return _train(list(cells), *given)
+
+
+def _train(
+    wanted: Sequence[Cell],
+    folder: str | os.PathLike[str],
+    jobs: int | None,
+    threads: int,
+    engine: EngineName,
+    address: str | None,
+    save_every: timedelta | int,
+    progress: bool,
+    command: str,
+    tuning: bool = False,
+) -> list[Record]:
+    """Train cells, see `run`; after those of the tuning seeds the command will ask for more."""
     for cell in wanted:
         if not isinstance(cell, Cell):
             raise type_error("cells must be an Experiment, or cells", cell, "pass experiment.cells()")
@@ -101,7 +113,7 @@ def run(
     todo = without_record(wanted, place)
     check(todo.values())
     _check_datasets([cell for cell in wanted if cell.key not in todo], place)
-    extend_plan(place, keys, command)
+    extend_plan(place, keys, command, tuning)
     for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
         shutil.rmtree(checkpoints_of(place, key), ignore_errors=True)
     work = Work(list(todo.values()), place, threads, save_every)
