@@ -18,8 +18,15 @@ import pytest
 from helpers.evaluations import EFFECTS, records
 from helpers.pages import ROOT
 from variable_batch_size._validation import FloatArray
-from variable_batch_size.evaluation import Analysis, read_records, write_report
-from variable_batch_size.evaluation.figures import FORMATS, _mark_outside, draw_batch_sizes, draw_regret, look
+from variable_batch_size.evaluation import Analysis, Record, read_records, write_report
+from variable_batch_size.evaluation.figures import (
+    FORMATS,
+    _mark_outside,
+    draw_batch_sizes,
+    draw_curves,
+    draw_regret,
+    look,
+)
 from variable_batch_size.evaluation.report import render
 from variable_batch_size.evaluation.wording import interval
 
@@ -232,16 +239,32 @@ def test_rules_look_different_to_a_deuteranope() -> None:
     assert min(float(np.linalg.norm(one - other)) for one, other in pairs) > 15
 
 
-def test_a_mean_that_ends_outside_is_marked_at_the_edge() -> None:
+def test_a_training_that_failed_outside_is_marked_at_the_edge() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    axes.plot([0, 1], [0.0, 5.0])
-    axes.plot([0, 1], [0.0, -5.0])
+    for end in (5.0, -5.0, 0.5):
+        axes.plot([0, 1], [0.0, end])
+        axes.plot([1], [end], "x")
     axes.set_ylim(-1, 1)
     _mark_outside(axes)
-    marks = {line.get_marker(): list(line.get_data()[1]) for line in axes.get_lines()[2:]}
-    assert marks == {"^": [1.0], "v": [-1.0]}
+    marks = [(line.get_marker(), *line.get_data()[1]) for line in axes.get_lines()[6:]]
+    assert marks == [("^", 1.0), ("v", -1.0)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15])
+def test_each_training_that_failed_has_one_mark_that_is_seen(rows: int) -> None:
+    """Also one that failed after its first evaluation, which is above what is shown."""
+    from matplotlib.figure import Figure
+
+    first, *others = records({"constant": 0.0}, ["64"], grid=())
+    analysis = Analysis([replace(shortened(first, rows), status="diverged"), *others])
+    axes = Figure().subplots()
+    draw_curves(axes, analysis.rows("simulated", "64"), "loss", "samples", look(analysis.rules))
+    low, high = axes.get_ylim()
+    marks = [line for line in axes.get_lines() if line.get_marker() in ("x", "^", "v")]
+    seen = [line.get_marker() for line in marks if low <= line.get_data()[1][-1] <= high]
+    assert seen == ["x" if rows == 15 else "^"]
 
 
 def test_the_range_of_batch_sizes_is_drawn_where_it_is_known() -> None:
@@ -286,3 +309,38 @@ def test_a_regret_stands_beside_the_failures_at_its_own_learning_rate() -> None:
             )
             apart += rule in facts.index and rows["failed"].mean() != facts.loc[rule, "failed"]
     assert apart > 0
+
+
+def shortened(record: Record, rows: int) -> Record:
+    """The record of a training that finished after fewer evaluations, as one that ends by time."""
+    return replace(record, curve={name: values and values[:rows] for name, values in record.curve.items()})
+
+
+@pytest.mark.parametrize("place", ["samples", "seconds"])
+def test_seeds_go_on_where_the_shortest_training_ends(place: str) -> None:
+    from matplotlib.figure import Figure
+
+    first, *others = records({"constant": 0.0}, ["64"], grid=())
+    analysis = Analysis([shortened(first, 2), *others])
+    axes = Figure().subplots()
+    rows = analysis.rows("simulated", "64")
+    draw_curves(axes, rows, "loss", place, look(analysis.rules))
+    mean, *thin = [np.asarray(line.get_data(), np.float64) for line in axes.get_lines()]
+    assert mean[0, -1] == first.curve[place][1]
+    assert len(thin) == len(others)
+    for line, record in zip(thin, sorted(others, key=lambda one: one.key), strict=True):
+        assert line[0].tolist() == record.curve[place][1:]
+        np.testing.assert_allclose(line[1], record.curve["loss"][1:])
+    np.testing.assert_allclose(mean[1, -1], np.mean([one.curve["loss"][1] for one in (first, *others)]))
+    low, high = axes.get_ylim()
+    assert low < min(line[1, -1] for line in thin)
+    assert high < mean[1, 0]  # what all have is the begin, and the ends are what is shown
+
+
+def test_no_seed_goes_on_alone_where_all_have_equal_evaluations() -> None:
+    from matplotlib.figure import Figure
+
+    analysis = Analysis(records({"constant": 0.0}, ["64"], grid=()))
+    axes = Figure().subplots()
+    draw_curves(axes, analysis.rows("simulated", "64"), "loss", "samples", look(analysis.rules))
+    assert len(axes.get_lines()) == 1

@@ -16,7 +16,7 @@ import numpy as np
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation.analysis import Analysis
-from variable_batch_size.evaluation.tidy import along
+from variable_batch_size.evaluation.tidy import along, beyond
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,7 +144,8 @@ def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]
 def draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks: Mapping[str, tuple[str, str]]) -> None:
     """Draw the mean of a metric over the seeds along a place, with its 95% interval at each evaluation as a band.
 
-    A cross marks the end of a training that failed, and a triangle a mean that ends outside of what is shown.
+    It ends with the shortest training of a rule; the others go on as thin lines.
+    A training that failed is a thin line to a cross, or to a triangle at the edge if it ends outside of what is shown.
     """
     _draw_curves(axes, rows, metric, place, looks)
     _mark_outside(axes)
@@ -157,7 +158,11 @@ def _draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks:
         style = _line(looks[str(rule)])
         axes.plot(x, mean, label=rule, lw=1.4, **style)
         axes.fill_between(x, low, high, color=style["color"], alpha=alpha, lw=0)
-        later.append(mean[len(mean) // 5 :])
+        lines = [np.stack([x, mean]), *beyond(cells, place, metric)]
+        for line in lines[1:]:
+            axes.plot(*line, lw=0.7, alpha=0.6, **style)
+        ends = [line[0, -1] for line in lines if line.size]
+        later += [line[1, line[0] >= x[0] + (max(ends) - x[0]) / 5] for line in lines if ends]
         for _, cell in cells[cells["status"] != "finished"].groupby("key"):
             stable = cell.dropna(subset=[place, metric])
             axes.plot(stable[place], stable[metric], lw=0.7, alpha=0.6, **style)
@@ -168,9 +173,9 @@ def _draw_curves(axes: Axes, rows: pd.DataFrame, metric: str, place: str, looks:
 
 
 def _focus(axes: Axes, values: FloatArray, drawn: pd.Series[float]) -> None:
-    """Show where the means are after the first fifth: bands of few seeds are wide, and all curves begin alike.
+    """Show where the lines are after the first fifth: bands of few seeds are wide, and all curves begin alike.
 
-    Where all trainings failed there are no means, and the values that are `drawn` have any size.
+    Where all trainings failed there are none, and the values that are `drawn` have any size.
     """
     if not len(values) and len(drawn) and (drawn > 0).all():
         axes.set_yscale("log")
@@ -182,11 +187,11 @@ def _focus(axes: Axes, values: FloatArray, drawn: pd.Series[float]) -> None:
 
 
 def _mark_outside(axes: Axes) -> None:
-    """Mark at the edge a mean that ends outside of what is shown."""
+    """Mark at the edge a failed training whose cross is outside of what is shown; all other lines end inside."""
     low, high = axes.get_ylim()
     for line in axes.get_lines():
         x, y = (np.asarray(data, np.float64) for data in line.get_data())
-        if len(x) > 1 and np.isfinite(y[-1]) and not low <= y[-1] <= high:
+        if line.get_marker() == "x" and len(y) and not low <= y[-1] <= high:
             edge, marker = (high, "^") if y[-1] > high else (low, "v")
             axes.plot(x[-1:], [edge], marker, color=line.get_color(), ms=6, clip_on=False)
 

@@ -36,23 +36,43 @@ def along(cells: pd.DataFrame, place: str, metric: str) -> tuple[FloatArray, Flo
 
     Only those that finished count. The evaluations of different seeds belong together by their number, as they are made
     after equal samples. Where their numbers differ, as with parts of a log or equal time, values are taken from the
-    lines between them, at equal places that all trainings have. There is none if the place is not known.
+    lines between them, at equal places that all trainings have; what they have after these is `beyond`. There is none
+    if the place is not known.
     """
-    finished = cells[cells["status"] == "finished"]
-    rows = finished.dropna(subset=[place, metric])
-    if rows.empty:
+    curves = _finished(cells, place, metric)
+    if not curves:
         return np.empty(0), np.empty((3, 0))
-    curves = [own[[place, metric]].to_numpy(np.float64).T for _, own in rows.groupby("key")]  # each (2, evaluations)
-    if len({curve.shape for curve in curves}) == 1:
+    if _belong_together(curves):
         places, values = np.stack(curves, axis=1)
         places = places.mean(axis=0)
     else:
         first, last = max(curve[0, 0] for curve in curves), min(curve[0, -1] for curve in curves)
         places = np.linspace(first, last, max(curve.shape[1] for curve in curves))
         values = np.stack([np.interp(places, *curve) for curve in curves])
-    limits = possible(metric, rows[metric].to_numpy(np.float64))
+    limits = possible(metric, np.concatenate([curve[1] for curve in curves]))
     intervals = [mean_interval(own, **limits)[:3] for own in values.T]
     return places, np.array(intervals).reshape(-1, 3).T
+
+
+def beyond(cells: pd.DataFrame, place: str, metric: str) -> list[FloatArray]:
+    """Return the curve, (2, evaluations), of each training that goes on where the shortest one ends, from there on."""
+    curves = _finished(cells, place, metric)
+    if _belong_together(curves):
+        return []
+    last = min(curve[0, -1] for curve in curves)
+    longer = [curve for curve in curves if curve[0, -1] > last]
+    starts = [np.array([[last], [np.interp(last, *curve)]]) for curve in longer]
+    return [np.hstack([start, curve[:, curve[0] > last]]) for start, curve in zip(starts, longer, strict=True)]
+
+
+def _finished(cells: pd.DataFrame, place: str, metric: str) -> list[FloatArray]:
+    """Return places and values, (2, evaluations), of each training that finished."""
+    rows = cells[cells["status"] == "finished"].dropna(subset=[place, metric])
+    return [own[[place, metric]].to_numpy(np.float64).T for _, own in rows.groupby("key")]
+
+
+def _belong_together(curves: Sequence[FloatArray]) -> bool:
+    return len({curve.shape for curve in curves}) <= 1
 
 
 def _cell_columns(record: Record, task: str) -> dict[str, Any]:
