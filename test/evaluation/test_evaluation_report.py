@@ -277,8 +277,25 @@ def test_the_range_of_batch_sizes_is_drawn_where_it_is_known() -> None:
     ]
     for these, bands in (found, 0), (known, 1):
         axes = Figure().subplots()
-        draw_batch_sizes(axes, Analysis(these).rows("simulated", "spot"))
+        draw_batch_sizes(axes, Analysis(these).rows("simulated", "spot"), look(["constant"]))
         assert len(axes.collections) == bands
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_batch_sizes_have_the_colors_of_rules_only_where_rules_have_their_own_ones(adaptive: bool) -> None:
+    """A training that failed, or was shorter by its end, has the same ones as far as it went."""
+    from matplotlib.figure import Figure
+
+    found = records({"constant": 0.0, "linear": 0.1, "root": 0.1}, ["spot"], seeds=1, grid=())
+    looks = look(rules := [one.cell["rule"] for one in found])
+    sizes = found[1].curve["batch_size"] or ()
+    found[1] = replace(shortened(found[1], 7), status="diverged")
+    if adaptive:
+        found[2] = replace(found[2], curve=found[2].curve | {"batch_size": [size and 2 * size for size in sizes]})
+    axes = Figure().subplots()
+    draw_batch_sizes(axes, Analysis(found).rows("simulated", "spot"), looks)
+    colors = [line.get_color() for line in axes.get_lines()]
+    assert colors == ([looks[rule][0] for rule in rules] if adaptive else 3 * ["black"])
 
 
 def test_each_number_at_the_end_has_an_interval() -> None:

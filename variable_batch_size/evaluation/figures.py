@@ -85,7 +85,7 @@ def paper(analysis: Analysis, task: str) -> dict[str, bytes]:
         looks, limits = look(analysis.rules), []
         for (batch, lr, curve), trace in zip(panels.T, traces, strict=True):
             rows = analysis.rows(task, trace)
-            draw_batch_sizes(batch, rows)
+            draw_batch_sizes(batch, rows, looks)
             draw_lr(lr, rows, looks)
             _draw_curves(curve, rows, analysis.metric, "samples", looks)
             limits.append(curve.get_ylim())
@@ -106,18 +106,20 @@ def paper(analysis: Analysis, task: str) -> dict[str, bytes]:
     return {name: file.getvalue() for name, file in files.items()}
 
 
-def draw_batch_sizes(axes: Axes, rows: pd.DataFrame) -> None:
-    """Draw the batch sizes along the samples: of each rule's first seed, which coincide unless they are adaptive.
+def draw_batch_sizes(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) -> None:
+    """Draw the batch sizes along the samples, of each rule's first seed: in the color of text if they coincide.
 
     The line is their mean between two evaluations, and the band has the smallest and the largest one, if it is known.
     """
-    bands = set()
-    for _, cell in _first_seeds(rows):
-        axes.step(cell["samples"], cell["batch_size"], where="pre", color=COLORS[1], lw=1.3, alpha=0.8)
+    bands, cells = set(), dict(_first_seeds(rows))
+    neutral = {"color": axes.xaxis.label.get_color(), "linestyle": "-"} if _coincide(list(cells.values())) else None
+    for rule, cell in cells.items():
+        style = neutral or _line(looks[rule])
+        axes.step(cell["samples"], cell["batch_size"], where="pre", lw=1.3, alpha=0.8, **style)
         if "batch_least" in cell and (band := cell[["batch_least", "batch_most"]].to_numpy().tobytes()) not in bands:
             bands.add(band)
             least, most = cell["batch_least"], cell["batch_most"]
-            axes.fill_between(cell["samples"], least, most, step="pre", color=COLORS[1], alpha=0.2, lw=0)
+            axes.fill_between(cell["samples"], least, most, step="pre", color=style["color"], alpha=0.2, lw=0)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
@@ -233,6 +235,14 @@ def _regret_text(fact: Mapping[Any, float], digits: int) -> str:
 def _first_seeds(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     for rule, cells in rows.groupby("rule", sort=False):
         yield str(rule), cells[cells["key"] == cells.sort_values("seed")["key"].iloc[0]]
+
+
+def _coincide(cells: Sequence[pd.DataFrame]) -> bool:
+    """Return whether batch sizes are the same as far as trainings go; the last row may be of a part of its updates."""
+    longest = max(cells, key=len)
+    columns = ["samples", "batch_size"]
+    pairs = [(cell[columns].to_numpy(np.float64)[:-1], longest[columns].to_numpy(np.float64)) for cell in cells]
+    return all(np.allclose(own, other[: len(own)], equal_nan=True) for own, other in pairs)
 
 
 def _line(looks: tuple[str, str]) -> dict[str, Any]:

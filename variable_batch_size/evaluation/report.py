@@ -146,7 +146,7 @@ def _panels(analysis: Analysis, task: str, trace: str) -> list[tuple[str, str]]:
     """Return the caption and the SVG of each picture of a trace."""
     rows, looks = analysis.rows(task, trace), figures.look(analysis.rules)
     panels = [
-        ("batch size", figures.svg(partial(figures.draw_batch_sizes, rows=rows))),
+        ("batch size", figures.svg(partial(figures.draw_batch_sizes, rows=rows, looks=looks))),
         ("learning rate", figures.svg(partial(figures.draw_lr, rows=rows, looks=looks))),
     ]
     places = [(analysis.metric, place) for place in figures.AXES]
