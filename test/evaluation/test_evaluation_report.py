@@ -27,7 +27,7 @@ from variable_batch_size.evaluation.figures import (
     draw_regret,
     look,
 )
-from variable_batch_size.evaluation.report import render
+from variable_batch_size.evaluation.report import _table, render
 from variable_batch_size.evaluation.wording import interval
 
 TARGETS = {"simulated": ("loss", 0.51)}
@@ -361,3 +361,21 @@ def test_no_seed_goes_on_alone_where_all_have_equal_evaluations() -> None:
     axes = Figure().subplots()
     draw_curves(axes, analysis.rows("simulated", "64"), "loss", "samples", look(analysis.rules))
     assert len(axes.get_lines()) == 1
+
+
+def test_a_number_of_fewer_seeds_than_its_trace_has_says_so() -> None:
+    """Whether the others failed or are not there yet."""
+    found = [
+        one for one in records(traces=["64"], seeds=5, grid=()) if one.cell["rule"] != "root" or one.cell["seed"] < 2
+    ]
+    found = [
+        replace(shortened(one, 9), status="diverged") if (one.cell["rule"], one.cell["seed"]) == ("linear", 3) else one
+        for one in found
+    ]
+    table = _table(Analysis(found), "simulated", "64")
+    for rule, _, cells in table["rows"]:
+        texts = dict(zip(table["columns"], cells, strict=True))
+        few = {"root": ", 2 of 5 seeds", "linear": ", 4 of 5 seeds"}.get(rule, ")")
+        for name in ("loss", "by Student's t", "loss at the reference's rate", "accuracy"):
+            assert texts[name].endswith(few)
+        assert texts["updates"].endswith(few if few != ")" else "")

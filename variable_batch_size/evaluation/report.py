@@ -162,11 +162,12 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     """Return the columns of a table and its rows, each a rule and its cells; columns without a number are left out."""
     facts = analysis.facts(task, trace)
     facts = facts.sort_values("failed", key=lambda rate: rate > 0, kind="stable")  # which is no claim
+    interval = partial(_interval, seeds=int(facts["failed_n"].max()))  # a rule may have trained with fewer
     columns = {
         "failed": [_failures(row) for row in _rows(facts)],
-        f"{analysis.metric}": [_interval(row, "value") for row in _rows(facts)],
-        "by Student's t": [_interval(row, "value_t") for row in _rows(facts)],
-        f"difference to {analysis.baseline}": [_interval(row, "difference", "+") for row in _rows(facts)],
+        f"{analysis.metric}": [interval(row, "value") for row in _rows(facts)],
+        "by Student's t": [interval(row, "value_t") for row in _rows(facts)],
+        f"difference to {analysis.baseline}": [interval(row, "difference", "+") for row in _rows(facts)],
     }
     if facts["factor"].ne(1).any() or len(analysis.factors(task, trace)) > 1:
         columns = {
@@ -174,19 +175,19 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
             **columns,
         }
     columns |= {
-        f"{analysis.metric} at the reference's rate": [_interval(row, "untuned") for row in _rows(facts)],
-        "regret": [_interval(row, "regret", "+") for row in _rows(facts)],
+        f"{analysis.metric} at the reference's rate": [interval(row, "untuned") for row in _rows(facts)],
+        "regret": [interval(row, "regret", "+") for row in _rows(facts)],
     }
     for name in analysis.metrics:
         if name != analysis.metric:
-            columns[name] = [_interval(row, f"end_{name}") for row in _rows(facts)]
+            columns[name] = [interval(row, f"end_{name}") for row in _rows(facts)]
     columns |= {
-        name: [_interval(row, f"end_{name}") for row in _rows(facts)] for name in ("samples", "updates", "progress")
+        name: [interval(row, f"end_{name}") for row in _rows(facts)] for name in ("samples", "updates", "progress")
     }
     if facts["end_samples"].nunique() <= 1:
         del columns["samples"]
     columns["simulated time"] = [wording.duration(value) for value in facts["end_seconds"]]
-    columns["cost"] = [_interval(row, "end_cost") for row in _rows(facts)]
+    columns["cost"] = [interval(row, "end_cost") for row in _rows(facts)]
     if "reached" in facts and facts["reached"].notna().any():
         columns["reached the target"] = [f"{row['reached']:.0f} of {row['target_n']:.0f}" for row in _rows(facts)]
         for name in ("samples", "seconds", "cost"):
@@ -229,11 +230,12 @@ def _rows(facts: Any) -> list[dict[str, float]]:
     return rows
 
 
-def _interval(row: Mapping[str, float], name: str, sign: str = "") -> str:
+def _interval(row: Mapping[str, float], name: str, sign: str = "", *, seeds: int) -> str:
+    """Format a number, its interval, and of how many seeds it is if these are not all `seeds` of its trace."""
     value, low, high = (row[f"{name}{bound}"] for bound in ("", "_low", "_high"))
     text = wording.number(value, sign=sign) if math.isclose(low, high) else wording.interval(value, low, high, sign)
-    few = row[f"{name}_n"] < row["failed_n"] and text != "-"
-    return f"{text}, {row[f'{name}_n']:.0f} of {row['failed_n']:.0f} seeds" if few else text
+    few = row[f"{name}_n"] < seeds and text != "-"
+    return f"{text}, {row[f'{name}_n']:.0f} of {seeds} seeds" if few else text
 
 
 def _failures(row: Mapping[str, float]) -> str:
