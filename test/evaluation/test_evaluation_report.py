@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from variable_batch_size.evaluation.figures import (
     _mark_outside,
     draw_batch_sizes,
     draw_curves,
+    draw_lr,
     draw_regret,
     look,
 )
@@ -379,3 +381,15 @@ def test_a_number_of_fewer_seeds_than_its_trace_has_says_so() -> None:
         for name in ("loss", "by Student's t", "loss at the reference's rate", "accuracy"):
             assert texts[name].endswith(few)
         assert texts["updates"].endswith(few if few != ")" else "")
+
+
+def test_learning_rates_that_differ_by_rounding_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    from matplotlib.figure import Figure
+
+    (record,) = records({"constant": 0.0}, ["64"], seeds=1, grid=())
+    rates = [None, *10 * [0.01], *10 * [math.nextafter(0.01, 1)]]
+    analysis = Analysis([replace(record, curve=record.curve | {"lr": rates})])
+    axes = Figure().subplots()
+    draw_lr(axes, analysis.rows("simulated", "64"), look(analysis.rules))
+    axes.figure.draw_without_rendering()
+    assert not recwarn.list

@@ -130,10 +130,10 @@ def draw_batch_sizes(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[s
 def draw_lr(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) -> None:
     """Draw the effective learning rate of each rule along the samples, of its first seed."""
     for rule, cell in _first_seeds(rows):
-        axes.step(cell["samples"], cell["effective_lr"], where="pre", label=rule, lw=1.3, **_line(looks[rule]))
-    if (rows["effective_lr"].dropna() > 0).all():
-        rates = rows["effective_lr"].dropna()
-        wide = len(rates) and rates.max() > 50 * rates.min()
+        rates = [float(f"{rate:.12g}") for rate in cell["effective_lr"]]  # those that differ by rounding are no range
+        axes.step(cell["samples"], rates, where="pre", label=rule, lw=1.3, **_line(looks[rule]))
+    if ((known := rows["effective_lr"].dropna()) > 0).all():
+        wide = len(known) and known.max() > 50 * known.min()
         axes.set_yscale("log", subs=range(2, 10))  # short labels: those of powers of two are wider than the margin
         locator = import_extra("matplotlib.ticker", "evaluation").LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0))
         axes.yaxis.set_major_locator(locator)
