@@ -314,6 +314,7 @@ def test_a_regret_stands_beside_the_failures_at_its_own_learning_rate() -> None:
     analysis = Analysis(read_records(ROOT / "benchmarks" / "evaluation_large.csv.gz"))
     axes = Figure().subplots()
     draw_regret(axes, analysis, "fashion-cnn", across=True)
+    assert axes.title.get_text() == "regret in loss at the reference's learning rate"
     shown = iter([text.get_text() for text in axes.texts])
     apart = 0
     for trace in analysis.traces("fashion-cnn"):
