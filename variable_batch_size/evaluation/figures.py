@@ -288,8 +288,11 @@ def wrapped_trace(text: str) -> str:
 
     >>> wrapped_trace("SkyPilot us-east-2b, hours 35 to 47")
     'SkyPilot us-east-2b, hours\\n35 to 47'
+    >>> wrapped_trace("per-device:16@traces/synthetic_capacity.csv")
+    'per-device:16@synthetic_\\ncapacity.csv'
     """
-    return "\n".join(textwrap.wrap(short_trace(text, 48), 26))
+    lines = textwrap.wrap(short_trace(text, 48), 26, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(part for line in lines for part in re.findall(r".{1,26}$|.{1,25}[-@:_]|.{1,26}", line))
 
 
 def _figure(size: tuple[float, float], margins: Mapping[str, float] | None = None) -> Figure:
