@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ def write(folder: Path, found: Sequence[Record]) -> None:
     for record in found:
         content = {"format": 1, **vars(record)}
         (folder / f"{record.key}.json").write_text(json.dumps(content))
+
+
+def shortened(record: Record, rows: int) -> Record:
+    """The record of a training that finished after fewer evaluations, as one that ends by time."""
+    return replace(record, curve={name: values and values[:rows] for name, values in record.curve.items()})
 
 
 def _draw(
