@@ -245,3 +245,17 @@ def test_a_number_of_fewer_seeds_than_its_trace_has_says_so() -> None:
         for name in ("loss", "by Student's t", "loss at the reference's rate", "accuracy"):
             assert texts[name].endswith(few)
         assert texts["updates"].endswith(few if few != ")" else "")
+
+
+def test_a_simulated_time_that_differs_between_seeds_has_an_interval() -> None:
+    """As that of parts of a log; and says of how many seeds it is."""
+    found = records({"constant": 0.0, "root": 0.1}, ["64"], seeds=4, grid=())
+    failed = next(one for one in found if one.cell["rule"] == "root")
+    equal = [replace(one, status="diverged" if one is failed else "finished") for one in found]
+    seconds = {one.key: (1 + one.cell["seed"] / 100) * np.array(one.curve["seconds"]) for one in found}
+    unequal = [replace(one, curve=one.curve | {"seconds": list(seconds[one.key])}) for one in equal]
+    for these, expected in (equal, r"\S+ s"), (unequal, r"\S+ s \(\S+ to \S+\)"):
+        table = _table(Analysis(these), "simulated", "64")
+        texts = [cells[table["columns"].index("simulated time")] for _, _, cells in table["rows"]]
+        assert re.fullmatch(expected, texts[0])
+        assert re.fullmatch(expected + ", 3 of 4 seeds", texts[1])

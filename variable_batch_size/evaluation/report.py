@@ -186,7 +186,7 @@ def _table(analysis: Analysis, task: str, trace: str) -> dict[str, Any]:
     }
     if facts["end_samples"].nunique() <= 1:
         del columns["samples"]
-    columns["simulated time"] = [wording.duration(value) for value in facts["end_seconds"]]
+    columns["simulated time"] = [interval(row, "end_seconds", timed=True) for row in _rows(facts)]
     columns["cost"] = [interval(row, "end_cost") for row in _rows(facts)]
     if "reached" in facts and facts["reached"].notna().any():
         columns["reached the target"] = [f"{row['reached']:.0f} of {row['target_n']:.0f}" for row in _rows(facts)]
@@ -230,12 +230,28 @@ def _rows(facts: Any) -> list[dict[str, float]]:
     return rows
 
 
-def _interval(row: Mapping[str, float], name: str, sign: str = "", *, seeds: int) -> str:
+def _interval(row: Mapping[str, float], name: str, sign: str = "", *, seeds: int, timed: bool = False) -> str:
     """Format a number, its interval, and of how many seeds it is if these are not all `seeds` of its trace."""
     value, low, high = (row[f"{name}{bound}"] for bound in ("", "_low", "_high"))
-    text = wording.number(value, sign=sign) if math.isclose(low, high) else wording.interval(value, low, high, sign)
+    exact = math.isclose(low, high) or not math.isfinite(low)
+    if timed:
+        text = wording.duration(value) if exact else _time_interval(value, low, high)
+    else:
+        text = wording.number(value, sign=sign) if exact else wording.interval(value, low, high, sign)
     few = row[f"{name}_n"] < seeds and text != "-"
     return f"{text}, {row[f'{name}_n']:.0f} of {seeds} seeds" if few else text
+
+
+def _time_interval(value: float, low: float, high: float) -> str:
+    """Format seconds and their interval, in one unit.
+
+    >>> _time_interval(7200, 6120, 9000), _time_interval(36000, 35990, 36020)
+    ('2.00 h (1.70 to 2.50)', '10.0000 h (9.9972 to 10.0056)')
+    """
+    unit = wording.duration(value).rpartition(" ")[2]
+    size = {"days": 86400, "h": 3600, "min": 60, "s": 1}[unit]
+    number, _, bounds = wording.interval(value / size, low / size, high / size).partition(" (")
+    return f"{number} {unit} ({bounds}"
 
 
 def _failures(row: Mapping[str, float]) -> str:
