@@ -48,7 +48,8 @@ finally:
 
 
 def test_it_runs_as_a_program_and_as_a_module() -> None:
-    for program in (["vbs"], [sys.executable, "-m", "variable_batch_size"]):
+    modules = "variable_batch_size", "variable_batch_size.cli.main"
+    for program in (["vbs"], *([sys.executable, "-m", name] for name in modules)):
         done = run(*program, "--version")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{vbs.__version__}\n", "")
 

@@ -60,3 +60,7 @@ def main(args: list[str] | None = None) -> NoReturn:
 def _report(message: str, status: int) -> int:
     print(f"vbs: error: {' '.join(message.split())}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    main()
