@@ -18,7 +18,7 @@ from helpers.commands import environment, wait_for
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
 from variable_batch_size.evaluation import Experiment, Plan, read_records, write_records, write_report
-from variable_batch_size.evaluation.record import keys_in
+from variable_batch_size.evaluation.record import Record, keys_in
 
 TINY = "helpers.evaluation_tasks:Tiny"
 BOTH = ["--rule", "constant", "--rule", "linear"]
@@ -116,6 +116,24 @@ def test_trainings_that_judge_are_still_to_come_while_learning_rates_are_chosen(
     assert number > 4
     assert out.endswith(f"report: {tmp_path / 'report.html'} ({number} of {number} trainings)\n")
     assert f"Trainings: {number}, 0 of them failed" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("always:the (records|source) of the task")
+def test_records_of_two_versions_of_a_task_are_told(tmp_path: Path, done: Path) -> None:
+    shutil.copytree(done, tmp_path, dirs_exist_ok=True)
+    path = min(tmp_path.glob("????????????????.json"))
+    source = Record.read(path).environment["source of the task"]
+    path.write_text(path.read_text().replace(source, "0" * 16))
+    remedy = "if trainings differ by that, give the task another version, or train in another folder\n"
+    mixed = f"vbs: warning: the records of the task {TINY} are of 2 versions of its source; {remedy}"
+    status, _, err = run_main("report", tmp_path)
+    assert (status, err) == (0, mixed)
+    assert run_main("report", done)[2] == ""
+    status, _, err = run_main("evaluate", *SMALL[:-1], "3", "--folder", tmp_path)
+    assert status == 0, err
+    remedy = "if trainings differ by that, give the task another version, or choose another folder\n"
+    assert f"warning: the source of the task {TINY} has changed since its record {path.stem}; {remedy}" in err
+    assert err.endswith(mixed)
 
 
 def test_an_extended_evaluation_is_all_of_it(tmp_path: Path, done: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,6 +102,7 @@ def publish(
     if not planned:
         return 0
     analysis = Analysis(planned, metric, baseline, _targets(planned, data_dir), mode)
+    _warn_of_sources(planned)
     folder = output or str(place).removesuffix(SUFFIX)
     number, all_planned, others = len(planned), len(plan.keys) or len(records), len(records) - len(planned)
     path = write_analysis(analysis, folder, plan.command, all_planned, table, bool(plan.tuning))
@@ -113,6 +115,21 @@ def publish(
         if coming:
             typer.echo(f"\n{' and then '.join(coming)} are still to come: all of this may change.")
     return number
+
+
+def _warn_of_sources(records: Sequence[Record]) -> None:
+    """Warn of each task whose source was not the same for all of its records."""
+    from variable_batch_size.evaluation.training import SOURCE
+
+    sources = defaultdict(set)
+    for record in records:
+        if (source := record.environment.get(SOURCE)) is not None:
+            sources[record.cell["task"], record.cell.get("task_version", "")].add(source)
+    for (task, _), found in sources.items():
+        if len(found) > 1:
+            remedy = "if trainings differ by that, give the task another version, or train in another folder"
+            message = f"the records of the task {task} are of {len(found)} versions of its source; {remedy}"
+            warnings.warn(message, stacklevel=2)
 
 
 def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple[str, float]]:

@@ -31,6 +31,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 SAVE_EVERY = timedelta(seconds=30)
 DATASET_SIZE = "samples in the dataset"
 DATA = "hash of the dataset"
+SOURCE = "source of the task"
 
 
 def parts_of(cell: Cell, curve: Curve | None = None) -> Parts:
@@ -140,7 +141,7 @@ def _facts(parts: Parts, cell: Cell) -> dict[str, Any]:
         "seed of the order": cell.seed,
         DATASET_SIZE: parts.sampler.plan.dataset_size,
         DATA: data_hash(parts.task),
-        "source of the task": source_hash(parts.task),
+        SOURCE: source_hash(parts.task),
         MARGIN: Defaults.of(parts.task, cell.task).margin,
     }
 

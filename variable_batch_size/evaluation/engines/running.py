@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from tqdm import tqdm
 
+from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import check_choice, check_int, check_interval, type_error, value_error
 from variable_batch_size.evaluation.cell import Cell
 from variable_batch_size.evaluation.engines.local import on_this_machine
@@ -19,10 +21,10 @@ from variable_batch_size.evaluation.engines.on_ray import on_ray
 from variable_batch_size.evaluation.engines.work import Work
 from variable_batch_size.evaluation.experiment import Experiment, check
 from variable_batch_size.evaluation.plan import extend_plan
-from variable_batch_size.evaluation.provenance import data_hash
-from variable_batch_size.evaluation.record import Record, keys_in, path_of
+from variable_batch_size.evaluation.provenance import data_hash, source_hash
+from variable_batch_size.evaluation.record import Record, keys_in, path_of, read_records
 from variable_batch_size.evaluation.task import dataset_of, load_task
-from variable_batch_size.evaluation.training import DATA, DATASET_SIZE, SAVE_EVERY, checkpoints_of
+from variable_batch_size.evaluation.training import DATA, DATASET_SIZE, SAVE_EVERY, SOURCE, checkpoints_of
 
 EngineName: TypeAlias = Literal["joblib", "ray"]
 
@@ -113,6 +115,7 @@ def _train(
     todo = without_record(wanted, place)
     check(todo.values())
     _check_datasets([cell for cell in wanted if cell.key not in todo], place)
+    _check_sources(todo.values(), place)
     extend_plan(place, keys, command, tuning)
     for key in set(keys) - todo.keys():  # of a training that was killed after its record was written
         shutil.rmtree(checkpoints_of(place, key), ignore_errors=True)
@@ -138,6 +141,20 @@ def _check_datasets(cells: Iterable[Cell], folder: Path) -> None:
                 requirement = f"the dataset of the task {cell.task} must be that of its record {cell.key}"
                 remedy = "give the task another version, or choose another folder"
                 raise value_error(requirement, f"{name} {value} instead of {known[name]}", remedy)
+
+
+def _check_sources(todo: Iterable[Cell], folder: Path) -> None:
+    """Warn if the source of a task that is to be trained is not that of one of its records."""
+    tasks = {(cell.task, cell.task_version): cell for cell in todo}
+    for record in read_records(folder) if tasks else ():
+        cell = tasks.get((record.cell["task"], record.cell.get("task_version", "")))
+        if cell is None or (known := record.environment.get(SOURCE)) is None:
+            continue
+        if source_hash(load_task(cell.task, cell.task_arguments, cell.data_dir)) not in (None, known):
+            found = f"the source of the task {cell.task} has changed since its record {record.key}"
+            remedy = "if trainings differ by that, give the task another version, or choose another folder"
+            warnings.warn(f"{found}; {remedy}", UserWarning, stacklevel=stacklevel_of_user())
+            del tasks[cell.task, cell.task_version]
 
 
 def without_record(cells: Iterable[Cell], folder: Path) -> dict[str, Cell]:
