@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,7 +13,18 @@ import pytest
 from helpers.evaluations import records, shortened
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation import Analysis
-from variable_batch_size.evaluation.figures import _mark_outside, draw_batch_sizes, draw_curves, draw_lr, look
+from variable_batch_size.evaluation.figures import (
+    _mark_outside,
+    draw_batch_sizes,
+    draw_curves,
+    draw_lr,
+    draw_regret,
+    look,
+    svg,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def test_neighbors_differ_in_color_and_in_dashes() -> None:
@@ -146,3 +158,20 @@ def test_learning_rates_that_differ_by_rounding_warn_of_nothing(recwarn: pytest.
     draw_lr(axes, analysis.rows("simulated", "64"), look(analysis.rules))
     axes.figure.draw_without_rendering()
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("traces", [["64"], ["64", "spot"], ["64", "0:64 40:256", "spot"]])
+def test_the_title_of_a_heat_map_fits_above_it(traces: list[str]) -> None:
+    from matplotlib.text import Text
+
+    analysis = Analysis(records({"constant": 0.0, "linear-momentum-x": 0.1}, traces, grid=()))
+    drawn = []
+
+    def draw(axes: Axes) -> None:
+        draw_regret(axes, analysis, "simulated")
+        drawn.append(axes)
+
+    svg(draw, (max(3.2, 1.25 + 0.8 * len(traces)), 2.0))  # as wide as in a report
+    drawn[0].figure.draw_without_rendering()
+    (title,) = drawn[0].findobj(lambda artist: isinstance(artist, Text) and "regret" in artist.get_text())
+    assert title.get_window_extent().x1 <= drawn[0].figure.bbox.x1

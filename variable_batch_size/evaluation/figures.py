@@ -223,8 +223,8 @@ def draw_regret(axes: Axes, analysis: Analysis, task: str, across: bool = False)
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    title = f"regret in {analysis.metric}", "at the reference's learning rate"
-    axes.set_title((" " if across else "\n").join(title))  # a figure of one trace has no room beside
+    title = f"regret in {analysis.metric} at the reference's learning rate"
+    axes.set_title("\n".join(textwrap.wrap(title, 80 if across else max(22, 12 * len(traces)))))
 
 
 def _regret_text(fact: Mapping[Any, float], digits: int) -> str:

@@ -121,7 +121,7 @@ def render(analysis: Analysis, command: str = "", planned: int | None = None, tu
 def _task(analysis: Analysis, task: str, recommendations: Sequence[Recommendation]) -> dict[str, Any]:
     """Return what the template shows of a task."""
     traces, rules, looks = analysis.traces(task), analysis.rules_of(task), figures.look(analysis.rules)
-    size = (max(3.2, 1.25 + 0.8 * len(traces)), 1.2 + 0.34 * len(rules))
+    size = (max(3.2, 1.25 + 0.8 * len(traces)), 1.4 + 0.34 * len(rules))
     return {
         "name": task,
         "looks": {rule: looks[rule] for rule in rules},
