@@ -72,6 +72,17 @@ class SavesAt(TrainerCallback):
         return control
 
 
+QUIET: dict[str, Any] = {  # training arguments of a test: on the CPU, with a log for each update and no other output
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "log_level": "error",
+}
+
+
 def arguments(folder: Path, **others: Any) -> TrainingArguments:
     """The training arguments of the yardstick; it writes no checkpoints."""
     own: dict[str, Any] = {
@@ -82,13 +93,7 @@ def arguments(folder: Path, **others: Any) -> TrainingArguments:
         "lr_scheduler_type": "constant",
         "max_grad_norm": MAX_GRAD_NORM,
         "seed": 0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "log_level": "error",
+        **QUIET,
     }
     return TrainingArguments(str(folder), **{**own, **others})
 

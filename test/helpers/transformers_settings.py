@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset
 
 from helpers.our_order import BATCH, ROWS, SAMPLES, Shuffled
-from helpers.transformers_jobs import VOCABULARY, Rows, Texts, gpt2, tokenizer
+from helpers.transformers_jobs import QUIET, VOCABULARY, Rows, Texts, gpt2, tokenizer
 from helpers.yardstick import network
 from variable_batch_size.integrations.transformers import VariableBatchMixin
 
@@ -232,13 +232,7 @@ def create(folder: Path, options: Mapping[str, Any], events: list[Any], plain: b
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": BATCH if plain else ROWS,
         "learning_rate": 0.02,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "log_level": "error",
+        **QUIET,
     }
     more = dict(options.get("more", {}))
     if "optimizers" in options:

@@ -249,7 +249,7 @@ def _time_interval(value: float, low: float, high: float) -> str:
     ('2.00 h (1.70 to 2.50)', '10.0000 h (9.9972 to 10.0056)')
     """
     unit = wording.duration(value).rpartition(" ")[2]
-    size = {"days": 86400, "h": 3600, "min": 60, "s": 1}[unit]
+    size = wording.UNITS[unit]
     number, _, bounds = wording.interval(value / size, low / size, high / size).partition(" (")
     return f"{number} {unit} ({bounds}"
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from variable_batch_size.evaluation.statistics import detectable
+
+UNITS: Final = {"days": 86400, "h": 3600, "min": 60, "s": 1}  # in seconds
 
 
 def number(value: float, spread: float = 0.0, sign: str = "") -> str:
@@ -68,7 +71,7 @@ def duration(seconds: float) -> str:
     >>> duration(45), duration(5400), duration(200000), duration(math.nan)
     ('45 s', '1.50 h', '2.31 days', '-')
     """
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+    for unit, length in UNITS.items():
         if seconds >= 1.5 * length:
             return f"{number(seconds / length)} {unit}"
     return f"{number(seconds)} s" if math.isfinite(seconds) else "-"
