@@ -1,21 +1,23 @@
 # ARGS is passed to the training script, to pytest, to the search or to the evaluation. JOBS=1 runs the tests in one
 # process instead of one a core; an evaluation has two. PYTHON creates the environments. PIP_FLAGS= shows pip's output.
-# GPU_PYTHON is an interpreter for test-gpu, which then installs nothing.
+# GPU_PYTHON is an interpreter for test-gpu, which then installs nothing, and so is TPU_COMPILER for tpu-compiler.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check --no-input
 GPU_PYTHON ?=
+TPU_COMPILER ?=
 ARGS ?=
 JOBS ?= auto
 TAG ?=
 N ?= 1000
 SEED ?=
 TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
-SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/evaluation_large.py $(TRAINERS),$(wildcard benchmarks/*.py))
+SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/evaluation_large.py $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
 
 VENV := .venv
 NEWEST := .venv-newest
 INTEGRATIONS := .venv-integrations
 DIST := .venv-dist
+TPU := .venv-tpu
 OLD_VENV := .venv-oldest
 SETUP := setup.cfg pyproject.toml
 
@@ -23,7 +25,7 @@ SETUP := setup.cfg pyproject.toml
 test test-all test-newest test-integrations test-integrations-oldest test-gpu: export OMP_NUM_THREADS := 1
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers dist check-tag clean
+.PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers tpu-compiler dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -41,6 +43,7 @@ help:
 	@echo "make fuzz N=5000  run N random trainings against a slow twin; SEED=1 repeats a search"
 	@echo "make dist         build the wheel and the source distribution in dist/, and check them"
 	@echo "make bench        measure with all scripts in benchmarks/; SCRIPTS=benchmarks/step.py selects one"
+	@echo "make tpu-compiler  compile graphs for TPUs, which need not be there, and record what the compiler says"
 	@echo "make clean        remove the environments, builds and caches"
 	@echo
 	@echo "Each target installs what it needs. make train ARGS='--epochs 1' passes flags to the script;"
@@ -141,6 +144,15 @@ bench-trainers:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only
 	@set -e; for script in $(TRAINERS); do echo "$$script"; OMP_NUM_THREADS=1 PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
 
+# The compiler of TPUs needs no TPU. Estimates of two versions differ, so they are pinned. TESTS_ONLY=1 measures nothing.
+LIBTPU := "jax[cpu]==0.10.2" libtpu==0.0.52
+
+tpu-compiler: export TPU_COMPILER := $(or $(TPU_COMPILER),$(CURDIR)/$(TPU)/bin/python)
+tpu-compiler: $(VENV)/.has-test
+	$(if $(filter $(CURDIR)/%,$(TPU_COMPILER)),$(call install,$(TPU),$(LIBTPU),libtpu))
+	$(VENV)/bin/python -m pytest test/backend/test_tpu_compiler.py
+	$(if $(TESTS_ONLY),,$(VENV)/bin/python benchmarks/tpu_compiler.py $(ARGS))
+
 dist: check-tag
 	@$(PYTHON) -m venv --clear $(DIST)
 	@$(DIST)/bin/python -m pip install $(PIP_FLAGS) build twine
@@ -159,7 +171,7 @@ check-tag:
 	"got the tag $(TAG) and the heading '$$(grep -m 1 '^## ' CHANGELOG.md)'" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) $(OLD_VENV) $(DIST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) $(OLD_VENV) $(DIST) $(TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The extras of setup.cfg that each stamp file of .venv stands for (cluster: pooch, which fetches MNIST).

@@ -36,6 +36,7 @@ def record(
     where: str = "",
     case: str = "",
     note: str = "",
+    libraries: str = "",
 ) -> None:
     """Print a measurement, append it to records.csv, and generate RESULTS.md.
 
@@ -48,6 +49,7 @@ def record(
         where: the device and the number of ranks.
         case: one of several in a cell of a table.
         note: what else is to be said.
+        libraries: further versions than those of Python, torch and numpy.
     """
     import torch  # here, because resume.py measures its import
 
@@ -60,6 +62,7 @@ def record(
     rounded = {
         name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in spreads._asdict().items()
     }
+    own = [f"Python {platform.python_version()}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
     row = Record(
         date=str(date.today()),
         question=question,
@@ -70,7 +73,7 @@ def record(
         unit=unit,
         command=" ".join([*path, "python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         commit=git("rev-parse", "--short", "HEAD") + (" with changes" if changed else ""),
-        versions=f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}",
+        versions=", ".join([*own, *filter(None, [libraries])]),
         note=note,
         **rounded,
     )

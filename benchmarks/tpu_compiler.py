@@ -1,0 +1,162 @@
+"""What does a TPU's own compiler say of an update, with the library and by hand? No TPU is needed, and none is run.
+
+The trainings of tpu_trainings.py run on two cores of XLA:CPU, which dumps their graphs; tpu_compile_graphs.py compiles
+these for a topology with libtpu, in the environment whose interpreter TPU_COMPILER names (`make tpu-compiler`).
+
+Cycles are the compiler's estimates: only their ratios within a run mean anything. An all-reduce has no estimate. The
+case "kernels and all-reduces" adds 2 (n - 1) / n x bytes / bandwidth for n cores of a ring, as if nothing ran beside
+them; the case "kernels" is right if they overlap wholly. Donation is not in the graphs: outputs with the shape of
+an argument count as if they replaced it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from results import record
+from tpu_trainings import CORES, MEASURED, SIDES, TRAINED
+
+CYCLES_A_SECOND, BYTES_A_SECOND, V5E_CORES = 1.5e9, 200e9, 4  # of a v5e: clock and links, as its data sheet says
+V5E = "v5e:2x2"
+OTHERS = ["v5e:16x16", "v4:2x2x1", "v5:2x2x1", "v6e:2x2"]  # v5 is v5p
+RATIOS = [
+    ("linear", "by hand"),
+    ("linear", "by hand, zeroed"),
+    ("linear", "by hand, one graph less"),
+    ("AdaScale", "linear"),
+    ("root", "linear"),
+    ("sqrt-SDE", "linear"),
+    ("linear, clipping", "linear"),
+    ("linear, logging", "linear"),
+    ("linear, bfloat16", "by hand, bfloat16"),
+]
+# XLA:CPU need not make these graphs fast.
+XLA_FLAGS = "--xla_dump_hlo_as_proto --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+class Update(NamedTuple):
+    """A steady update: each graph that a core executes with the number of times, and its copies to the host."""
+
+    graphs: Counter[str]  # paths of HloProtos
+    copies: float
+
+
+def dump(folder: Path, name: str, sides: Sequence[str], *, program: str = "tpu_trainings") -> dict[str, Update]:
+    """Train, and return an update of each side."""
+    debug = folder / "debug.txt"
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_dump_to={folder} {XLA_FLAGS}",
+        "PT_XLA_DEBUG_LEVEL": "2",  # names each graph that is compiled, and each that is executed, by its hash
+        "PT_XLA_DEBUG_FILE": str(debug),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    code = f"import sys; from {program} import main; main(*sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", code, str(folder), name, *sides], env=environment, check=True)
+    text = debug.read_bytes()
+    compiled = re.findall(rb"^Compilation Analysis:   Graph Hash: (\w+)", text, re.MULTILINE)
+    paths = sorted(map(str, folder.glob("*.before_optimizations.hlo.pb")))  # numbered in the order of compilation
+    path_of = dict(zip(compiled, paths, strict=True))
+    updates = {}
+    for side, part in json.loads((folder / "executed.json").read_text()).items():
+        lines = text[part["begin"] : part["end"]]
+        executed = Counter(re.findall(rb"^Execution Analysis:   Graph Hash: (\w+)", lines, re.MULTILINE))
+        graphs = Counter({path_of[hash]: number // (MEASURED * CORES) for hash, number in executed.items()})
+        updates[side] = Update(graphs, part["copies"])
+    return updates
+
+
+def compile_updates(updates: Mapping[str, Update], topology: str) -> dict[str, dict[str, Any]]:
+    """Return by path what the compiler says of all graphs of some updates, see `tpu_compile_graphs.Graph`."""
+    paths = sorted({path for update in updates.values() for path in update.graphs})
+    done = subprocess.run(
+        [os.environ["TPU_COMPILER"], "-c", "from tpu_compile_graphs import main; main()"],
+        cwd=Path(__file__).parent,
+        input=json.dumps([(topology, path) for path in paths]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return dict(zip(paths, json.loads(done.stdout), strict=True))
+
+
+def totals(update: Update, compiled: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, str]]:
+    """Return what an update costs a core, with units."""
+    graphs = [compiled[path] for path in update.graphs.elements()]
+    sums = [number for graph in graphs for reduced in graph["all_reduces"] for number in reduced.values()]
+    return {
+        "graphs": (len(graphs), "graphs"),
+        "all-reduces": (sum(len(graph["all_reduces"]) for graph in graphs), "all-reduces"),
+        "bytes of all-reduces": (sum(sums) / 1e6, "MB"),
+        "kernels": (sum(len(graph["kernels"]) for graph in graphs), "kernels"),
+        "estimated cycles": (cycles(graphs), "cycles"),
+        "bytes accessed": (sum(graph["bytes_moved"] for graph in graphs) / 1e6, "MB"),
+        "peak memory": (max(graph["peak_memory"] for graph in graphs) / 1e6, "MB"),
+        "host transfers": (sum(graph["host_transfers"] for graph in graphs) + update.copies, "transfers"),
+    }
+
+
+def cycles(graphs: Sequence[Mapping[str, Any]]) -> int:
+    """Return the estimated cycles of all kernels."""
+    return sum(estimate for graph in graphs for _, estimate in graph["kernels"])
+
+
+def measure(name: str, sides: Sequence[str], topologies: Sequence[str]) -> None:
+    """Record the updates of a model: all numbers on the first topology, and the ratio of linear / by hand on others."""
+    with tempfile.TemporaryDirectory() as folder:
+        updates = dump(Path(folder), name, sides)
+        for topology in topologies:
+            first = topology == topologies[0]
+            chosen = updates if first else {side: updates[side] for side in ("by hand", "linear")}
+            compiled = compile_updates(chosen, topology)
+            (libtpu,) = {graph["libtpu"] for graph in compiled.values()}
+            own = {"on": TRAINED[name].title, "where": topology, "libraries": f"libtpu {libtpu}"}
+            found = {side: totals(update, compiled) for side, update in chosen.items()}
+            for side, quantities in found.items() if first else ():
+                for quantity, (value, unit) in quantities.items():
+                    record(f"{quantity} of an update on a TPU", side, value, unit, **own)
+            for one, other in RATIOS:
+                if found.keys() >= {one, other}:
+                    for case, (ours, theirs) in costs(found[one], found[other], topology).items():
+                        what = f"{one} / {other}"
+                        record("estimated cycles on a TPU, ratio", what, ours / theirs, case=case, **own)
+
+
+def costs(
+    one: Mapping[str, tuple[float, str]], other: Mapping[str, tuple[float, str]], topology: str
+) -> dict[str, tuple[float, float]]:
+    """Return the cycles of both, without and, on the v5e, with the all-reduces."""
+    pairs = {"kernels": (one["estimated cycles"][0], other["estimated cycles"][0])}
+    if topology == V5E:
+        cycles_a_mb = 2 * (V5E_CORES - 1) / V5E_CORES * 1e6 / BYTES_A_SECOND * CYCLES_A_SECOND
+        first, second = (
+            side["estimated cycles"][0] + cycles_a_mb * side["bytes of all-reduces"][0] for side in (one, other)
+        )
+        pairs["kernels and all-reduces"] = first, second
+    return pairs
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=TRAINED, default=[*TRAINED], help="models to train")
+    parser.add_argument("--topologies", nargs="*", default=[V5E, *OTHERS], help="all numbers on the first one")
+    parser.add_argument("--few", action="store_true", help="only by hand, linear and AdaScale, as for gpt-large")
+    flags = parser.parse_args()
+    if "TPU_COMPILER" not in os.environ:
+        raise SystemExit("TPU_COMPILER must name a Python with jax and libtpu; run: make tpu-compiler")
+    for name in flags.models:
+        possible = [side for side in SIDES if side != "sqrt-SDE" or TRAINED[name].vocabulary]
+        if name == "gpt-large":
+            measure(name, ["by hand", "linear", "AdaScale"], [V5E])
+        else:
+            measure(name, possible[:5] if flags.few else possible, flags.topologies)
