@@ -52,7 +52,7 @@ class Update(NamedTuple):
 
 
 def dump(folder: Path, name: str, sides: Sequence[str], *, program: str = "tpu_trainings") -> dict[str, Update]:
-    """Train, and return an update of each side."""
+    """Return an update of each side, from a training whose graphs are dumped to a folder, unless they are there."""
     debug = folder / "debug.txt"
     environment = {
         **os.environ,
@@ -62,10 +62,14 @@ def dump(folder: Path, name: str, sides: Sequence[str], *, program: str = "tpu_t
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     code = f"import sys; from {program} import main; main(*sys.argv[1:])"
-    subprocess.run([sys.executable, "-c", code, str(folder), name, *sides], env=environment, check=True)
+    if not (folder / "executed.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-c", code, str(folder), name, *sides], env=environment, check=True)
     text = debug.read_bytes()
     compiled = re.findall(rb"^Compilation Analysis:   Graph Hash: (\w+)", text, re.MULTILINE)
-    paths = sorted(map(str, folder.glob("*.before_optimizations.hlo.pb")))  # numbered in the order of compilation
+    paths = sorted(
+        str(path.resolve()) for path in folder.glob("*.before_optimizations.hlo.pb")
+    )  # numbered in the order of compilation
     path_of = dict(zip(compiled, paths, strict=True))
     updates = {}
     for side, part in json.loads((folder / "executed.json").read_text()).items():
@@ -111,10 +115,10 @@ def cycles(graphs: Sequence[Mapping[str, Any]]) -> int:
     return sum(estimate for graph in graphs for _, estimate in graph["kernels"])
 
 
-def measure(name: str, sides: Sequence[str], topologies: Sequence[str]) -> None:
+def measure(name: str, sides: Sequence[str], topologies: Sequence[str], kept: Path | None = None) -> None:
     """Record the updates of a model: all numbers on the first topology, and the ratio of linear / by hand on others."""
     with tempfile.TemporaryDirectory() as folder:
-        updates = dump(Path(folder), name, sides)
+        updates = dump(kept / name if kept else Path(folder), name, sides)
         for topology in topologies:
             first = topology == topologies[0]
             chosen = updates if first else {side: updates[side] for side in ("by hand", "linear")}
@@ -151,12 +155,13 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="*", choices=TRAINED, default=[*TRAINED], help="models to train")
     parser.add_argument("--topologies", nargs="*", default=[V5E, *OTHERS], help="all numbers on the first one")
     parser.add_argument("--few", action="store_true", help="only by hand, linear and AdaScale, as for gpt-large")
+    parser.add_argument("--folder", type=Path, help="keep the graphs there, and do not train for those that are there")
     flags = parser.parse_args()
     if "TPU_COMPILER" not in os.environ:
         raise SystemExit("TPU_COMPILER must name a Python with jax and libtpu; run: make tpu-compiler")
     for name in flags.models:
         possible = [side for side in SIDES if side != "sqrt-SDE" or TRAINED[name].vocabulary]
         if name == "gpt-large":
-            measure(name, ["by hand", "linear", "AdaScale"], [V5E])
+            measure(name, ["by hand", "linear", "AdaScale"], [V5E], flags.folder)
         else:
-            measure(name, possible[:5] if flags.few else possible, flags.topologies)
+            measure(name, possible[:5] if flags.few else possible, flags.topologies, flags.folder)
