@@ -19,7 +19,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
 
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": "cpu"}
+os.environ |= {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second process that compiles at the same time aborts
+}
 
 import numpy as np
 from jax._src.interpreters import mlir as jax_mlir
