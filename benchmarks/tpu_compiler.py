@@ -72,7 +72,8 @@ def dump(folder: Path, name: str, sides: Sequence[str], *, program: str = "tpu_t
     )  # numbered in the order of compilation
     path_of = dict(zip(compiled, paths, strict=True))
     updates = {}
-    for side, part in json.loads((folder / "executed.json").read_text()).items():
+    parts = json.loads((folder / "executed.json").read_text())
+    for side, part in ((side, parts[side]) for side in sides):
         lines = text[part["begin"] : part["end"]]
         executed = Counter(re.findall(rb"^Execution Analysis:   Graph Hash: (\w+)", lines, re.MULTILINE))
         graphs = Counter({path_of[hash]: number // (MEASURED * CORES) for hash, number in executed.items()})
