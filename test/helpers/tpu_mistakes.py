@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
-from tpu_trainings import SIDES, Side, main
-
-__all__ = ["main"]
+import tpu_trainings
+from tpu_trainings import SIDES, Side
+from variable_batch_size.backend import xla
 
 
 def sum_again(inner: torch.optim.Optimizer, *_: object) -> None:
@@ -26,3 +29,13 @@ def read_weights(inner: torch.optim.Optimizer, *_: object) -> None:
 
 SIDES["linear, sums twice"] = Side("linear", before_step=sum_again)
 SIDES["linear, reads the weights"] = Side("linear", before_step=read_weights)
+
+
+def train(folder: Path, name: str, sides: Sequence[str]) -> None:
+    """Train in a process that imports this module, with its sides."""
+    tpu_trainings.train(folder, name, sides)
+
+
+def main(folder: str, name: str, *sides: str) -> None:
+    """Train on two cores."""
+    xla.launch(train, (Path(folder), name, sides), cores=tpu_trainings.CORES)
