@@ -123,12 +123,10 @@ def gain(averages: Vector, batch_size: Number, ref: Number) -> Number:
     ratio = batch_size / ref
     # Dividing by the sum of both keeps the quotients of small numbers from underflowing.
     if isinstance(averages, Tensor):
-        parts = averages[:2].clamp(min=0)  # 0 before the first estimate
-        total = parts.sum()
-        measured = total > 0
-        sigma2, mu2 = torch.where(measured, parts / total, 1.0).unbind()
+        sigma2, mu2 = averages[:2].clamp(min=0).unbind()  # 0-D: a TPU starts no kernel for them; 0 at first
+        total = sigma2 + mu2
         bound = ratio.clamp(max=1) if isinstance(ratio, Tensor) else min(1.0, ratio)
-        return torch.where(measured, adascale_gain(sigma2, mu2, batch_size, ref), bound)
+        return torch.where(total > 0, adascale_gain(sigma2 / total, mu2 / total, batch_size, ref), bound)
     sigma2, mu2 = averages[:2].tolist()
     return measured_gain(sigma2, mu2, float(batch_size), float(ref))
 
