@@ -140,7 +140,7 @@ def test_a_training_that_learned_nothing_failed() -> None:
         (said,) = recommend(analysis)
         assert said.rule == "root"
         assert Claim("root", "constant", "means", pytest.approx(0, abs=0.01)) in analysis.claims["simulated", "64"]
-        assert ("linear 2 of 6" in said.sentences[2]) is (failed > 0)
+        assert ("linear (2 of 6 failed)" in said.row["left out"]) is (failed > 0)
 
 
 def test_the_margin_is_that_of_the_task() -> None:

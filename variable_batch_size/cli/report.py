@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from rich.console import Console
 from variable_batch_size._validation import value_error
 from variable_batch_size.cli.command import command
 from variable_batch_size.cli.options import option
+from variable_batch_size.cli.output import print_table
 from variable_batch_size.evaluation.metric import Mode
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from variable_batch_size.evaluation.record import Record
     from variable_batch_size.evaluation.report import TableFormat
 
-INDENT = 2  # characters before the sentences of a recommendation
 
 Parquet = Annotated[bool, option("Write the tables as Parquet files, instead of CSV.", "--parquet")]
 Recommend = Annotated[
@@ -153,10 +152,9 @@ def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple
 def _print_recommendations(analysis: Analysis) -> None:
     from variable_batch_size.evaluation.recommendation import recommend
 
-    width, space = Console().width, " " * INDENT
-    for found in recommend(analysis):
-        typer.echo()
-        typer.secho(f"{found.task} under {found.trace}", bold=True)
-        for sentence in found.sentences:
-            lines = textwrap.wrap(sentence, width - INDENT, break_long_words=False, break_on_hyphens=False)
-            typer.echo(textwrap.indent("\n".join(lines), space))
+    found = recommend(analysis)
+    for task in analysis.tasks:
+        if own := [one for one in found if one.task == task]:
+            typer.echo()
+            print_table([*own[0].row], [[*one.row.values()] for one in own])
+            Console().print("", *map(str, own), sep="\n", markup=False, highlight=False)

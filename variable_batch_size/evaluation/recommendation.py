@@ -1,25 +1,23 @@
-"""Which rule for which trace, how sure that is, and what is not known, in three sentences."""
+"""Which rule for which trace, as a row of a table and a sentence."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from variable_batch_size._validation import FloatArray
 from variable_batch_size.evaluation import tuning
 from variable_batch_size.evaluation.analysis import BASELINE, Analysis
 from variable_batch_size.evaluation.claims import Claim
 from variable_batch_size.evaluation.metric import possible
-from variable_batch_size.evaluation.statistics import CONFIDENCE, Interval, difference_interval, mean_interval
+from variable_batch_size.evaluation.statistics import CONFIDENCE, difference_interval, mean_interval
 from variable_batch_size.evaluation.wording import interval, listed, number
 
 if TYPE_CHECKING:
     import pandas as pd
-
-FEW = 3  # rules that the first sentence names; the second one names all
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,20 @@ class Recommendation:
         trace: name of the trace.
         rule: the rule to use, None if no one can be recommended.
         alternatives: other rules to which no difference is seen.
-        sentences: which rule, how sure, what is not known.
+        sentence: what to use, and why.
+        row: the trace, what to use, and the numbers behind it, by column.
     """
 
     task: str
     trace: str
     rule: str | None
     alternatives: tuple[str, ...]
-    sentences: tuple[str, str, str]
+    sentence: str
+    row: dict[str, str]
 
     def __str__(self) -> str:
-        """Return the sentences."""
-        return " ".join(self.sentences)
+        """Return the sentence."""
+        return self.sentence
 
 
 def recommend(analysis: Analysis) -> list[Recommendation]:
@@ -64,32 +64,81 @@ def recommend(analysis: Analysis) -> list[Recommendation]:
 def _recommend(analysis: Analysis, task: str, trace: str) -> Recommendation:
     facts, stable = analysis.facts(task, trace), analysis.stable(task, trace)
     values = analysis.shared(task, trace, stable)
+    row = {"trace": trace, "use": "-", "best mean": "-", "as good, as far as seen": "-", "up to": "-"}
+    last = {"seeds": f"{len(values)}", "left out": ", ".join(_left_out(facts, stable, analysis.metric)) or "-"}
     if why := _why_none(analysis.metric, facts, values):
-        which = f"No rule can be recommended for {task} under {trace}{why[0]}."
-        return Recommendation(task, trace, None, (), (which, why[1], _unknown(analysis, task, trace, None, facts)))
+        sentence = f"For {task} under {trace}, no rule can be recommended{why}."
+        return Recommendation(task, trace, None, (), sentence, row | last)
+    tuned = len(analysis.factors(task, trace)) > 1
+    names = {str(rule): f"{rule} at {factor:g}x" if tuned else str(rule) for rule, factor in facts["factor"].items()}
     claims = analysis.claims[task, trace]
     beaten = {claim.worse for claim in claims if claim.better in stable}
     left = [rule for rule in stable if rule not in beaten] or stable
-    sign = 1 if analysis.lower else -1
-    best = str((sign * analysis.shared(task, trace, left).mean()).idxmin())
-    alike = [rule for rule in left if rule != best]
+    means = analysis.shared(task, trace, left).mean()
+    best = str(means.idxmin() if analysis.lower else means.idxmax())
+    alike = [best, *(rule for rule in left if rule != best)]
     rule = analysis.baseline if analysis.baseline in alike else best
+    others = tuple(name for name in alike if name != rule)
     differences = analysis.differences(task, trace, best, analysis.together)
-    pairs = differences if analysis.lower else {name: _turned(own) for name, own in differences.items()}
-    sentences = (
-        _which(analysis, task, trace, values[best].to_numpy(np.float64), best, rule, alike, len(stable) == 1),
-        _how_sure(
-            pairs,
-            claims,
-            _names(facts, len(analysis.factors(task, trace)) > 1),
-            [best, *alike],
-            _range(analysis.metric, values),
-            bool(facts["failed"].any()),
-        ),
-        _unknown(analysis, task, trace, rule, facts),
+    bounds = [abs(bound) for name in alike[1:] for bound in (differences[name].low, differences[name].high)]
+    limits = possible(analysis.metric, values.to_numpy(np.float64).ravel())
+    most = limits.get("most", math.inf) - limits.get("least", 0.0)
+    missed = number(min(most, max(filter(math.isfinite, bounds), default=math.nan)))
+    own = values[best].to_numpy(np.float64)
+    mean = mean_interval(own, **possible(analysis.metric, own))
+    optimistic = ", optimistic" if analysis.is_optimistic(task, trace) else ""
+    row |= {
+        "use": names[rule],
+        "best mean": f"{number(mean.value, mean.high - mean.low)} ({best}{optimistic})",  # of several: no interval
+        "as good, as far as seen": listed(others) if others else "-",
+        "up to": missed,
+    }
+    parts = [f"no difference is seen to {listed(others)} ({missed} could be missed)"] if others else []
+    if others and not missed.strip("0."):
+        parts = [f"{listed(alike)} brought the same"]
+    parts += _claimed(
+        sorted(claims, key=lambda claim: alike.index(claim.better) if claim.better in alike else len(alike)), names
     )
-    alternatives = tuple(name for name in (best, *alike) if name != rule)
-    return Recommendation(task, trace, rule, alternatives, sentences)
+    kind = f", the {'simplest' if rule == BASELINE else 'baseline'}" if rule != best else ""
+    among = "among trainings that did not fail, " if others and facts["failed"].any() else ""
+    reason = f": {among}{'; '.join(parts)}" if parts else ", the only rule that can be judged"
+    sentence = f"For {task} under {trace}, use {names[rule]}{kind}{reason}."
+    return Recommendation(task, trace, rule, others, sentence, row | last)
+
+
+def _left_out(facts: pd.DataFrame, stable: list[str], metric: str) -> list[str]:
+    """Return the rules that are not compared, each with the reason."""
+    rows = facts[~facts.index.isin(stable)]
+    return [
+        f"{name} ({f'{rate * number:.0f} of {number:.0f} failed' if rate else f'without {metric}'})"
+        for name, rate, number in zip(rows.index, rows["failed"], rows["failed_n"], strict=True)
+    ]
+
+
+def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> str | None:
+    """Return why no rule can be recommended; None if one can.
+
+    Args:
+        metric: what rules are compared by.
+        facts: the rules, trained.
+        values: of the rules that never failed and have the metric, by seed, of the seeds that all have.
+    """
+    if not len(values.columns) and (facts["value_n"] + facts["failed"] * facts["failed_n"] == 0).all():
+        return f": no training has a finite {metric}"
+    if not len(values.columns):
+        return ": each one failed at least once"
+    if values.empty:
+        return f" yet: no seed was trained with each of {listed([*map(str, values.columns)])}"
+    return " yet: one seed says nothing about chance" if len(values) == 1 else None
+
+
+def _claimed(claims: Iterable[Claim], names: dict[str, str]) -> list[str]:
+    """Return which rule was better than which others, or failed less often."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for claim in claims:
+        kind = "failed less often" if claim.by == "failures" else "was better"
+        found.setdefault((claim.better, kind), []).append(names[claim.worse])
+    return [f"{names[winner]} {kind} than {listed(losers)}" for (winner, kind), losers in found.items()]
 
 
 def reference_of(analysis: Analysis, task: str) -> str:
@@ -128,143 +177,3 @@ def reference_of(analysis: Analysis, task: str) -> str:
             f"The reference is tuned, as far as was tried: {at} {best:g} times it was chosen, and judged to be worse."
         )
     return f"The reference is tuned within noise: {at}, {better}, which is not told from chance."
-
-
-def _why_none(metric: str, facts: pd.DataFrame, values: pd.DataFrame) -> tuple[str, str] | None:
-    """Return why no rule can be recommended, as the ends of two sentences; None if one can.
-
-    Args:
-        metric: what rules are compared by.
-        facts: the rules, trained.
-        values: of the rules that never failed and have the metric, by seed, of the seeds that all have.
-    """
-    if not len(values.columns) and (facts["value_n"] + facts["failed"] * facts["failed_n"] == 0).all():
-        return f": no training has {metric}", f"Either the task does not evaluate {metric}, or it is not finite."
-    if not len(values.columns):
-        return ": each one failed at least once", "How they compare where they do not fail is not said."
-    names = [*map(str, values.columns)]
-    if values.empty:
-        apart = f"Rules are compared by equal seeds, which {listed(names)} do not have."
-        return " yet: no seed was trained with each one that is left", apart
-    if len(values) == 1:
-        seen = listed([f"{number(float(values[name].iloc[0]))} with {name}" for name in names])
-        return " yet: one seed says nothing about chance", f"Its {metric} is {seen}."
-    return None
-
-
-def _range(metric: str, values: pd.DataFrame) -> float:
-    """Return the largest difference that two values of a metric can have, infinite if that is not known."""
-    bounds = possible(metric, values.to_numpy(np.float64).ravel())
-    return bounds.get("most", math.inf) - bounds.get("least", 0.0)
-
-
-def _which(
-    analysis: Analysis, task: str, trace: str, values: FloatArray, best: str, rule: str, alike: list[str], single: bool
-) -> str:
-    mean = mean_interval(values, **possible(analysis.metric, values))
-    seeds = f"{mean.n} seed{'s' if mean.n > 1 else ''}"
-    factors = analysis.factors(task, trace)
-    optimistic = ", optimistic by the choice of its learning rate" if analysis.is_optimistic(task, trace) else ""
-    factor = float(analysis.facts(task, trace)["factor"].to_dict()[best])
-    times = "" if factor == 1 else f"{factor:g} times "
-    at = f" at {times}the learning rate of the reference" if len(factors) > 1 else ""
-    chosen = number(mean.value, mean.high - mean.low)  # of several, so that its own interval would be too narrow
-    found = interval(mean.value, mean.low, mean.high) if single else chosen
-    lead = f"{analysis.metric} {found}{at}, {seeds}{optimistic}"
-    if single:
-        return f"For {task} under {trace}, {best} is the only rule that can be judged: {lead}."
-    if not alike:
-        return f"For {task} under {trace}, use {best}: {lead}."
-    others = [name for name in (best, *alike) if name != rule]
-    same = listed(others) if len(others) <= FEW else f"{len(others)} others"
-    if rule == best:
-        return f"For {task} under {trace}, use {best}: {lead}; no difference seen to {same}."
-    kind = "simplest" if rule == BASELINE else "baseline"
-    return (
-        f"For {task} under {trace}, use {rule}, the {kind}: no difference seen to {same}; "
-        f"{best} has the best mean ({lead})."
-    )
-
-
-def _how_sure(
-    pairs: dict[str, Interval],
-    claims: list[Claim],
-    names: dict[str, str],
-    alike: list[str],
-    most: float,
-    failed: bool,
-) -> str:
-    """Return what was claimed, and how large a difference could be that was not seen.
-
-    Args:
-        pairs: rule -> its difference to the best one, with an interval that holds together with those of all pairs.
-        claims: what may be claimed.
-        names: of the rules in claims.
-        alike: the best one, and those to which no difference is seen.
-        most: largest difference that there can be.
-        failed: whether a rule is left out, because a training failed.
-    """
-    best, *others = alike
-    winners = dict.fromkeys([best, *(claim.better for claim in claims)])
-    parts = [text for winner in winners if (text := _claimed(winner, claims, best, pairs, names))]
-    if not (others or parts):
-        return "There is nothing to compare it with."
-    if others:
-        bounds = [max(abs(pairs[rule].low), abs(pairs[rule].high)) for rule in others]
-        missed = min(most, max((bound for bound in bounds if math.isfinite(bound)), default=math.nan))
-        other = others[0] if len(others) == 1 else "another one of these"
-        lost = f"a difference of up to {number(missed)} between {best} and {other} could not be told from chance"
-        parts.append(lost if number(missed).strip("0.") else f"{listed(alike)} brought the same")
-    counts = sorted({pairs[rule].n for rule in pairs if pairs[rule].n})
-    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
-    sure = f"the best of {'those that did not fail' if failed else 'them'} is {listed(alike, 'or')} with 95% confidence"
-    return f"By paired differences over {seeds} seeds, {sure}: {'; '.join(parts)}."
-
-
-def _names(facts: pd.DataFrame, tuned: bool) -> dict[str, str]:
-    """Return the names of rules in claims: with their factors if they are `tuned`, as at others they may be alike."""
-    return {str(rule): f"{rule} at {factor:g}x" if tuned else str(rule) for rule, factor in facts["factor"].items()}
-
-
-def _turned(own: Interval) -> Interval:
-    return Interval(-own.value, -own.high, -own.low, own.n)
-
-
-def _claimed(winner: str, claims: list[Claim], best: str, pairs: dict[str, Interval], names: dict[str, str]) -> str:
-    """Return than which rules one was better, or failed less often."""
-    own = [claim for claim in claims if claim.better == winner]
-    by_values = [claim for claim in own if claim.by != "failures"]
-    failing = [names[claim.worse] for claim in own if claim.by == "failures"]
-    bounds = [pairs[claim.worse].low if claim.by == "means" and winner == best else 0.0 for claim in by_values]
-    by = f", by {number(min(bounds))} or more" if bounds and min(bounds) > 0 else ""
-    losers = listed([names[claim.worse] for claim in by_values]) if by_values else ""
-    parts = [f"{names[winner]} was better than {losers}{by}"] if by_values else []
-    return " and ".join([*parts, *([f"{names[winner]} failed less often than {listed(failing)}"] if failing else [])])
-
-
-def _unknown(analysis: Analysis, task: str, trace: str, rule: str | None, facts: pd.DataFrame) -> str:
-    cells = analysis.own[analysis.own["task"] == task]
-    own = cells[cells["trace"] == trace]
-    parts = [f"longer trainings than {own[['planned_samples', 'samples']].max().max():,.0f} samples"]
-    factors = analysis.factors(task, trace)
-    if len(factors) < 2:
-        parts.append("what another learning rate would bring")
-    else:
-        beyond = f"learning rates beyond {factors[0]:g} to {factors[-1]:g} times the reference's"
-        edges = [str(name) for name in facts.index[facts["edge"]]]
-        parts.append(f"{beyond}{f' ({listed(edges)} may be better there)' if edges else ''}")
-    parts.append("other models, data and hardware")
-    failed = facts["failed"] * facts["failed_n"]
-    counts = {
-        "left out because trainings failed": failed,
-        "among these, not at their end with 8 times the samples, or at that of the trace": facts["short"],
-        f"without {analysis.metric}": facts["failed_n"] - failed - facts["value_n"],
-    }
-    said = [f"; {what}: {listed(found)}" for what, count in counts.items() if (found := _counts(count, facts))]
-    return f"Not known: {listed(parts)}{''.join(said)}."
-
-
-def _counts(count: pd.Series[float], facts: pd.DataFrame) -> list[str]:
-    """Return the rules whose count of trainings is not 0, each with it and the number of all."""
-    pairs = zip(facts.index, count, facts["failed_n"], strict=True)
-    return [f"{name} {some:.0f} of {all_:.0f}" for name, some, all_ in pairs if round(some)]
