@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint, truncate_state
-from helpers.commands import run as execute
+from helpers.console import run_main
 from helpers.reference import ADAM, Training, assert_equal, network, training
 from variable_batch_size.checkpoint import conversion
+
+
+class Done(NamedTuple):
+    """What a command has returned and printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def execute(*words: str) -> Done:
+    return Done(*run_main(*words[1:]))
+
 
 OPTIONS = {"kind": vbs.AdamScaleOptimizer, "inner": torch.optim.AdamW, "hyperparameters": ADAM}
 
@@ -97,7 +110,6 @@ def test_a_module_of_that_name_keeps_it(tmp_path: Path) -> None:
     assert set(vbs.read_checkpoint(tmp_path / "begun")["parts"]["model"]) == set(state)
 
 
-@pytest.mark.slow("starts commands that import torch")
 def test_plain_states_go_out_and_in(trained: tuple[Training, Path], tmp_path: Path) -> None:
     run, folder = trained
     file = tmp_path / "state.pt"

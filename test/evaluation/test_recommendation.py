@@ -113,14 +113,14 @@ def test_no_difference_is_larger_than_a_metric_allows() -> None:
 def test_a_rule_that_the_table_has_in_bold_is_not_called_alike() -> None:
     """If a rule is seen to be better than the baseline, that is not recommended, whatever is seen of the best one."""
     bold = alike = 0
-    for seed in range(40):
+    for seed in range(12):
         noisy = {"constant": 0.0, "adascale": -0.02, "root": -0.021, "linear": 0.01}
         analysis = Analysis(records(noisy, ["64"], seeds=4, noise=0.012, seed=seed))
         (found,), facts = recommend(analysis), analysis.facts("simulated", "64")
         better = facts[facts["difference_decided"] & (facts["difference"] < 0)]
         bold, alike = bold + (len(better) > 0), alike + (found.rule == "constant")
         assert better.empty or found.rule != "constant"
-    assert min(bold, alike) > 5  # both are seen
+    assert min(bold, alike) > 1  # both are seen
 
 
 def test_a_rule_that_diverged_is_not_recommended() -> None:
@@ -150,14 +150,14 @@ def test_a_rule_is_named_with_the_learning_rate_that_it_was_judged_at() -> None:
 def test_the_best_rule_is_seldom_left_out() -> None:
     """Of equal rules each one is a best one: a given one is left out in at most 5% of all evaluations.
 
-    It is 1 of 160 here; with intervals that are not widened by the number of rules it would be 12.
+    It is 0 of 64 here; with intervals that are not widened by the number of rules it would be 12.
     """
     names = ("constant", "linear", "root", "adascale", "surge", "legw:4", "sqrt-sde", "adamscale")
     rules, left_out = dict.fromkeys(names, 0.0), 0
-    for seed in range(20):
+    for seed in range(8):
         found = recommend(Analysis(records(rules, ["64"], seeds=5, grid=(1.0,), seed=seed)))[0]
         left_out += len(rules) - len({found.rule, *found.alternatives})
-    assert left_out <= 5
+    assert left_out <= 2
 
 
 def test_rules_with_other_seeds_are_compared_by_the_seeds_of_all() -> None:
