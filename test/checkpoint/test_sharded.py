@@ -185,10 +185,8 @@ def test_rank_0_writes_alone_if_the_ranks_do_not_see_the_same_folder(tmp_path: P
         assert not list((tmp_path / "1").glob("*update*"))
 
 
-def test_rank_0_writes_alone_if_all_ranks_issue_the_same_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ThreadBackend, "static_graph", True)
+def test_rank_0_writes_alone_if_ranks_may_be_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "threads", True)
     assert files(save(tmp_path, 2)) == [MANIFEST, STATE]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import _disable_current_modes
 
 import variable_batch_size as vbs
 from variable_batch_size.adaptive import ControlInput
@@ -32,7 +34,7 @@ class Training:
     schedule: tuple[float, ...] = (1.0,)  # factors on lr, which follow one another in a cycle
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    loop: str = ""  # what the loop does besides: "zero_grad" or "log" at each microbatch, or "reads" after each update
+    loop: str = ""  # "zero_grad" or "log" at each microbatch, "reads" after each update, "resumes" after each epoch
     controlled: bool = False  # whether a controller chooses the sizes from update 4 on
 
 
@@ -67,7 +69,22 @@ def _updates(training: Training, width: int) -> list[Update]:
     """Run a training of a model with `width` hidden units, which no other training has: graphs are cached."""
     import torch_xla
 
-    device, backend = torch_xla.device(), vbs.backend.XlaBackend()
+    backend = vbs.backend.XlaBackend()
+    found, before = list[Update](), _compiled(backend)
+    for rounds in rounds_of(training, width, torch_xla.device()):
+        now = _compiled(backend)
+        found.append(Update(rounds, now - before))
+        before = now
+    return found
+
+
+def rounds_of(
+    training: Training, width: int, device: torch.device, wrap: Callable[[nn.Module], nn.Module] | None = None
+) -> Iterator[int]:
+    """Run a training, of a model in a wrapper, and yield after each update its microbatches on each rank.
+
+    0 after the first one of a resumed optimizer, which reads its state.
+    """
     generator = torch.Generator().manual_seed(width)
     x, target = (torch.randn(SAMPLES, n, generator=generator).to(training.dtype) for n in (3, 2))
     model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2)).to(training.dtype)
@@ -75,22 +92,24 @@ def _updates(training: Training, width: int) -> list[Update]:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     model.to(device)
+    wrapped = wrap(model) if wrap else None
     groups = [{"params": list(model[i].parameters()), "lr": lr} for i, lr in zip((0, 2), training.lrs, strict=True)]
     inner = getattr(torch.optim, training.kind)(groups, **training.hyperparameters)
     trace: Any = vbs.BatchTrace.from_sizes(training.sizes, on_end="hold")
     if training.controlled:
         trace = vbs.AdaptiveTrace(Listed(training.sizes), start=training.sizes[0], every=1, delay=4)
-    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=MINIBATCH_SIZE)
-    optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=training.rule, **training.options)
+    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=MINIBATCH_SIZE, fixed_shape=True)
+    optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=training.rule, model=wrapped, **training.options)
+    forward = wrapped or model
     scheduler = LambdaLR(optimizer, lambda update: training.schedule[update % len(training.schedule)])
-    found: list[Update] = []
-    rounds, before = 0, _compiled(backend)
-    while len(found) < len(training.sizes):
+    rounds = updates = 0
+    resumed = False
+    while updates < len(training.sizes):
         for indices in sampler:
-            loss = (model(x[indices].to(device)) - target[indices].to(device)).square().sum(dim=1)
+            loss = (forward(x[indices].to(device)) - target[indices].to(device)).square().sum(dim=1)
             if training.loop == "zero_grad":
                 optimizer.zero_grad()
-            (loss.sum() if optimizer.reduction == "sum" else loss.mean()).backward()
+            optimizer.backward(loss.sum() if optimizer.reduction == "sum" else loss.mean())
             if training.loop == "log":
                 optimizer.log(loss=loss.mean())
             rounds += 1
@@ -99,17 +118,19 @@ def _updates(training: Training, width: int) -> list[Update]:
             scheduler.step()
             if training.loop == "reads":
                 optimizer.state_dict()
-            now = _compiled(backend)
-            found.append(Update(rounds, now - before))
-            rounds, before = 0, now
-            if len(found) == len(training.sizes):
+            yield 0 if resumed else rounds
+            rounds, updates, resumed = 0, updates + 1, False
+            if updates == len(training.sizes):
                 break
         else:
+            if training.loop == "resumes":
+                with _disable_current_modes():  # which is no part of an update
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    resumed = True
             sampler.set_epoch(sampler.epoch)
             optimizer.set_epoch(optimizer.epoch)
     sizes = (*4 * training.sizes[:1], *training.sizes[4:]) if training.controlled else training.sizes
     assert sampler.trace.batch_sizes(range(len(sizes))).tolist() == list(sizes)
-    return found
 
 
 def _compiled(backend: vbs.backend.XlaBackend) -> int:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from variable_batch_size.backend.numbers_as_inputs import NumbersAsInputs
+from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.world import World
 
 _servers: list[dist.Store] = []  # until this process ends: other ranks may read later than this one
@@ -26,19 +28,19 @@ class Backend(ABC):
 
     Args:
         world: this rank, and the number of ranks.
+        sent: how numbers reach a device that compiles graphs; None for one that executes eagerly.
 
     Attributes:
         world: this rank, and the number of ranks.
-        static_graph: whether every update must issue the same operations, whatever its numbers are. If so, numbers
-            are passed to the device as tensors (see `scalars`).
+        threads: whether ranks may be threads of one process, which have the disk of rank 0.
         while_waiting: called every second while the host waits in a sum, if the backend can; what it raises ends that.
             Another thread passes a function that returns whether the host still waits.
     """
 
-    static_graph: ClassVar[bool] = False
+    threads: ClassVar[bool] = False
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, sent: SentNumbers | None = None) -> None:
+        self.world, self._sent = world, sent
         self.while_waiting: Callable[..., object] = lambda *waits: None
 
     # Collectives: every rank has to call them, in the same order. -------------------------------------------------
@@ -87,12 +89,25 @@ class Backend(ABC):
     # The device. --------------------------------------------------------------------------------------------------
 
     @property
+    def static_graph(self) -> bool:
+        """Whether every update must issue the same operations, whatever its numbers are, which are tensors there."""
+        return self._sent is not None
+
+    @property
     def device(self) -> torch.device:
         """A device on which the ranks can communicate, for numbers that are on none."""
         return torch.device("cpu")
 
+    @final
+    def reads(self, tensor: Tensor) -> bool:
+        """Return whether the host may read a tensor at once: it is on the CPU, and in no graph."""
+        return self._sent is None and tensor.device.type == "cpu"
+
     def scalars(self, values: Sequence[float], like: Tensor, place: str = "") -> Sequence[Any]:
         """Return factors for `like` that do not become constants of a graph.
+
+        Tensors are float64 for a float64 `like`, otherwise float32: the product with one in half precision is computed
+        in float32 and rounded once, as with a Python number.
 
         Args:
             values: Python numbers.
@@ -103,7 +118,10 @@ class Backend(ABC):
         Returns:
             `values` themselves if the device compiles no graphs, otherwise 0-D tensors.
         """
-        return values
+        if self._sent is None:
+            return values
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return self._sent.tensors(values, dtype, like.device, place)
 
     def vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Tensor]:
         """Return rows of numbers as 1-D tensors of the device and dtype of `like`, without a wait for the device.
@@ -113,6 +131,8 @@ class Backend(ABC):
             like: tensor whose device and dtype they get.
             place: see `scalars`.
         """
+        if self._sent is not None:
+            return self._sent.tensors([*map(tuple, rows)], like.dtype, like.device, place)
         packed = torch.tensor(rows, dtype=like.dtype)
         packed = packed.pin_memory() if like.is_cuda else packed
         return packed.to(like.device, non_blocking=True).unbind()
@@ -127,8 +147,8 @@ class Backend(ABC):
         return value
 
     def numbers_as_inputs(self, inner: Optimizer) -> AbstractContextManager[object]:
-        """Return a context for steps of `inner`, in which a coincidence of two numbers does not change the graph."""
-        return nullcontext()
+        """Return a context for steps of `inner`, in which its numbers are data of the graph, each for itself."""
+        return nullcontext() if self._sent is None else NumbersAsInputs(inner, self.scalar, self._sent.device_type)
 
     def mark_step(self) -> None:  # noqa: B027 (a no-op on devices that execute eagerly)
         """End the current graph and run it. A no-op on devices that execute eagerly."""

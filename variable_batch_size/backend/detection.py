@@ -12,8 +12,11 @@ from torch import Tensor
 from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.distributed import DistributedBackend
 from variable_batch_size.backend.local import LocalBackend
+from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
+
+_COMPILING = {"tpu"}  # types of devices that torch.distributed connects, and that compile graphs by their numbers
 
 
 def detect(
@@ -28,21 +31,23 @@ def detect(
 
     Returns:
         `XlaBackend` if any parameter is on an XLA device; otherwise `DistributedBackend` if a default process group is
-        initialized; otherwise `LocalBackend`.
+        initialized; otherwise `LocalBackend`. On the devices of TorchTPU, numbers are tensors.
 
     Raises:
         RuntimeError: if a launcher has started several processes, `torch.distributed` is not initialized, and no world
             is given.
     """
+    kinds = {parameter.device.type for parameter in parameters}
+    sent = next((SentNumbers(kind) for kind in sorted(kinds & _COMPILING)), None)
     if process_group is not None:
-        return DistributedBackend(process_group, job=True)
-    if any(parameter.device.type == "xla" for parameter in parameters):
+        return DistributedBackend(process_group, job=True, sent=sent)
+    if "xla" in kinds:
         return XlaBackend()
     if dist.is_available() and dist.is_initialized():
-        return DistributedBackend()
+        return DistributedBackend(sent=sent)
     if world is None:
         _check_not_launched()
-    return LocalBackend()
+    return LocalBackend(sent=sent)
 
 
 def current_world() -> World:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.world import World
 
 
@@ -23,13 +24,16 @@ class DistributedBackend(Backend):
     Args:
         group: process group to which this process belongs. Default: the default process group.
         job: whether hosts agree over the default process group, although `group` sums.
+        sent: how numbers reach a device that compiles graphs.
 
     Raises:
         ValueError: if no process group is initialized, or this process does not belong to `group`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, job: bool = False) -> None:
-        super().__init__(World(dist.get_rank(group), dist.get_world_size(group)))
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, job: bool = False, sent: SentNumbers | None = None
+    ) -> None:
+        super().__init__(World(dist.get_rank(group), dist.get_world_size(group)), sent)
         self._group, self._of_job = group, job
         # The flat messages, by device, dtype and length. They are reused: allocation takes as long as the sum.
         self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}

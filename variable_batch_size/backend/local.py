@@ -8,6 +8,7 @@ from typing import final
 from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.world import World
 
 
@@ -20,10 +21,11 @@ class LocalBackend(Backend):
 
     Args:
         job: how all ranks of a job agree, if it has several, which all compute the same samples.
+        sent: how numbers reach a device that compiles graphs.
     """
 
-    def __init__(self, job: Backend | None = None) -> None:
-        super().__init__(World())
+    def __init__(self, job: Backend | None = None, sent: SentNumbers | None = None) -> None:
+        super().__init__(World(), sent)
         self._job = job
 
     @property

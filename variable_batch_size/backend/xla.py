@@ -18,12 +18,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from variable_batch_size._validation import check_int
 from variable_batch_size.backend._xla_launch import Rendezvous, environment_with, run_by, run_child, run_threads
-from variable_batch_size.backend._xla_numbers import NumbersAsInputs
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.preemption import EXIT_CODE, signal_notice
 from variable_batch_size.world import World
 
@@ -39,8 +38,6 @@ _FLOAT32 = torch.finfo(torch.float32)
 # float32 away from 0.
 _REPLACEMENTS = {0: _FLOAT32.tiny, 1: 1 + _FLOAT32.eps, -1: -1 - _FLOAT32.eps}
 
-_KEPT_NUMBERS = 64  # on the device, because an update may use them again
-
 # Shared by the replicas of this process; set if `launch` started them on XLA:CPU.
 _rendezvous: Rendezvous | None = None
 _store: dist.Store | None = None
@@ -55,13 +52,12 @@ class XlaBackend(Backend):
         RuntimeError: if several replicas run on XLA:CPU and `launch` did not start them; they would deadlock.
     """
 
-    static_graph = True
+    threads = True
 
     def __init__(self) -> None:
         runtime = _torch_xla("torch_xla.runtime")
-        super().__init__(World(runtime.global_ordinal(), runtime.world_size()))
+        super().__init__(World(runtime.global_ordinal(), runtime.world_size()), SentNumbers("xla", _send))
         self._on_cpu = runtime.device_type() == "CPU"
-        self._sent: dict[tuple[str, int, torch.dtype, float], Tensor] = {}  # on the device, by place and number
         if self._on_cpu and self.world.size > 1 and _rendezvous is None:
             raise RuntimeError(
                 f"several replicas on XLA:CPU must be started by variable_batch_size.backend.xla.launch, but these "
@@ -123,41 +119,6 @@ class XlaBackend(Backend):
         device: torch.device = _torch_xla().device()
         return device
 
-    def scalars(self, values: Sequence[float], like: Tensor, place: str = "") -> Sequence[Tensor]:
-        """Return 0-D tensors: float64 for a float64 `like`, otherwise float32. All values are data of the graph.
-
-        The product with a half-precision tensor is computed in float32 and rounded once, as with a Python number.
-        """
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return self._numbers(values, dtype, like.device, place)
-
-    def vectors(self, rows: Sequence[Sequence[float]], like: Tensor, place: str) -> Sequence[Tensor]:
-        """Return rows of numbers as 1-D tensors. All values are data of the graph."""
-        return self._numbers([*map(tuple, rows)], like.dtype, like.device, place)
-
-    def _numbers(self, values: Sequence[Any], dtype: torch.dtype, device: torch.device, place: str) -> Sequence[Tensor]:
-        if not place:
-            return self._send(values, dtype, device)
-        # One tensor for equal numbers at two places would be another graph than two tensors.
-        keys = [(place, index, dtype, value) for index, value in enumerate(values)]
-        missing = [key for key in keys if key not in self._sent]
-        new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
-        found = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
-        self._sent |= found
-        while len(self._sent) > _KEPT_NUMBERS:
-            del self._sent[next(iter(self._sent))]  # the one that was not used for the longest time
-        return list(found.values())
-
-    @staticmethod
-    def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        if not values:
-            return []
-        # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
-        sent: list[Tensor] = _torch_xla("torch_xla.core.xla_model").send_cpu_data_to_device(
-            [torch.tensor(value, dtype=dtype) for value in values], device
-        )
-        return sent
-
     def hyperparameter(self, value: Any) -> Any:
         """Return a Python number that is not a constant of the graph: 0, 1 and -1 change by the last bit of a float32.
 
@@ -166,10 +127,6 @@ class XlaBackend(Backend):
         if os.environ.get("XLA_NO_SPECIAL_SCALARS") == "1" or isinstance(value, Tensor):
             return value
         return _REPLACEMENTS.get(value, value)
-
-    def numbers_as_inputs(self, inner: Optimizer) -> NumbersAsInputs:
-        """Return a context for steps of `inner`, in which a coincidence of two numbers does not change the graph."""
-        return NumbersAsInputs(inner, self.scalar)
 
     def mark_step(self) -> None:
         """Execute the operations that this replica has recorded since its last step marker."""
@@ -234,6 +191,16 @@ def compiled_graphs() -> int:
     register new ones can crash the process.
     """
     return _torch_xla("torch_xla.debug.metrics").counter_value("UncachedCompile") or 0
+
+
+def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    if not values:
+        return []
+    # A 0-D tensor of 0 or 1 that is moved by .to(device) would be a constant of the graph.
+    sent: list[Tensor] = _torch_xla("torch_xla.core.xla_model").send_cpu_data_to_device(
+        [torch.tensor(value, dtype=dtype) for value in values], device
+    )
+    return sent
 
 
 def _torch_xla(module: str = "torch_xla") -> Any:

@@ -105,7 +105,7 @@ class Checkpoint:
         if not optimizer.inside_step:
             agreement.run_on_all("Checkpoint()", self._check_storable)
         world, token = agreement.world, agreement.run_on_rank_0("Checkpoint()", self._writer.lock)
-        alone = world.size == 1 or self._backend.static_graph  # replicas that are threads have the disk of rank 0
+        alone = world.size == 1 or self._backend.threads  # which have the disk of rank 0
         try:
             shares = [] if alone else agreement.run_on_all("Checkpoint()", lambda: str(self._folder.is_shared(token)))
         except BaseException:

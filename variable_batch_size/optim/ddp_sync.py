@@ -157,7 +157,7 @@ class DDPSync(Sync):
         if members[0][0].device.type == "cpu":
             self._watch.begin()
         own = [gradient for parameter, gradient in members if id(parameter) in self._own]
-        if self.measures and self._reduction.weight and own:
+        if self.measures and own and (self._reduction.weight or self._backend.static_graph):
             self._squares.append(squared_norm(own))
 
     def _note(self) -> None:
@@ -274,16 +274,18 @@ class _Reduction:
         ]
         for sync in syncs:
             sync.measure(members, last=bucket.is_last())
-        self._weigh(flat, members, syncs)
+        self._weigh(flat, members, syncs, static=[sync._backend for sync in syncs if sync._backend.static_graph])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         return work.get_future().then(_value)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         return object, ()  # of a copy of the module, which sums by itself
 
-    def _weigh(self, flat: Tensor, members: list[tuple[Tensor, Tensor]], syncs: list[DDPSync]) -> None:
-        """Turn the gradients of a bucket into this rank's share, in place."""
-        if not self.weight:  # of a replay, which may be non-finite: 0 * inf is nan
+    def _weigh(
+        self, flat: Tensor, members: list[tuple[Tensor, Tensor]], syncs: list[DDPSync], static: list[Backend]
+    ) -> None:
+        """Turn the gradients of a bucket into this rank's share, in place; `static` are backends of static graphs."""
+        if not (self.weight or static):  # of a replay, which may be non-finite: 0 * inf is nan
             flat.zero_()
             return
         adding = [sync for sync in syncs if sync.adds]
@@ -295,8 +297,8 @@ class _Reduction:
                 (parameter, wide.as_strided(view.shape, view.stride(), view.storage_offset() - begin))
                 for parameter, view in members
             ]
-        if self.weight != 1:
-            wide.mul_(self.weight)
+        if self.weight != 1 or static:
+            wide.mul_(static[0].scalar(self.weight, wide, "bucket") if static else self.weight)
         for sync in adding:
             sync.add_aside(members)
         if scale is not None:

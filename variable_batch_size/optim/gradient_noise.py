@@ -231,7 +231,7 @@ def create_gradient_noise(
         raise value_error(
             "measuring the noise needs all parameters on one device", " and ".join(devices), "move them to one"
         )
-    on_device = parameters[0].device.type != "cpu"
+    on_device = not backend.reads(parameters[0])
     if on_device:
         _check_deferred_lr(inner, parameters, rules)
     return GradientNoise(backend, on_device=on_device, differenced=estimator == "differenced")

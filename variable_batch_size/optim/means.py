@@ -47,7 +47,7 @@ class StepMeans:
     def add(self, weight: Any, like: Tensor) -> None:
         """Add the values of a microbatch of this weight, a float or 0-D; a replay has weight 0."""
         self._added += 1
-        if self._current and like.device.type != "cpu":
+        if self._current and not self._backend.reads(like):
             weight = self._on_device(weight, like)
         for name, value in self._current.items():
             self._microbatches[name] = self._microbatches.get(name, 0) + 1
@@ -92,7 +92,7 @@ class StepMeans:
         sums, weights = message[0].view(2, -1)
         part = weights if total is None else weights / total
         whole = (part - 1).abs() < _WHOLE
-        if message[0].device.type == "cpu":
+        if self._backend.reads(message[0]):
             for name, share, complete in zip(self.names, part.tolist(), whole.tolist(), strict=True):
                 if not complete and share > 0:
                     raise RuntimeError(
@@ -122,7 +122,7 @@ class StepMeans:
 
     def _weigh(self, value: Tensor | float, weight: Any, like: Tensor) -> Any:
         """Return `weight` times the value; 0 for a weight of 0, even if the value is not finite."""
-        if like.device.type == "cpu":
+        if self._backend.reads(like):
             return weight * (value.item() if isinstance(value, Tensor) else value) if weight else 0.0
         return torch.where(weight > 0, self._on_device(value, like) * weight, 0.0)
 
@@ -210,7 +210,7 @@ class TokenCount:
             return
         if isinstance(count, Tensor):
             count = count.detach().reshape(())
-            if like.device.type == "cpu":
+            if self._backend.reads(like):
                 count = check_number(count.item(), "count", "pass the number of tokens of the microbatch")
             else:
                 count = count.to(like.device, torch.float32)
@@ -241,7 +241,7 @@ class TokenCount:
         """
         self.last = self.total(message)
         for total in message:
-            if total.device.type == "cpu":
+            if self._backend.reads(total):
                 counted = total.item()
                 multiply(gradients, batch_size / counted if counted else 0.0, self._backend)
                 return counted != 0

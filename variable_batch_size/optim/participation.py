@@ -129,7 +129,7 @@ class AgreedParticipation(Participation):
     def settle(self, message: Sequence[Tensor]) -> None:
         """Raise RuntimeError on every rank, if one had other parameters than agreed; later on a device."""
         (flag,) = message
-        if flag.device.type == "cpu":
+        if self._backend.reads(flag):
             self._raise_if(flag)
         else:
             self.settle_later(flag)

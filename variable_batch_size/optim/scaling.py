@@ -40,7 +40,8 @@ class HyperparameterScaling:
         scalings = self._bias_correction.correct(scalings)
         pairs = enumerate(zip(groups, scalings, strict=True))
         changes = [
-            self._scale_lr(index, group, scaling) | _changes(group, scaling) for index, (group, scaling) in pairs
+            self._plain(group) | self._scale_lr(index, group, scaling) | _changes(group, scaling)
+            for index, (group, scaling) in pairs
         ]
         _check_all_scaled(changes, scalings)
         saved = [{name: group[name] for name in change} for group, change in zip(groups, changes, strict=True)]
@@ -56,6 +57,10 @@ class HyperparameterScaling:
             if self._deferred_lr is not None:
                 self._deferred_lr.clear()
         self._bias_correction.commit()
+
+    def _plain(self, group: Group) -> Group:
+        """Return what makes an optimizer of torch step parameter by parameter, where its numbers are tensors."""
+        return {"foreach": False} if self._backend.static_graph and "foreach" in group else {}
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
         """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
@@ -137,7 +142,7 @@ def _takes_lr_on_device(inner: Optimizer) -> bool:
     """Return whether lr may be a 0-D tensor in the context `Backend.numbers_as_inputs`, which saves operations."""
     if type(inner) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return False
-    return not any(group.get("foreach") or group.get("fused") for group in inner.param_groups)
+    return not any(group.get("fused") for group in inner.param_groups)
 
 
 def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:

@@ -112,7 +112,7 @@ class ShardedSync(Sync):
                     "the gradient noise needs one backward() for each microbatch of a sharded model, but there is "
                     "another one; add the losses, and call optimizer.backward() once"
                 )
-            self._squares.begin(measured=samples > 0)
+            self._squares.begin(measured=samples > 0 or self._backend.static_graph)
         self._weight, self._summed, self._unread = samples, True, True
         return samples
 
@@ -123,9 +123,10 @@ class ShardedSync(Sync):
     def square(self) -> Tensor | None:
         """Return the square of the gradient of the last microbatch, 0-D; None of a replay."""
         self._unread = False
-        if self._squares is None or not self._weight:
+        if self._squares is None or not (self._weight or self._backend.static_graph):
             return None
-        return self._squares.total() / self._weight**2
+        total = self._squares.total()
+        return total / self._backend.scalar(self._weight**2 or 1.0, total, "samples")  # type: ignore[no-any-return]
 
     def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Sum what travels with the gradients, which `backward()` has summed."""

@@ -118,7 +118,8 @@ class StepGradient:
                 present = self._scale
             loss = loss * present
         if self.sync.loss_weighed and self._due is not None:
-            loss = loss * self.sync.loss_weight(self._due.samples / self._divisor(self._due), self._due.batch_size)
+            weight = self.sync.loss_weight(self._due.samples / self._divisor(self._due), self._due.batch_size)
+            loss = loss * self._backend.scalar(weight, loss, "loss")
         try:
             loss.backward(**options)  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -304,9 +305,9 @@ class StepGradient:
 
     def _add_last_square(self, grad_scale: Tensor | None) -> None:
         """Add the square of the last microbatch; `.grad` holds its sum over the ranks already."""
-        square = self.sync.square()
-        if self._noise is not None and self._square_factor and square is not None:
-            self._noise.add_square(square, self._square_factor, grad_scale)
+        square, factor = self.sync.square(), self._square_factor
+        if self._noise is not None and square is not None and factor is not None:
+            self._noise.add_square(square, factor, grad_scale)
         self._square_factor = None
 
     def _square_factor_for(self, microbatch: Microbatch) -> float | None:

@@ -59,7 +59,7 @@ def backend_for(
         )
     if isinstance(module, FSDPModule):
         group = data_parallel_group(module)
-        return DistributedBackend(group, job=group is not None)
+        return detect(parameters, sampler.world, group)
     if sharded[0].device_mesh.size() < dist.get_world_size():
         raise ValueError(
             f"with tensor parallelism alone the ranks that share a batch must be known, but the mesh of the parameters "

@@ -56,7 +56,8 @@ class Progress:
         if not isinstance(progress, Tensor):
             self._value += progress
             return
-        integer, fraction = self._value if isinstance(self._value, Tensor) else divmod(self._value, 1.0)
+        value = self._value if isinstance(self._value, Tensor) else progress.new_tensor(divmod(self._value, 1.0))
+        integer, fraction = value.unbind()
         fraction = fraction + progress
         self._value = torch.stack([integer + fraction.floor(), fraction - fraction.floor()])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers.properties import examples
 from helpers.reference import assert_equal
-from variable_batch_size.backend._xla_numbers import NumbersAsInputs
+from variable_batch_size.backend.numbers_as_inputs import NumbersAsInputs
 
 KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -119,7 +119,7 @@ def test_parameters_in_half_precision_keep_their_dtype(kind: str) -> None:
 
 def test_tensors_of_other_devices_and_integers_keep_their_numbers() -> None:
     inner, sent = optimizer("SGD"), Sent()
-    with NumbersAsInputs(inner, sent):
+    with NumbersAsInputs(inner, sent, device_type="xla"):
         assert torch.ones(2).mul_(2.0).tolist() == [2.0, 2.0]
     with NumbersAsInputs(inner, sent, device_type="cpu"):
         assert torch.arange(2).add(1).tolist() == [1, 2]

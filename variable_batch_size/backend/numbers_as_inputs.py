@@ -31,7 +31,7 @@ class NumbersAsInputs(TorchFunctionMode):
     one step to the next in the optimizers of torch, except in their `foreach` implementations.
     """
 
-    def __init__(self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str = "xla") -> None:
+    def __init__(self, inner: Optimizer, send: Callable[[float, Tensor], Tensor], device_type: str) -> None:
         super().__init__()
         self._inner, self._send, self._device_type = inner, send, device_type
         self._owners: dict[int, tuple[int, int]] = {}  # id of a tensor -> group and parameter to which it belongs

@@ -1,0 +1,101 @@
+"""Law 6 for devices that compile each Python number: an update issues the same operations as the one before."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.fingerprint import compile_on_the_cpu, differences, fingerprints, in_processes
+from helpers.processes import spawn
+from helpers.properties import examples
+from helpers.xla_graphs import REF, Training
+from variable_batch_size.backend import Backend
+
+SIZES = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9, 20, 3, 17, 25, 30)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(SIZES),
+        Training(SIZES, ("linear", "root"), hyperparameters={"momentum": 0.9, "weight_decay": 0.1}),
+        Training(SIZES, ("linear", "root"), hyperparameters={"momentum": 0.9, "foreach": True}),
+        Training(SIZES, "constant", schedule=(1.0, 0.5, 0.0, 5.0, -5.0)),
+        Training(SIZES, "linear", "AdamW"),
+        Training(SIZES, "linear", "AdamW", hyperparameters={"foreach": True}),
+        Training(SIZES, "sqrt-sde", "AdamW", (0.01, 0.01)),
+        Training(SIZES, "root-half-life", "RMSprop", hyperparameters={"momentum": 0.9, "alpha": 0.9}),
+        Training(SIZES, "surge", "AdamW"),
+        Training(SIZES, "adascale"),
+        Training(SIZES, "adamscale", "AdamW"),
+        Training(SIZES, "adascale", options={"noise": "differenced"}),
+        Training(SIZES, options={"noise": "microbatches"}),
+        Training(SIZES, options={"max_grad_norm": 0.5}, loop="log"),
+        Training(SIZES, options={"reduction": "sum"}),
+        Training(SIZES, options={"accumulation": "buffered"}, loop="zero_grad"),
+        Training(SIZES, loop="reads"),
+        Training(SIZES, controlled=True),
+        Training(SIZES, "adascale", loop="resumes"),
+        # Not RAdam, whose rectification begins by a branch on the host.
+        *(Training(SIZES, kind=kind) for kind in ("NAdam", "Adagrad", "Adadelta", "Adamax")),
+    ],
+    ids=repr,
+)
+def test_updates_of_as_many_microbatches_issue_the_same(training: Training) -> None:
+    with compile_on_the_cpu():
+        found = fingerprints(training)
+    assert len(found) > 3
+    assert not differences(found)
+
+
+@examples(20)
+@given(
+    st.lists(st.integers(1, 45), min_size=12, max_size=24),
+    st.sampled_from(
+        [
+            *(("SGD", rule) for rule in ("constant", "linear", "root", "linear-momentum", "adascale")),
+            *(("AdamW", rule) for rule in ("root", "sqrt-sde", "root-half-life", "adamscale", "surge")),
+        ]
+    ),
+    st.sampled_from(["", "zero_grad", "log", "reads", "resumes"]),
+    st.booleans(),
+)
+def test_it_is_so_under_any_trace(sizes: list[int], kind_and_rule: tuple[str, str], loop: str, clips: bool) -> None:
+    kind, rule = kind_and_rule
+    options = {"max_grad_norm": 0.5} if clips else {}
+    hyperparameters = {"momentum": 0.9} if kind == "SGD" else {}
+    with compile_on_the_cpu():
+        found = fingerprints(
+            Training((*sizes,), rule, kind, loop=loop, options=options, hyperparameters=hyperparameters)
+        )
+    assert not differences(found)
+
+
+def test_a_python_number_is_found() -> None:
+    """As a learning rate is where nothing replaces it: these tests can fail."""
+    with compile_on_the_cpu(), patch.object(Backend, "numbers_as_inputs", lambda *_: nullcontext()):
+        found = differences(fingerprints(Training(SIZES, "linear")))
+    assert any("'alpha', -" in first for pairs in found.values() for first, _ in pairs)
+
+
+def test_ranks_issue_the_same_however_their_sums_are_made(tmp_path: Path) -> None:
+    variants = {
+        "linear": Training(SIZES),
+        "clipping": Training(SIZES, options={"max_grad_norm": 0.5}, kind="AdamW"),
+        "adascale": Training(SIZES, "adascale"),
+        "log": Training(SIZES, "root", loop="log"),
+    }
+    cases = {
+        f"{name}, {kind}": (training, kind) for name, training in variants.items() for kind in ("bare", "ddp", "fsdp2")
+    }
+    spawn(in_processes, (tmp_path, cases, 2), nprocs=2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found.keys() == cases.keys()
+        assert {name: pairs for name, pairs in found.items() if pairs} == {}

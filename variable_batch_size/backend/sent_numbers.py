@@ -1,0 +1,46 @@
+"""Python numbers as tensors on a device that compiles graphs, where a number in a graph would be another graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+_KEPT = 64  # numbers on the device, because an update may use them again
+
+Send = Callable[[Sequence[Any], torch.dtype, torch.device], "list[Tensor]"]
+
+
+def copied(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return numbers, or tuples of numbers, as tensors on a device, without a wait for it."""
+    return [torch.tensor(value, dtype=dtype).to(device, non_blocking=True) for value in values]
+
+
+@final
+class SentNumbers:
+    """Numbers that are data of the graphs of a device.
+
+    Args:
+        device_type: of the device, such as "tpu".
+        send: copies numbers to it.
+    """
+
+    def __init__(self, device_type: str, send: Send = copied) -> None:
+        self.device_type, self._send = device_type, send
+        self._sent: dict[tuple[str, int, torch.dtype, Any], Tensor] = {}  # by place and number
+
+    def tensors(self, values: Sequence[Any], dtype: torch.dtype, device: torch.device, place: str) -> Sequence[Tensor]:
+        """Return numbers, or tuples of them, as tensors; those that were sent to the same place are not sent again."""
+        if not place:
+            return self._send(values, dtype, device)
+        # One tensor for equal numbers at two places would be another graph than two tensors.
+        keys = [(place, index, dtype, value) for index, value in enumerate(values)]
+        missing = [key for key in keys if key not in self._sent]
+        new = dict(zip(missing, self._send([key[-1] for key in missing], dtype, device), strict=True))
+        found = {key: new[key] if key in new else self._sent.pop(key) for key in keys}
+        self._sent |= found
+        while len(self._sent) > _KEPT:
+            del self._sent[next(iter(self._sent))]  # the one that was not used for the longest time
+        return list(found.values())
