@@ -8,10 +8,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 
 FIXED = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("default", FIXED, max_examples=50)
+settings.register_profile("default", FIXED, max_examples=30)
 settings.register_profile("all", FIXED, max_examples=200)
 
 
 def examples(number: int) -> settings:
-    """Return settings for a property: half as many examples in `make test`, twice as many in `make test-all`."""
+    """Return settings for a property: a third of the examples in `make test`, twice as many in `make test-all`."""
     return settings(max_examples=max(1, number * settings().max_examples // 100))
