@@ -16,11 +16,11 @@ import variable_batch_size as vbs
 
 def main() -> None:
     """Train one rank's share of every batch."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backends = {"cpu": "gloo", device.type: dist.get_default_backend_for_device(device)}
+    dist.init_process_group(",".join(":".join(pair) for pair in backends.items()))
 
     torch.manual_seed(0)  # the same data on every rank
     data = torch.randn(1000, 20)

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=2 examples/fsdp.py": "test_sharded_page.py runs it",
     "PJRT_DEVICE=TPU python examples/xla.py": "a TPU; test_devices.py runs the next line",
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
+    "(set -a; eval": "a TPU; test_ddp_page.py runs the script",
     "sbatch": "a cluster; test_clusters.py runs the script",
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
     "vbs ": "test_capacity_page.py, test_evaluation_page.py and test_real_traces.py run it",

@@ -23,7 +23,7 @@ from variable_batch_size.optim.consistency import check_names
 from variable_batch_size.optim.means import check_mean
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
-_WITHOUT_FLOAT64 = ("mps", "xla")  # device types that lack float64, or emulate it
+_WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
 
 
 @final

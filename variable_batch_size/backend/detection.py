@@ -37,17 +37,23 @@ def detect(
         RuntimeError: if a launcher has started several processes, `torch.distributed` is not initialized, and no world
             is given.
     """
-    kinds = {parameter.device.type for parameter in parameters}
-    sent = next((SentNumbers(kind) for kind in sorted(kinds & _COMPILING)), None)
+    parameters = [*parameters]
+    sent = numbers_for(parameters)
     if process_group is not None:
         return DistributedBackend(process_group, job=True, sent=sent)
-    if "xla" in kinds:
+    if any(parameter.device.type == "xla" for parameter in parameters):
         return XlaBackend()
     if dist.is_available() and dist.is_initialized():
         return DistributedBackend(sent=sent)
     if world is None:
         _check_not_launched()
     return LocalBackend(sent=sent)
+
+
+def numbers_for(parameters: Iterable[Tensor]) -> SentNumbers | None:
+    """Return how numbers reach the device of parameters, if it compiles graphs and torch.distributed connects it."""
+    kinds = {parameter.device.type for parameter in parameters} & _COMPILING
+    return SentNumbers(kinds.pop()) if kinds else None
 
 
 def current_world() -> World:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, detect
+from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.ddp_sync import DDPSync, HookedDDPSync, is_reduced
 from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
@@ -66,7 +67,7 @@ def backend_for(
             f"has {sharded[0].device_mesh.size()} of {dist.get_world_size()} ranks; pass "
             f'process_group=mesh["dp"].get_group(), of the dimension along which ranks get different samples'
         )
-    return LocalBackend(job=DistributedBackend())
+    return LocalBackend(job=DistributedBackend(), sent=numbers_for(parameters))
 
 
 def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: bool) -> Sync:

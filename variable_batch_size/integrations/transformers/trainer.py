@@ -226,7 +226,7 @@ class VariableBatchMixin(TrainerInternals):
         counts = [self.labels_of(microbatch) for microbatch in update]
         if any(number is None for number in counts):
             return [update], None
-        double = torch.float32 if device.type in ("mps", "xla") else torch.float64  # which they do not have
+        double = torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64  # which they do not have
         update.counts = [torch.as_tensor(number).to(device, double) for number in counts]
         # Rows of a fixed shape are repeated, or all of them.
         pairs = zip(update.counts, self._parts, strict=True)
