@@ -150,7 +150,7 @@ LIBTPU := "jax[cpu]==0.10.2" libtpu==0.0.52
 tpu-compiler: export TPU_COMPILER := $(or $(TPU_COMPILER),$(CURDIR)/$(TPU)/bin/python)
 tpu-compiler: $(VENV)/.has-test
 	$(if $(filter $(CURDIR)/%,$(TPU_COMPILER)),$(call install,$(TPU),$(LIBTPU),libtpu))
-	$(VENV)/bin/python -m pytest test/backend/test_tpu_compiler.py
+	$(VENV)/bin/python -m pytest $(if $(TESTS_ONLY),$(ARGS)) test/backend/test_tpu_compiler.py
 	$(if $(TESTS_ONLY),,$(VENV)/bin/python benchmarks/tpu_compiler.py $(ARGS))
 
 dist: check-tag

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from importlib.metadata import version
 from math import prod
@@ -89,13 +89,15 @@ def read(executable: Any) -> Graph:
     entry = text[text.index("\nENTRY") + 1 :]
     lines = [(match, line) for line in entry.splitlines() if (match := INSTRUCTION.match(line))]
     memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
-    of_operation = {name: [match[1] for match, _ in lines if match[2] == name] for _, name in map(operation, lines)}
+    shapes = defaultdict(list)
+    for match, _ in lines:
+        shapes[match[2]].append(match[1])
     signature = entry.splitlines()[0].rsplit(" -> ", 1)
     arguments, results = (Counter(match.groups() for match in ARRAY.finditer(part)) for part in signature)
     replaced = sum(size(*array) * number for array, number in (arguments & results).items())
     return Graph(
         libtpu=version("libtpu"),
-        all_reduces=[by_dtype(shape) for shape in of_operation.get("all-reduce", [])],
+        all_reduces=[by_dtype(shape) for shape in shapes["all-reduce"]],
         kernels=[
             (re.sub(r"\{.*?\}|/\*.*?\*/", "", match[1]), int(found[1]))
             for match, line in lines
@@ -103,13 +105,8 @@ def read(executable: Any) -> Graph:
         ],
         bytes_moved=cost.get("bytes accessed", 0.0),
         peak_memory=memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - replaced,
-        host_transfers=sum(len(of_operation.get(name, [])) for name in HOST),
+        host_transfers=sum(len(shapes[name]) for name in HOST),
     )
-
-
-def operation(line: tuple[re.Match[str], str]) -> tuple[str, str]:
-    """Return the shape and the name of an instruction."""
-    return line[0][1], line[0][2]
 
 
 def by_dtype(shape: str) -> dict[str, int]:

@@ -19,16 +19,21 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+import variable_batch_size as vbs
 from results import record
 from tpu_trainings import CORES, MEASURED, SIDES, TRAINED
 
-CYCLES_A_SECOND, BYTES_A_SECOND, V5E_CORES = 1.5e9, 200e9, 4  # of a v5e: clock and links, as its data sheet says
-V5E = "v5e:2x2"
-OTHERS = ["v5e:16x16", "v4:2x2x1", "v5:2x2x1", "v6e:2x2"]  # v5 is v5p
+CYCLES_A_SECOND, BYTES_A_SECOND, HBM_A_SECOND = 1.5e9, 200e9, 819e9  # of a v5e: clock, links and memory
+V5E, V5E_CORES = "v5e:2x2", 4
+POD, POD_CORES = "v5e:16x16", 256
+OTHERS = [POD, "v4:2x2x1", "v5:2x2x1", "v6e:2x2"]  # v5 is v5p
+TIMES = 4  # samples of 1,024 tokens for each one of the tour's trace: 0.5 million tokens at its 128, as GPT-2 had
 RATIOS = [
     ("linear", "by hand"),
     ("linear", "by hand, zeroed"),
@@ -117,12 +122,15 @@ def cycles(graphs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def measure(name: str, sides: Sequence[str], topologies: Sequence[str], kept: Path | None = None) -> None:
-    """Record the updates of a model: all numbers on the first topology, and the ratio of linear / by hand on others."""
+    """Record the updates of a model: all numbers on the first topology, and the ratio of linear / by hand on others.
+
+    Of the largest model, also what bounds its updates under the trace of the tour on a pod.
+    """
     with tempfile.TemporaryDirectory() as folder:
         updates = dump(kept / name if kept else Path(folder), name, sides)
         for topology in topologies:
-            first = topology == topologies[0]
-            chosen = updates if first else {side: updates[side] for side in ("by hand", "linear")}
+            first, pod = topology == topologies[0], name == "gpt-large" and topology == POD
+            chosen = updates if first or pod else {side: updates[side] for side in ("by hand", "linear")}
             compiled = compile_updates(chosen, topology)
             (libtpu,) = {graph["libtpu"] for graph in compiled.values()}
             own = {"on": TRAINED[name].title, "where": topology, "libraries": f"libtpu {libtpu}"}
@@ -130,11 +138,37 @@ def measure(name: str, sides: Sequence[str], topologies: Sequence[str], kept: Pa
             for side, quantities in found.items() if first else ():
                 for quantity, (value, unit) in quantities.items():
                     record(f"{quantity} of an update on a TPU", side, value, unit, **own)
+            for side, update in chosen.items() if pod else ():
+                for case, seconds in bounds(update, compiled).items():
+                    record("least time of the updates of the tour's trace", side, seconds, "s", case=case, **own)
             for one, other in RATIOS:
                 if found.keys() >= {one, other}:
                     for case, (ours, theirs) in costs(found[one], found[other], topology).items():
                         what = f"{one} / {other}"
                         record("estimated cycles on a TPU, ratio", what, ours / theirs, case=case, **own)
+
+
+def bounds(update: Update, compiled: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the seconds that a core takes at least for the updates of the tour's trace, by what bounds them.
+
+    A core has ceil(4 B / 256) microbatches of 1,024 tokens. Each takes the mean of the two that are compiled.
+    """
+    trace = vbs.BatchTrace.from_csv(Path(__file__).parent.parent / "traces" / "test_trace.csv")
+    sizes = trace.batch_sizes(range(len(trace)))
+    rounds = np.ceil(TIMES * sizes / POD_CORES).sum()
+    graphs = [compiled[path] for path in update.graphs.elements()]
+    last = [graph for graph in graphs if graph["all_reduces"]]
+    microbatches = [graph for graph in graphs if not graph["all_reduces"]]
+
+    def total(cost: Callable[[Mapping[str, Any]], float]) -> float:
+        return float(rounds * np.mean([*map(cost, microbatches)]) + len(sizes) * sum(map(cost, last)))
+
+    summed = total(lambda graph: sum(number for sums in graph["all_reduces"] for number in sums.values()))
+    return {
+        "kernels": total(lambda graph: cycles([graph])) / CYCLES_A_SECOND,
+        "memory": total(lambda graph: graph["bytes_moved"]) / HBM_A_SECOND,
+        "links": 2 * (POD_CORES - 1) / POD_CORES * summed / BYTES_A_SECOND,
+    }
 
 
 def costs(
@@ -163,6 +197,6 @@ if __name__ == "__main__":
     for name in flags.models:
         possible = [side for side in SIDES if side != "sqrt-SDE" or TRAINED[name].vocabulary]
         if name == "gpt-large":
-            measure(name, ["by hand", "linear", "AdaScale"], [V5E], flags.folder)
+            measure(name, ["by hand", "linear", "AdaScale"], [V5E, POD], flags.folder)
         else:
             measure(name, possible[:5] if flags.few else possible, flags.topologies, flags.folder)
