@@ -70,7 +70,9 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] | None = None)
         figure = _figure(PANEL, MARGINS) if size is None else _figure(size)
         draw(figure.subplots())
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        box = None if size is None else "tight"  # rotated names of traces may begin left of the panel
+        metadata = {"Date": None, "Creator": None}
+        figure.savefig(file, format="svg", bbox_inches=box, transparent=True, metadata=metadata)
     return _inline(file.getvalue())
 
 
