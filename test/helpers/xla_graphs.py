@@ -29,7 +29,7 @@ class Training:
     sizes: tuple[int, ...]
     rule: str | tuple[str, ...] = "linear"
     kind: str = "SGD"
-    lrs: tuple[float, float] = (0.1, 0.1)
+    lrs: tuple[Any, Any] = (0.1, 0.1)
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     schedule: tuple[float, ...] = (1.0,)  # factors on lr, which follow one another in a cycle
     options: dict[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,8 @@ SIZES = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9, 20
         Training(SIZES, "linear", "AdamW"),
         Training(SIZES, "linear", "AdamW", hyperparameters={"foreach": True}),
         Training(SIZES, "sqrt-sde", "AdamW", (0.01, 0.01)),
+        Training(SIZES, "linear", "AdamW", hyperparameters={"fused": True}),
+        Training(SIZES, "linear", "SGD", (torch.tensor(0.1), torch.tensor(0.2))),
         Training(SIZES, "root-half-life", "RMSprop", hyperparameters={"momentum": 0.9, "alpha": 0.9}),
         Training(SIZES, "surge", "AdamW"),
         Training(SIZES, "adascale"),

@@ -60,7 +60,7 @@ class HyperparameterScaling:
 
     def _plain(self, group: Group) -> Group:
         """Return what makes an optimizer of torch step parameter by parameter, where its numbers are tensors."""
-        return {"foreach": False} if self._backend.static_graph and "foreach" in group else {}
+        return {name: False for name in ("foreach", "fused") if self._backend.static_graph and name in group}
 
     def _scale_lr(self, index: int, group: Group, scaling: Scaling) -> Group:
         """Return the lr of a group for the step, if it has one; without a factor that `DeferredLrFactor` applies."""
@@ -68,7 +68,10 @@ class HyperparameterScaling:
             return {}
         lr, factor = group["lr"], scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):
-            return {"lr": self._backend.hyperparameter(lr * (1 if isinstance(factor, Tensor) else factor))}
+            factor = 1 if isinstance(factor, Tensor) else factor
+            if isinstance(lr, Tensor) and lr.device == group["params"][0].device:
+                return {"lr": lr * self._backend.scalar(factor, lr, f"factor on lr of group {index}")}
+            return {"lr": self._backend.hyperparameter(lr * factor)}
         known = isinstance(lr, Tensor)
         lr = lr.to(factor.device) if known else self._backend.scalar(lr, factor, f"lr of group {index}")
         return {"lr": factor * lr}
@@ -140,9 +143,7 @@ class LearningRateCheck:
 
 def _takes_lr_on_device(inner: Optimizer) -> bool:
     """Return whether lr may be a 0-D tensor in the context `Backend.numbers_as_inputs`, which saves operations."""
-    if type(inner) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-        return False
-    return not any(group.get("fused") for group in inner.param_groups)
+    return type(inner) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def _update(groups: Sequence[Group], values: Sequence[Group]) -> None:

@@ -34,7 +34,7 @@ from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sync import Sync
-from variable_batch_size.optim.tensors import local, squared_norm
+from variable_batch_size.optim.tensors import local, scalar_dtype, squared_norm
 from variable_batch_size.optim.wrapper import list_parameters, stepping
 from variable_batch_size.rules import Rule, RuleInput, Scaling
 from variable_batch_size.rules.selection import rules_for_groups
@@ -271,7 +271,7 @@ class Updater:
 
     def _zero_if_not(self, finite: Tensor, scaling: Scaling, group: int) -> Scaling:
         """Multiply the factor on lr and the progress of a group by `finite`, 0-D, which is 0 or 1."""
-        like = finite.float()
+        like = finite.to(scalar_dtype(self.parameters))
         factors = {"lr": scaling.lr, "progress": scaling.progress}
         for name, factor in factors.items():
             known = isinstance(factor, Tensor)
