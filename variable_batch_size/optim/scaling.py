@@ -69,7 +69,7 @@ class HyperparameterScaling:
         lr, factor = group["lr"], scaling.lr
         if not (self._lr_on_device and isinstance(factor, Tensor)):
             factor = 1 if isinstance(factor, Tensor) else factor
-            if isinstance(lr, Tensor) and lr.device == group["params"][0].device:
+            if isinstance(lr, Tensor) and any(one.device == lr.device for one in group.get("params", ())[:1]):
                 return {"lr": lr * self._backend.scalar(factor, lr, f"factor on lr of group {index}")}
             return {"lr": self._backend.hyperparameter(lr * factor)}
         known = isinstance(lr, Tensor)
