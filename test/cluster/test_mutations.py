@@ -79,7 +79,7 @@ def rows_of(trace: CapacityTrace) -> list[tuple[float, ...]]:
 def test_a_damaged_file_is_a_trace_or_an_error(tmp_path: Path) -> None:
     read_in, drawn = dict.fromkeys(ALL, 0), dict.fromkeys(ALL, 0)
 
-    @examples(500)
+    @examples(1000)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(ALL))

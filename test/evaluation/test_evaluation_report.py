@@ -172,7 +172,7 @@ def test_a_report_of_what_is_there_so_far(number: int, tmp_path: Path) -> None:
 
 def test_all_trainings_diverged(tmp_path: Path) -> None:
     page = write_report(records(traces=["64"], divergence=dict.fromkeys(EFFECTS, 1.0)), tmp_path).read_text()
-    assert "No rule can be recommended" in page
+    assert "no rule can be recommended" in page
 
 
 def test_a_metric_that_rules_are_not_compared_by_may_have_any_name(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_metric_without_any_value_has_no_picture(tmp_path: Path) -> None:
         replace(one, curve={k: v for k, v in one.curve.items() if k != "accuracy"}) for one in records(task="other")
     ]
     page = write_report(found, tmp_path, metric="accuracy").read_text()
-    assert "No rule can be recommended for other under 64: no training has accuracy." in page
+    assert "For other under 64, no rule can be recommended: no training has a finite accuracy." in page
     assert "For simulated under spot, use " in page
 
 
