@@ -43,7 +43,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert status == 0, err
         outputs.append(out)
     assert outputs[0].startswith("runs/small: 48 trainings")
-    assert all("Not known: " in out for out in (outputs[0], outputs[4]))
+    assert all("as good, as far as seen" in out for out in (outputs[0], outputs[4]))
     for name in (
         "large/report.html",
         "small/report.html",
