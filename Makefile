@@ -25,7 +25,7 @@ SETUP := setup.cfg pyproject.toml
 test test-all test-newest test-integrations test-integrations-oldest test-gpu: export OMP_NUM_THREADS := 1
 PYTEST := pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers tpu-compiler dist check-tag clean
+.PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers test-tpu tpu-compiler dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -144,14 +144,17 @@ bench-trainers:
 	@ls $(INTEGRATIONS)/.has-test >/dev/null 2>&1 || $(MAKE) test-integrations ARGS=--collect-only
 	@set -e; for script in $(TRAINERS); do echo "$$script"; OMP_NUM_THREADS=1 PYTHONPATH=.:test:benchmarks $(INTEGRATIONS)/bin/python "$$script" $(ARGS); done
 
-# The compiler of TPUs needs no TPU. Estimates of two versions differ, so they are pinned. TESTS_ONLY=1 measures nothing.
+# The compiler of TPUs needs no TPU. Estimates of two versions differ, so they are pinned.
 LIBTPU := "jax[cpu]==0.10.2" libtpu==0.0.52
 
-tpu-compiler: export TPU_COMPILER := $(or $(TPU_COMPILER),$(CURDIR)/$(TPU)/bin/python)
-tpu-compiler: $(VENV)/.has-test
+test-tpu tpu-compiler: export TPU_COMPILER := $(or $(TPU_COMPILER),$(CURDIR)/$(TPU)/bin/python)
+
+test-tpu: $(VENV)/.has-test
 	$(if $(filter $(CURDIR)/%,$(TPU_COMPILER)),$(call install,$(TPU),$(LIBTPU),libtpu))
-	$(VENV)/bin/python -m pytest $(if $(TESTS_ONLY),$(ARGS)) test/backend/test_tpu_compiler.py
-	$(if $(TESTS_ONLY),,$(VENV)/bin/python benchmarks/tpu_compiler.py $(ARGS))
+	$(VENV)/bin/python -m pytest $(if $(filter test-tpu,$(MAKECMDGOALS)),$(ARGS)) test/backend/test_tpu_compiler.py
+
+tpu-compiler: test-tpu
+	$(VENV)/bin/python benchmarks/tpu_compiler.py $(ARGS)
 
 dist: check-tag
 	@$(PYTHON) -m venv --clear $(DIST)

@@ -17,7 +17,7 @@ pytest.importorskip("torch_xla")
 pytestmark = [
     pytest.mark.xla,
     pytest.mark.slow("compiles graphs for a TPU"),
-    pytest.mark.skipif("TPU_COMPILER" not in os.environ, reason="needs jax and libtpu: make tpu-compiler TESTS_ONLY=1"),
+    pytest.mark.skipif("TPU_COMPILER" not in os.environ, reason="needs jax and libtpu: make test-tpu"),
 ]
 
 SIDES = ["by hand", "by hand, zeroed", "linear", "AdaScale", "linear, sums twice", "linear, reads the weights"]
