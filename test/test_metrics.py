@@ -303,7 +303,7 @@ def test_a_million_float32_losses_lose_no_digits() -> None:
 
 
 def test_means_are_the_same_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("variable_batch_size.metrics._WITHOUT_FLOAT64", ("cpu",))
+    monkeypatch.setattr("variable_batch_size.metrics.WITHOUT_FLOAT64", ("cpu",))
     run = Measured().run(len(SIZES))
     assert len(run.metrics._committed["value"].parts) == 2
     assert run.metrics.read() == pytest.approx(expected(SIZES, dataset_size=50), rel=1e-12)

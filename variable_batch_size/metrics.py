@@ -23,7 +23,7 @@ from variable_batch_size.optim.consistency import check_names
 from variable_batch_size.optim.means import check_mean
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
-_WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
+WITHOUT_FLOAT64 = ("mps", "tpu", "xla")  # device types that lack float64, or emulate it
 
 
 @final
@@ -164,7 +164,7 @@ class Accumulator:
     def _plus(self, old: _Sum, mean: Tensor | float, samples: int) -> _Sum:
         number = old.samples + samples
         value = mean.reshape(()) if isinstance(mean, Tensor) else torch.tensor(float(mean), dtype=torch.float64)
-        if value.device.type not in _WITHOUT_FLOAT64:
+        if value.device.type not in WITHOUT_FLOAT64:
             (total,) = old.parts or (torch.zeros((), dtype=torch.float64, device=value.device),)
             return _Sum(number, (torch.add(total, value, alpha=samples) if samples else total,))
         backend = self._source.backend

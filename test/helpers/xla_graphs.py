@@ -98,7 +98,7 @@ def rounds_of(
     trace: Any = vbs.BatchTrace.from_sizes(training.sizes, on_end="hold")
     if training.controlled:
         trace = vbs.AdaptiveTrace(Listed(training.sizes), start=training.sizes[0], every=1, delay=4)
-    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=MINIBATCH_SIZE, fixed_shape=True)
+    sampler = vbs.CustomSampler(SAMPLES, trace, minibatch_size=MINIBATCH_SIZE)
     optimizer = vbs.CustomOptimizer(inner, sampler, REF, rule=training.rule, model=wrapped, **training.options)
     forward = wrapped or model
     scheduler = LambdaLR(optimizer, lambda update: training.schedule[update % len(training.schedule)])
@@ -109,7 +109,11 @@ def rounds_of(
             loss = (forward(x[indices].to(device)) - target[indices].to(device)).square().sum(dim=1)
             if training.loop == "zero_grad":
                 optimizer.zero_grad()
-            optimizer.backward(loss.sum() if optimizer.reduction == "sum" else loss.mean())
+            loss_of_rows = loss.sum() if optimizer.reduction == "sum" else loss.mean()
+            if wrapped is None:
+                loss_of_rows.backward()
+            else:
+                optimizer.backward(loss_of_rows)
             if training.loop == "log":
                 optimizer.log(loss=loss.mean())
             rounds += 1

@@ -49,7 +49,7 @@ class DDPSync(Sync):
         self._versions: list[int] | None = None  # of the gradients, when they were summed
         self._watch = Watch(backend)
         if module not in _reductions:
-            _reductions[module] = _Reduction(module)
+            _reductions[module] = _Reduction(module, backend)
         self._reduction = _reductions[module]
         self._number = -1  # from the first forward on, in the order of the optimizers
         self._reduction.syncs.add(self)
@@ -258,10 +258,10 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the anno
 class _Reduction:
     """The communication hook of a module, which can have one, for all optimizers that train it."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, backend: Backend) -> None:
         self.syncs: WeakSet[DDPSync] = WeakSet()
         self.weight = 1.0
-        self._group = module.process_group
+        self._group, self._backend = module.process_group, backend
         module.register_comm_hook(self, _sum)
 
     @torch.no_grad()
@@ -274,18 +274,16 @@ class _Reduction:
         ]
         for sync in syncs:
             sync.measure(members, last=bucket.is_last())
-        self._weigh(flat, members, syncs, static=[sync._backend for sync in syncs if sync._backend.static_graph])
+        self._weigh(flat, members, syncs)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         return work.get_future().then(_value)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         return object, ()  # of a copy of the module, which sums by itself
 
-    def _weigh(
-        self, flat: Tensor, members: list[tuple[Tensor, Tensor]], syncs: list[DDPSync], static: list[Backend]
-    ) -> None:
-        """Turn the gradients of a bucket into this rank's share, in place; `static` are backends of static graphs."""
-        if not (self.weight or static):  # of a replay, which may be non-finite: 0 * inf is nan
+    def _weigh(self, flat: Tensor, members: list[tuple[Tensor, Tensor]], syncs: list[DDPSync]) -> None:
+        """Turn the gradients of a bucket into this rank's share, in place."""
+        if not (self.weight or self._backend.static_graph):  # of a replay, which may be non-finite: 0 * inf is nan
             flat.zero_()
             return
         adding = [sync for sync in syncs if sync.adds]
@@ -297,8 +295,8 @@ class _Reduction:
                 (parameter, wide.as_strided(view.shape, view.stride(), view.storage_offset() - begin))
                 for parameter, view in members
             ]
-        if self.weight != 1 or static:
-            wide.mul_(static[0].scalar(self.weight, wide, "bucket") if static else self.weight)
+        if self.weight != 1 or self._backend.static_graph:
+            wide.mul_(self._backend.scalar(self.weight, wide, "bucket"))
         for sync in adding:
             sync.add_aside(members)
         if scale is not None:

@@ -85,7 +85,7 @@ class Loop:
     def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
         self.sampler = _check_world(sampler, backend)
         self.feed = sampler._feed
-        self.clock: Clock = self.feed.attach(**cut)
+        self.clock: Clock = self.feed.attach(compiles_shapes=backend.static_graph, **cut)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.running = False  # whether step() is under way
         self._world = backend.world

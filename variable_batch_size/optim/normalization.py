@@ -110,7 +110,6 @@ def cut_for(
     together = any(isinstance(part, SyncBatchNorm) and part.training for part in parts)  # all ranks, by a collective
     return {
         "spread": alone or not (measured or any(map(_normalizes, parts))),
-        "compiles_shapes": any(parameter.device.type in ("xla", "tpu") for parameter in parameters),
         "equal_rounds": together and not alone,
     }
 

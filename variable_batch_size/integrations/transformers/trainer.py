@@ -25,6 +25,7 @@ from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings, check_indexed, check_names
 from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.metrics import WITHOUT_FLOAT64
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -226,7 +227,7 @@ class VariableBatchMixin(TrainerInternals):
         counts = [self.labels_of(microbatch) for microbatch in update]
         if any(number is None for number in counts):
             return [update], None
-        double = torch.float32 if device.type in ("mps", "tpu", "xla") else torch.float64  # which they do not have
+        double = torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
         update.counts = [torch.as_tensor(number).to(device, double) for number in counts]
         # Rows of a fixed shape are repeated, or all of them.
         pairs = zip(update.counts, self._parts, strict=True)
