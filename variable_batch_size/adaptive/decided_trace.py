@@ -80,14 +80,14 @@ class DecidedTrace:
 
     @classmethod
     def resume(
-        cls, adaptive: AdaptiveTrace, state: dict[str, Any], devices: int, updates: int, step: int
+        cls, adaptive: AdaptiveTrace, state: dict[str, Any], devices: int | None, updates: int, step: int
     ) -> DecidedTrace:
         """Return what is decided in a training that continues from a `state_dict`.
 
         Args:
             adaptive: has the controller.
             state: the `state_dict`.
-            devices: number of devices.
+            devices: number of devices; None: that of each question.
             updates: number of updates so far.
             step: the first step whose batch size may change.
         """
@@ -95,7 +95,7 @@ class DecidedTrace:
         saved = tuple(map(Decision.from_plain, state["decisions"]))
         decisions = decide_again(adaptive, saved, devices, step, changed=changed)
         trace = _join([(first, size) for first, size in state["runs"]], decisions, step)
-        known = ({**found, "devices": devices} for found in state["questions"])
+        known = ({**found, "devices": devices or found["devices"]} for found in state["questions"])
         unanswered = tuple(Measurements(found["updates"], partial(dict, found)) for found in known)
         return cls(adaptive, trace, decisions, unanswered, asked=updates)
 

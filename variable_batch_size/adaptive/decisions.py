@@ -83,7 +83,7 @@ def decide(trace: AdaptiveTrace, decisions: Decisions, input: ControlInput) -> D
 
 
 def decide_again(
-    trace: AdaptiveTrace, decisions: Decisions, devices: int, step: int, *, changed: bool = False
+    trace: AdaptiveTrace, decisions: Decisions, devices: int | None, step: int, *, changed: bool = False
 ) -> Decisions:
     """Return the decisions of a training that restarts on another number of devices, or with another controller.
 
@@ -93,7 +93,7 @@ def decide_again(
     Args:
         trace: has the controller.
         decisions: those of the training that stopped.
-        devices: number of devices.
+        devices: number of devices; None: that of each decision.
         step: the first step whose batch size may change.
         changed: whether another controller, or another one of its limits, decides from now on.
     """
@@ -103,8 +103,8 @@ def decide_again(
         if asked is None:
             allowed = round_to_allowed(trace, decision.batch_size)
             decision = decision if allowed == decision.batch_size else Decision(step, allowed)
-        elif changed or asked.devices != devices:
-            asked = replace(asked, devices=devices)
+        elif changed or asked.devices != (devices or asked.devices):
+            asked = replace(asked, devices=devices or asked.devices)
             changed = changed or trace.next(asked) != decision.batch_size
             decision = replace(decision, input=asked)
             if changed:

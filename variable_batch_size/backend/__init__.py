@@ -4,7 +4,7 @@
 No other folder calls a collective.
 """
 
-from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.base import Backend, BrokenStepError
 from variable_batch_size.backend.detection import current_world, detect
 from variable_batch_size.backend.distributed import DistributedBackend
 from variable_batch_size.backend.local import LocalBackend
@@ -13,6 +13,7 @@ from variable_batch_size.world import World
 
 __all__ = [
     "Backend",
+    "BrokenStepError",
     "DistributedBackend",
     "LocalBackend",
     "World",

@@ -20,6 +20,11 @@ from variable_batch_size.world import World
 _servers: list[dist.Store] = []  # until this process ends: other ranks may read later than this one
 
 
+@final
+class BrokenStepError(RuntimeError):
+    """A sum over the ranks does not hold, and the world that was asked for it is over: the step is made again."""
+
+
 class Backend(ABC):
     """What differs between one process, `torch.distributed` and PyTorch/XLA.
 
@@ -33,11 +38,13 @@ class Backend(ABC):
     Attributes:
         world: this rank, and the number of ranks.
         threads: whether ranks may be threads of one process, which have the disk of rank 0.
+        elastic: whether the world may change between two updates, see `meet`.
         while_waiting: called every second while the host waits in a sum, if the backend can; what it raises ends that.
             Another thread passes a function that returns whether the host still waits.
     """
 
     threads: ClassVar[bool] = False
+    elastic: ClassVar[bool] = False
 
     def __init__(self, world: World, sent: SentNumbers | None = None) -> None:
         self.world, self._sent = world, sent
@@ -85,6 +92,33 @@ class Backend(ABC):
     def rank_has_ended(self) -> bool:
         """Whether it is known that a rank has ended, so that a wait for it would not end."""
         return False
+
+    # A world that may change. -------------------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank, and never will be."""
+        return self.world.size == 1 and not self.elastic
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides and writes for all."""
+        return self.job.world.rank == 0
+
+    def meet(self, updates: int) -> bool:
+        """Find the `world` of the update that follows this number of them; return whether a state was loaded.
+
+        It may be called again before the sum of that update, without effect.
+        """
+        return False
+
+    def post(self, text: str) -> None:
+        """Let the sum of the next update carry a text of rank 0 to all; only where the world may change."""
+        raise NotImplementedError
+
+    def received(self) -> str:
+        """Return the text that the sum of the last update has carried."""
+        raise NotImplementedError
 
     # The device. --------------------------------------------------------------------------------------------------
 

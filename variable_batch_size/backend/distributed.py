@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import groupby
 from typing import Any, final
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from variable_batch_size.backend.base import Backend
+from variable_batch_size.backend.flat_messages import FlatMessages
 from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.world import World
 
@@ -35,24 +35,17 @@ class DistributedBackend(Backend):
     ) -> None:
         super().__init__(World(dist.get_rank(group), dist.get_world_size(group)), sent)
         self._group, self._of_job = group, job
-        # The flat messages, by device, dtype and length. They are reused: allocation takes as long as the sum.
-        self._buffers: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
+        self._messages = FlatMessages()
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over all ranks, in place, as one flat message per dtype and device."""
         if self.world.size == 1:
             return
 
-        def key(tensor: Tensor) -> str:
-            return f"{tensor.device} {tensor.dtype}"
-
-        for _, same_key in groupby(sorted(tensors, key=key), key=key):
-            parts = list(same_key)
-            flat = self._buffer(parts[0], sum(part.numel() for part in parts))  # (sum of numels,)
-            torch.cat([part.detach().reshape(-1) for part in parts], out=flat)
+        def reduce(flat: Tensor) -> None:
             self._wait(dist.all_reduce(flat, group=self._group, async_op=True), flat)
-            views = torch.split(flat, [part.numel() for part in parts])
-            torch._foreach_copy_(parts, [view.view(part.shape) for view, part in zip(views, parts, strict=True)])
+
+        self._messages.reduce(tensors, reduce)
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         messages: list[Any] = [message] * self.world.size
@@ -94,11 +87,3 @@ class DistributedBackend(Backend):
             if work.is_completed():
                 break
         work.wait()
-
-    def _buffer(self, like: Tensor, length: int) -> Tensor:
-        """Return the buffer of this length, and drop those of other lengths with the device and dtype of `like`."""
-        key = (like.device, like.dtype, length)
-        if key not in self._buffers:
-            self._buffers = {known: buffer for known, buffer in self._buffers.items() if known[:2] != key[:2]}
-            self._buffers[key] = torch.empty(length, dtype=like.dtype, device=like.device)
-        return self._buffers[key]

@@ -106,6 +106,7 @@ class Feed:
         self._followed = False  # whether the clock of an optimizer has ever been followed
         self._spread = True  # whether no optimizer depends on how a step is split
         self._padded = False  # whether an optimizer needs equal rounds, with replays
+        self._elastic = False  # whether the world may change between two steps
         self._check_rounds()
 
     def __getstate__(self) -> dict[str, Any]:  # of a copy, which no optimizer feeds from
@@ -130,13 +131,20 @@ class Feed:
     # Optimizers. ------------------------------------------------------------------------------------------------------
 
     def attach(
-        self, *, spread: bool = True, compiles_shapes: bool = False, equal_rounds: bool = False, padded: bool = False
+        self,
+        *,
+        spread: bool = True,
+        compiles_shapes: bool = False,
+        elastic: bool = False,
+        equal_rounds: bool = False,
+        padded: bool = False,
     ) -> Clock:
         """Return a clock for an optimizer that will call `step()` for every microbatch.
 
         Args:
             spread: whether steps may be split further, so that no rank is idle.
             compiles_shapes: whether the device of its parameters does, so that shapes are fixed by default.
+            elastic: whether the world may change between two steps.
             equal_rounds: whether it needs them, see `CustomSampler`.
             padded: whether it needs them by replays.
 
@@ -146,7 +154,7 @@ class Feed:
         if compiles_shapes and not self._cut_is_known:
             self.plans.fix_shape(self.world.size)
         self._cut_is_known = True
-        self._attached = True
+        self._attached, self._elastic = True, elastic
         self._spread, self._padded = self._spread and spread, self._padded or padded
         self.equal_rounds |= equal_rounds
         self._check_rounds()
@@ -154,6 +162,17 @@ class Feed:
         clock = self.plans.clock()
         clock.follow(self.clock)
         return clock
+
+    def enter_world(self, world: World) -> None:
+        """Deal for another world from the next iteration on; before the first step a controller decides for it.
+
+        Raises:
+            ValueError: if `equal_rounds` are not possible in it.
+        """
+        self.world = world
+        if self.clock.step == 0:
+            self.plans.decide_first(world.size)
+        self._check_rounds()
 
     def watch_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Note which gradients there are when an iteration begins: they are left from before."""
@@ -288,7 +307,7 @@ class Feed:
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
-        resumed = self.plans.clock_at(state, self.world.size)
+        resumed = self.plans.clock_at(state, None if self._elastic else self.world.size)
         if resumed.decided is not None and "growth" in state and self.world.rank == 0:
             warn_if_changed(resumed.decided.adaptive, state["growth"])
         resumed.clock.plan.check_trace(self.epochs)

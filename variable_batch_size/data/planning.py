@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from variable_batch_size._validation import MAX_INT, check_int
-from variable_batch_size.adaptive.adaptive_trace import largest_size
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, largest_size
 from variable_batch_size.adaptive.decided_trace import ADOPTED_AFTER, DecidedTrace
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.plan import Epoch, Plan
@@ -86,10 +86,17 @@ class PlanState:
         """Cut all steps into microbatches of one shape, before any is read."""
         self.plan = replace(self.plan, fixed_shape=True)
         if self._decided is not None:
-            rows = self.plan.minibatch_size
-            self._decided = DecidedTrace.begin(self._decided.adaptive, devices, rows, fixed_shape=True)
+            self._decided = self._first_decided(self._decided.adaptive, devices)
             self.plan = replace(self.plan, trace=self._decided.trace)
         self._replan()
+
+    def decide_first(self, devices: int) -> None:
+        """Decide again, before the first step, for another number of devices."""
+        if self._decided is not None:
+            self.grow(self._first_decided(self._decided.adaptive, devices))
+
+    def _first_decided(self, adaptive: AdaptiveTrace, devices: int) -> DecidedTrace:
+        return DecidedTrace.begin(adaptive, devices, self.plan.minibatch_size, fixed_shape=self.plan.fixed_shape)
 
     def trace(self, updates: int) -> BatchTrace:
         """Return the batch trace; of a controller, the first `updates` steps."""
@@ -161,8 +168,10 @@ class PlanState:
                     self._changed.wait(WAIT_SECONDS)
             begun = _warn_if_long(begun)
 
-    def clock_at(self, state: dict[str, Any], devices: int) -> Resumed:
+    def clock_at(self, state: dict[str, Any], devices: int | None) -> Resumed:
         """Return a clock at a saved position, with the plan from there on, for this number of devices.
+
+        None: nothing is decided again, but at the next question.
 
         Raises:
             ValueError: if there is no such position.
@@ -226,7 +235,7 @@ def _warn_if_long(begun: float | None) -> float:
     return time.monotonic() if begun is None else begun
 
 
-def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int, dataset_size: int) -> DecidedTrace:
+def _resume(decided: DecidedTrace, state: dict[str, Any], devices: int | None, dataset_size: int) -> DecidedTrace:
     updates = check_int(state["step"], "step")
     if "growth" not in state:  # that of a fixed trace
         return DecidedTrace.after_constant(decided.adaptive, updates)

@@ -83,6 +83,8 @@ def compare_ranks(updater: Updater, loop: Loop, inner: Optimizer, backend: Backe
         check_names("log()", [*map(json.loads, agreement.gather(FIRST_UPDATE, names, within=True))])
         _check_replicas(updater.parameters, backend, agreement)
         updater.gradient.agree(agreement)
+    elif not backend.alone:
+        updater.gradient.agree(agreement)
     check_seen(updater.parameters, loop.sampler)
     updater.gradient.agreed = True
 

@@ -46,8 +46,7 @@ class ControllerRunner:
 
     def __init__(self, updater: Updater, loop: Loop, backend: Backend, tracker: Tracker | None) -> None:
         self._loop, self._updater, self._tracker = loop, updater, tracker
-        self._world, self._leads = backend.world, backend.job.world.rank == 0
-        decided = loop.feed.plans.decided
+        self._backend, decided = backend, loop.feed.plans.decided
         timed = decided is not None and needs_throughput(decided.adaptive.controller)
         self._stopwatch = UpdateStopwatch() if timed else None
         self._asked = _Asked()
@@ -69,7 +68,7 @@ class ControllerRunner:
             raise
 
     def _decide(self, decided: DecidedTrace, step: Step, agreement: Agreement, updates: int) -> None:
-        plans, world, before = self._loop.feed.plans, self._world, decided
+        plans, world, before = self._loop.feed.plans, self._backend.world, decided
         plans.mark_trainer()
         if self._stopwatch is not None:
             rows = step.minibatch_size if step.fixed_shape else -(-step.batch_size // step.num_microbatches)
@@ -80,12 +79,23 @@ class ControllerRunner:
         if is_due(decided.adaptive, updates) and decided.asked != updates:
             decided = decided.ask(Measurements(updates, self._measure()))
         while decided.unanswered and updates >= decided.unanswered[0].updates + READ_AFTER:
-            self._answer(decided, agreement)
+            if not self._backend.elastic:
+                self._answer(decided, agreement)
             if updates < decided.unanswered[0].updates + ADOPTED_AFTER:
                 break
             decided = self._adopt(decided, updates, agreement)
+            if self._backend.elastic:  # where an update carries one answer
+                break
         if decided is not before:
             plans.grow(decided)
+
+    def before_update(self) -> None:
+        """Let the next sum carry the answer that is due after it, where the world of every update is another one."""
+        decided, updates = self._loop.feed.plans.decided, self._loop.clock.step
+        if not decided or not decided.unanswered or not self._backend.leads:
+            return
+        if updates >= decided.unanswered[0].updates + READ_AFTER:
+            self._backend.post(self._decision(decided))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, if anything is."""
@@ -99,7 +109,7 @@ class ControllerRunner:
     def _measure(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns what is known now; calling it later avoids a wait for a device."""
         clock, updater = self._loop.clock, self._updater
-        known = {"devices": self._world.size, "updates": clock.step, "samples": clock.samples}
+        known = {"devices": self._backend.world.size, "updates": clock.step, "samples": clock.samples}
         known_later = updater.progress.later()
         noise = None if updater.gradient_noise is None else updater.gradient_noise.later()
         reference = updater.ref_batchsize
@@ -115,22 +125,30 @@ class ControllerRunner:
         oldest = decided.unanswered[0]
         if oldest is not self._asked.question:
             self._asked = _Asked(oldest, self._asked.number + 1)
-        if not self._leads or self._asked.answer is not None:
+        if not self._backend.leads or self._asked.answer is not None:
             return
+        answer = self._decision(decided)
+        agreement.publish("decision", self._asked.number, answer)
+        self._asked = self._asked._replace(answer=answer)
+
+    def _decision(self, decided: DecidedTrace) -> str:
+        """Return the controller's answer to the oldest question, or its error, which every rank raises."""
         plan, stopwatch = self._loop.sampler.plan, self._stopwatch
         try:
             throughput = None if stopwatch is None else stopwatch.throughput()
             decision = decided.decide(plan.minibatch_size, throughput, fixed_shape=plan.fixed_shape)
-            answer = json.dumps(decision.to_plain())
-        except Exception as error:  # which every rank raises
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        agreement.publish("decision", self._asked.number, answer)
-        self._asked = self._asked._replace(answer=answer)
+            return json.dumps(decision.to_plain())
+        except Exception as error:
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
         """Return what is decided with rank 0's answer to the oldest question."""
         asked = self._asked
-        answer = json.loads(agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer)
+        if self._backend.elastic:
+            text = self._backend.received()
+        else:
+            text = agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer
+        answer = json.loads(text)
         if isinstance(answer, dict):
             controller = without_addresses(str(decided.adaptive.controller))
             raise RuntimeError(
@@ -144,7 +162,7 @@ class ControllerRunner:
         return decided
 
     def _log(self, scalars: Mapping[str, float], updates: int) -> None:
-        if self._tracker is not None and self._leads:
+        if self._tracker is not None and self._backend.leads:
             self._tracker.log(updates, {f"decision/{name}": value for name, value in scalars.items()})
 
     def _warn_if_unmeasured(self, estimates: float | None) -> None:
@@ -152,7 +170,7 @@ class ControllerRunner:
         if estimates is None or not estimates:
             return
         self._estimates = [*(known for known in self._estimates if known == estimates), estimates]
-        if len(self._estimates) == _REPEATED + 1 and self._leads:
+        if len(self._estimates) == _REPEATED + 1 and self._backend.leads:
             warnings.warn(
                 f"The controller got the same gradient noise {_REPEATED + 1} times, because no update since the first "
                 f'of them had two microbatches; pass a smaller minibatch_size to the sampler, noise="differenced" to '

@@ -22,6 +22,7 @@ from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.reading import Reading, Use
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.world import World
 
 
 class Watcher(Protocol):
@@ -85,10 +86,9 @@ class Loop:
     def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
         self.sampler = _check_world(sampler, backend)
         self.feed = sampler._feed
-        self.clock: Clock = self.feed.attach(compiles_shapes=backend.static_graph, **cut)
+        self.clock: Clock = self.feed.attach(compiles_shapes=backend.static_graph, elastic=backend.elastic, **cut)
         self.watchers: WeakSet[Watcher] = WeakSet()
         self.running = False  # whether step() is under way
-        self._world = backend.world
         self._progress = _Progress(0)
         self.made: Step | None = None  # the last step that was committed, or is about to be
         self._settled, self._updated = 0, True  # commits that are settled, and whether the last one changed the weights
@@ -146,7 +146,7 @@ class Loop:
     @property
     def several_rounds(self) -> bool:
         """Whether this rank has several microbatches in the current step; True if the step is not known yet."""
-        return self.clock.finished or self.step.rounds(self._world) > 1
+        return self.clock.finished or self.step.rounds(self.feed.world) > 1
 
     def check_phase(self, what: str, *allowed: Phase) -> None:
         """Check that a method may be called now."""
@@ -182,7 +182,7 @@ class Loop:
             self._enter_next_epoch()
         (_, step, known), round_index = self._due(), self._round + ahead
         if round_index not in known:
-            known[round_index] = step.microbatch(round_index, self._world)
+            known[round_index] = step.microbatch(round_index, self.feed.world)
         return known[round_index]
 
     def upcoming(self) -> Microbatch | None:
@@ -271,6 +271,14 @@ class Loop:
                 stacklevel=3,
             )
 
+    def enter_world(self, world: World) -> bool:
+        """Let the sampler deal for another world from the next step on; return whether it is another one."""
+        if world == self.feed.world:
+            return False
+        self.feed.enter_world(world)
+        self.restart()
+        return True
+
     def restart(self) -> None:
         """Return to the first microbatch of the step at which the clock stands; it must come from a new iteration."""
         for reading in (self._reading, self.feed.reading):
@@ -304,8 +312,8 @@ class Loop:
         if self.begun:
             raise RuntimeError(
                 f"a step must get all its microbatches from one iteration, but step {here.step} had {self._round} of "
-                f"{self.step.rounds(self._world)} when the loader was iterated again; call optimizer.discard_step() "
-                f"first to start the step over, or set_epoch on both"
+                f"{self.step.rounds(self.feed.world)} when the loader was iterated again; call "
+                f"optimizer.discard_step() first to start the step over, or set_epoch on both"
             )
         begins_here = start == here and reading.first_round == 0
         # A loader that restores its iterator may have read on from an older snapshot, up to this position.
@@ -318,7 +326,7 @@ class Loop:
         reading.use = Use.CURRENT
         plan, epoch, dealing = self.clock.plan, self.clock.epoch, self.feed.dealing
         steps = (plan.step(epoch, number, dealing) for number in range(start.step, here.step))
-        return sum(step.rounds(self._world) for step in steps) - reading.first_round
+        return sum(step.rounds(self.feed.world) for step in steps) - reading.first_round
 
 
 def _check_new(parameters: Sequence[Tensor], reading: Reading) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.reading import Reading
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.microbatching import Microbatch
@@ -83,8 +83,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     Raises:
         TypeError: if an argument has the wrong type, or the rule cannot be used with the inner optimizer.
-        ValueError: if a number is out of range, the rule needs a `ref_batchsize` and there is none, a name is unknown,
-            or the sampler deals for another rank than that of the backend.
+        ValueError: if a value is out of range or unknown, `ref_batchsize` is missing, or the sampler's rank differs.
     """
 
     _step_supports_amp_scaling = True
@@ -171,8 +170,7 @@ class CustomOptimizer(ObservedOptimizer):
     def set_epoch(self, epoch: int) -> None:
         """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
 
-        An incomplete step is discarded. After an epoch that was trained to its end, `sampler.set_epoch` is enough. A
-        UserWarning says how many updates are skipped.
+        An incomplete step is discarded. After a whole epoch `sampler.set_epoch` is enough. Warns of skipped updates.
 
         Raises:
             RuntimeError: if all updates of that epoch are committed, or an exception has interrupted a step.
@@ -292,6 +290,10 @@ class CustomOptimizer(ObservedOptimizer):
             loop.running = True
             microbatch = loop.receive(updater.gradient.parameters)
             updated = self._accumulate(microbatch, count) and self._update()
+        except BrokenStepError:  # before anything has changed but gradients; vbs.updates makes the step again
+            self._clear()
+            loop.restart()
+            return False
         finally:
             loop.running = False
         self._settle_gradients()  # before the graph ends: they would be its results

@@ -94,7 +94,8 @@ class AgreedParticipation(Participation):
 
     def agree(self, has_gradient: Sequence[bool], agreement: Agreement, *, replay: bool) -> None:
         """Agree on the parameters, unless they are known."""
-        row = "" if replay else "".join("01"[has] for has in has_gradient)
+        unknown = replay and agreement.world.size > 1  # what others know
+        row = "" if unknown else "".join("01"[has] for has in has_gradient)
         rows = agreement.gather(FIRST_UPDATE, row, within=True)
         first, *others = (tuple(flag == "1" for flag in row) for row in rows if row)
         for other in others:
@@ -199,7 +200,7 @@ class CountedParticipation(Participation):
 
 def create_participation(parameters: Sequence[Tensor], backend: Backend, *, find_unused: bool) -> Participation:
     """Return the participation that fits the world."""
-    if backend.world.size == 1:
+    if backend.alone:
         return AloneParticipation(parameters, backend)
     kind = CountedParticipation if find_unused else AgreedParticipation
     return kind(parameters, backend)

@@ -29,7 +29,7 @@ class Replays:
 
     def __init__(self, module: Module | None, backend: Backend) -> None:
         bare = module.module if isinstance(module, DistributedDataParallel) else module
-        self.module = None if backend.static_graph or backend.world.size == 1 else bare  # whose buffers stay
+        self.module = None if backend.static_graph or backend.alone else bare  # whose buffers stay
         self._before: tuple[list[_Buffer], list[Tensor]] | None = None  # buffers, and random numbers
 
     def keep(self, microbatch: Microbatch | None) -> None:

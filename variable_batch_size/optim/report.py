@@ -49,11 +49,11 @@ class Reporter:
         self._samples = None if log_samples is None else check_int(log_samples, "log_samples", 1)
         default = 10 if log_samples is None else None
         self._steps = default if log_steps is None else check_int(log_steps, "log_steps", 1)
-        leads = backend.job.world.rank == 0
-        if tracker is not None and not leads:
+        others = not (backend.leads or backend.elastic)
+        if tracker is not None and others:
             tracker.mute()  # a loop may log to it on every rank
-        self._tracker = tracker if leads else None
-        self._updater, self._loop = updater, loop
+        self._tracker = None if others else tracker
+        self._updater, self._loop, self._backend = updater, loop, backend
         self._begin: _Moment | None = None  # after the first update of this run
         self._earlier = 0.0  # seconds of earlier runs, up to the restored update
         self._last: _Moment | None = None  # after the update of the last row
@@ -72,7 +72,7 @@ class Reporter:
     def after_update(self, step: Step) -> None:
         """Move the progress bar, and log a row if one is due."""
         tracker = self._tracker
-        if tracker is None:
+        if tracker is None or not self._backend.leads:
             return
         clock = self._loop.clock
         row_is_due = self._is_due(step)

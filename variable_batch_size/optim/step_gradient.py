@@ -56,7 +56,7 @@ class StepGradient:
         buffered = self._noise is not None or options.accumulation == "buffered" or any(map(is_narrow, parameters))
         buffered &= not self.sync.loss_weighed  # the sum is that of .grad
         self.accumulation = (BufferedAccumulation if buffered else InPlaceAccumulation)(parameters, backend)
-        self.check = BackwardCheck(parameters, sums=backend.world.size > 1 and not self.sync.in_backward)
+        self.check = BackwardCheck(parameters, sums=not backend.alone and not self.sync.in_backward)
         self.sync.use(parameters)
         if self.sync.in_backward:  # which finds unused parameters by itself
             self.participation: Participation = AloneParticipation(parameters, backend)
@@ -312,7 +312,7 @@ class StepGradient:
 
     def _square_factor_for(self, microbatch: Microbatch) -> float | None:
         """Return the factor on the square of a microbatch; None if that is of no use, on all ranks."""
-        only = microbatch.samples == microbatch.batch_size and self._backend.world.size == 1
+        only = microbatch.samples == microbatch.batch_size and self._backend.alone
         if only and not self._backend.static_graph:  # without it the graph would be another one
             return None  # the only microbatch of a step gives no estimate
         return microbatch.samples / self._divisor(microbatch) ** 2

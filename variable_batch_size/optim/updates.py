@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Generic, Literal, TypeVar, final, get_args
 
@@ -57,30 +57,41 @@ class Updates(Generic[T]):
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Set the epoch of the next update, and yield the updates that are left of it."""
-        optimizer, sampler = self._optimizer, self._optimizer.sampler
-        epoch, feed = optimizer.epoch, sampler._feed
+        optimizer = self._optimizer
+        epoch, feed = optimizer.epoch, optimizer.sampler._feed
         last = feed.reading
         if last is not None and last.use is not Use.STALE and epoch == last.start.epoch and self._ahead == 0:
             feed.check_stepped()  # of a plain loop
             if last.counts.handed is not None and last.counts.handed > last.counts.stepped:
                 raise _incomplete(optimizer.updates)
-        sampler.set_epoch(epoch)
-        optimizer.set_epoch(epoch)
-        self._epoch = epoch
         try:
-            yield from self._read(epoch)
+            while (yield from self._read(self._begin())):
+                pass
         finally:
             self._epoch = None
 
-    def _read(self, number: int) -> Iterator[Update[T]]:
+    def _begin(self) -> int:
+        """Set the epoch of the next update, whose ranks are known then, and return it."""
+        optimizer, sampler = self._optimizer, self._optimizer.sampler
+        while True:
+            self._epoch = optimizer.epoch
+            sampler.set_epoch(self._epoch)
+            optimizer.set_epoch(self._epoch)
+            if optimizer.done or not _meet(optimizer):
+                return self._epoch
+
+    def _read(self, number: int) -> Generator[Update[T], None, bool]:
+        """Yield the updates of an epoch; return whether the world has changed, so that the rest is read again."""
         optimizer, loader = self._optimizer, self._loader
-        feed = optimizer.sampler._feed
+        feed, elastic = optimizer.sampler._feed, optimizer.backend.elastic
         if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None:
             feed.keep_random_states()
         microbatches = iter(self._loader)
         for step in count(feed.clock.step):
             waiting = step - optimizer.updates  # updates that were read, but not made
             if feed.reading is not None and feed.reading.use is Use.STALE:
+                if elastic:
+                    return True
                 raise RuntimeError(
                     "the loop must end after discard_step() or load_state_dict(), but it asks for another update; "
                     "break, and begin a new loop over vbs.updates"
@@ -90,6 +101,8 @@ class Updates(Generic[T]):
             plan, epoch, _ = feed.plans.known_plan(number, step, waiting + 1)  # a controller may move its end
             if step == epoch.end_step:
                 break
+            if _meet(optimizer):
+                return True
             rounds = plan.step(epoch, step, feed.dealing).rounds(feed.world)
             update = self._hand_out(microbatches, step, rounds)
             yield Update(iter(list(update)) if self._ahead else update, rounds)
@@ -98,6 +111,7 @@ class Updates(Generic[T]):
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
                 f"{number} has; create it with batch_sampler=sampler"
             )
+        return False
 
     def _hand_out(self, microbatches: Iterator[T], step: int, rounds: int) -> Iterator[T]:
         """Yield the microbatches of an update, and count them as those that the loop has got."""
@@ -117,6 +131,18 @@ class Updates(Generic[T]):
             if (reading := self._optimizer.sampler._feed.reading) is not None:
                 reading.counts.hand(begins_update=number == 0 and self._ahead == 0)
             yield microbatch
+
+
+def _meet(optimizer: CustomOptimizer) -> bool:
+    """Find the world of the next update; return whether it is another one, or a state was loaded."""
+    backend, loop = optimizer.backend, optimizer._loop
+    if not backend.elastic:
+        return False
+    optimizer._settle()
+    loaded = backend.meet(loop.clock.step)
+    moved = loop.enter_world(backend.world)
+    optimizer._controller.before_update()
+    return loaded or moved
 
 
 def _check_reads_batches(loader: DataLoader[T]) -> None:
