@@ -11,6 +11,7 @@ NEEDED = {
     "ignite": ["ignite", "datasets"],
     "keras": ["keras"],
     "jax": ["jax"],
+    "torchft": ["torchft"],
 }  # the word in the name of a test file -> what it imports
 
 

@@ -120,7 +120,7 @@ class CustomOptimizer(ObservedOptimizer):
         sync = sync_for(module, self._backend, sharded_accumulation=sharded_accumulation)
         self._updater = Updater(inner, self._backend, rules, options, sync)
         check_applies_lr(inner, rules.rules)
-        kind = {"measured": self._updater.gradient_noise is not None, "alone": self._backend.world.size == 1}
+        kind = {"measured": self._updater.gradient_noise is not None, "alone": self._backend.alone}
         self._loop = Loop(sampler, self._backend, padded=sync.keeps_apart, **cut_for(module, parameters, **kind))
         self._replays = Replays(module, self._backend)
         call_before_forward(sync.module, self._announce)

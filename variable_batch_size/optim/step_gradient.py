@@ -67,6 +67,7 @@ class StepGradient:
         self._scale: Tensor | None = None  # of the losses of this step under a GradScaler, 0-D
         self._due: Microbatch | None = None  # whose forward has begun
         self._replay = False  # whether this rank has only a replay in the step
+        self._fresh: list[bool] = []  # which parameters have gradients of the last microbatch
         self._square_factor: float | None = None  # on the square of the last microbatch, if it was not added
         if not keep:
             self.accumulation.clear()
@@ -172,7 +173,8 @@ class StepGradient:
                 "there; call optimizer.backward(loss, scaler=scaler) instead of scaler.scale(loss).backward(), and "
                 "train all parameters of the model by one optimizer"
             )
-        fresh, summed = self.check.fresh(), self.sync.in_backward and following is None
+        self._fresh = fresh = self.check.fresh()
+        summed = self.sync.in_backward and following is None
         if summed and self._replay and not any(fresh):
             raise RuntimeError(
                 f"with a DistributedDataParallel or FSDP2 each rank must sum in a backward() of each step, also if it "
@@ -231,7 +233,7 @@ class StepGradient:
 
     def agree(self, agreement: Agreement) -> None:
         """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
-        used = self.accumulation.has_gradient
+        used = self._fresh if self._replay else self.accumulation.has_gradient
         self.participation.agree(used, agreement, replay=self._replay)
 
     def reduce(self, step: Step, factor: float | None, squares: list[Tensor] | None = None) -> list[Tensor] | None:

@@ -72,6 +72,9 @@ def backend_for(
 
 def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: bool) -> Sync:
     """Return what sums the gradients of a model."""
+    if backend.elastic and isinstance(module, (DistributedDataParallel, FSDPModule)):
+        requirement = "where the world may change, the gradients must be summed by the backend"
+        raise type_error(requirement, module, "pass the bare model")
     if isinstance(module, DistributedDataParallel):
         of_user = not is_reduced(module) and module._comm_hooks
         return HookedDDPSync(backend, module) if of_user else DDPSync(backend, module)

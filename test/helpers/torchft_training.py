@@ -1,0 +1,157 @@
+"""A replica group of a training under torchft, a process: `python torchft_training.py FOLDER NUMBER SETTINGS`.
+
+It appends a line of JSON to `FOLDER/NUMBER.jsonl` for each attempt of an update, before its sum, and for each update
+that is committed. It trains until the update that the file `FOLDER/end` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import variable_batch_size as vbs
+
+SAMPLES, WIDTH, ROWS, REFERENCE = 61, 8, 4, 8
+TRACE = [13, 7, 1, 29, 11] * 4000
+TRACES: dict[str, Any] = {
+    "fixed": TRACE,
+    "per-device": vbs.AdaptiveTrace(vbs.adaptive.PerDevice(8), every=5, delay=4),
+    "noise": vbs.AdaptiveTrace(vbs.adaptive.NoiseScale(), start=8, bounds=(4, 60), every=5, delay=4),
+}
+Settings = dict[str, Any]  # trace, rule, pause
+
+
+class Samples(Dataset[tuple[int, Tensor, Tensor]]):
+    """Random samples with their indices, in float64."""
+
+    def __init__(self) -> None:
+        drawn = torch.Generator().manual_seed(3)
+        self.x = torch.randn(SAMPLES, WIDTH, generator=drawn, dtype=torch.float64)
+        noise = torch.randn(SAMPLES, generator=drawn, dtype=torch.float64)
+        self.y = self.x @ torch.arange(WIDTH, dtype=torch.float64) + noise
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+def make(settings: Settings, trace: Any, seed: int, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
+    """Return a model and its optimizer, in a world of one."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, ROWS)
+    inner = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9, weight_decay=1e-3)
+    return model, vbs.CustomOptimizer(inner, sampler, REFERENCE, rule=settings["rule"], **options)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of a microbatch."""
+    loss: Tensor = nn.functional.mse_loss(model(x)[:, 0], y)
+    return loss
+
+
+def loader_of(optimizer: vbs.CustomOptimizer) -> DataLoader[Any]:
+    """Return the loader of an optimizer's sampler."""
+    return DataLoader(Samples(), batch_sampler=optimizer.sampler)
+
+
+def digest(model: nn.Module) -> str:
+    """Return a hash of the weights."""
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+
+
+def end(folder: Path) -> float:
+    """Return after which update the training ends."""
+    try:
+        return float((folder / "end").read_text() or "inf")
+    except FileNotFoundError:
+        return float("inf")
+
+
+def is_held(folder: Path, number: int, update: int) -> bool:
+    """Return whether a file says that a group waits at an update, `FOLDER/hold-NUMBER`."""
+    hold = folder / f"hold-{number}"
+    return hold.exists() and update >= int(hold.read_text())
+
+
+def train(folder: Path, number: int, settings: Settings) -> None:
+    """Train as a replica group."""
+    from torchft import Manager, ProcessGroupGloo
+
+    from variable_batch_size.integrations.torchft import TorchftBackend
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    seconds = settings.get("timeout", 5)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=seconds)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=settings.get("least", 1),
+        replica_id=f"group{number}",
+        use_async_quorum=False,
+        quorum_retries=settings.get("retries", 0),
+        timeout=timedelta(seconds=10),
+        quorum_timeout=timedelta(seconds=settings.get("quorum_timeout", 60)),
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+    )
+    backend = TorchftBackend(manager)
+    model, optimizer = make(settings, TRACES[settings["trace"]], number, backend=backend)
+    backend.register(model=model, optimizer=optimizer)
+    checkpoint = None
+    if settings.get("checkpoint") and number == 0:
+        checkpoint = vbs.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, every=10, run="torchft")
+        checkpoint.restore()
+    with (folder / f"{number}.jsonl").open("a", buffering=1) as file:
+
+        def note(event: str, **facts: Any) -> None:
+            file.write(json.dumps({"event": event, "group": number, "time": time.time(), **facts}) + "\n")
+
+        note("up")
+        while optimizer.updates < end(folder):
+            for update in vbs.updates(loader_of(optimizer), optimizer):
+                step, used, made = optimizer.updates, [], False
+                if is_held(folder, number, step):
+                    note("held", step=step)
+                while is_held(folder, number, step):
+                    time.sleep(0.02)
+                world, quorum = [backend.world.rank, backend.world.size], manager._quorum_id
+                for index, x, y in update:
+                    microbatch = optimizer._loop.upcoming()
+                    assert microbatch is not None
+                    used += index.tolist() if microbatch.samples else []
+                    loss = loss_of(model, x, y)
+                    optimizer.backward(loss)
+                    optimizer.log(loss=loss)
+                    if microbatch.ends_step:
+                        note("deal", step=step, quorum=quorum, world=world, used=used)
+                    made = optimizer.step()
+                note("commit" if made else "broken", step=step, quorum=quorum, world=world, weights=digest(model))
+                if checkpoint is not None:
+                    checkpoint.step()
+                if optimizer.updates >= end(folder):
+                    break
+                time.sleep(settings.get("pause", 0.02))
+        weights = [parameter.tolist() for parameter in model.parameters()]
+        first_step, sizes = optimizer.sampler.trace.runs
+        note("end", weights=weights, updates=optimizer.updates, runs=[first_step.tolist(), sizes.tolist()])
+    os._exit(0)  # torchft's threads would keep the process
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,156 @@
+"""torchft: real groups under a real lighthouse are killed, frozen and started again, and the updates stay the same."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torchft import Manager, ProcessGroupGloo
+
+import variable_batch_size as vbs
+from helpers.torchft_groups import Groups, check, run_script, train_alone
+from helpers.torchft_training import TRACE, loader_of, loss_of, make
+from variable_batch_size.integrations.torchft import TorchftBackend
+
+LINEAR = {"trace": "fixed", "rule": "linear"}
+SEEDS = {2: ("noise", "adascale"), 3: ("per-device", "linear")}  # by number of groups
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_groups_that_fail_and_come_back_make_the_planned_updates(number: int, tmp_path: Path) -> None:
+    seed = 5
+    print("seed", seed)
+    trace, rule = SEEDS[number]
+    with Groups(tmp_path, settings := {"trace": trace, "rule": rule}, number // 2 + 1) as groups:
+        run_script(groups, number, 6, random.Random(seed))
+        found = check(groups.finish(), settings)
+    assert found["worlds"] > 1, found
+
+
+def test_a_group_with_another_model_takes_over_that_of_the_others(tmp_path: Path) -> None:
+    with Groups(tmp_path, LINEAR, join_ms=10_000) as groups:
+        holds = [tmp_path / f"hold-{number}" for number in (0, 1)]
+        for number, hold in enumerate(holds):  # each trains alone up to update 5
+            hold.write_text("5")
+            groups.start(number)
+            groups.wait(lambda number=number: groups.reached(number, "held") == 5, "its quorum")  # type: ignore[misc]
+            if number == 0:
+                groups.freeze(0)
+        groups.thaw(0)
+        for number, hold in enumerate(holds):  # and makes that one alone: then both are at the same update
+            hold.unlink()
+            groups.wait(lambda number=number: groups.reached(number) >= 5, "update 5")  # type: ignore[misc]
+        ends = [event for event in groups.finish() if event["event"] == "end"]
+    assert [("update alone" in (tmp_path / f"log-{number}").read_text()) for number in (0, 1)] == [False, True]
+    expected = train_alone(LINEAR, vbs.BatchTrace.of(TRACE), ends[0]["updates"], 0)
+    for event in ends:
+        for own, other in zip(event["weights"], expected, strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-12, atol=1e-12)
+
+
+def test_all_groups_are_lost_and_fewer_resume_from_the_checkpoint_of_one(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := LINEAR | {"checkpoint": True}, 2) as groups:
+        for number in range(3):
+            groups.start(number)
+        groups.wait_for(25)
+        for number in range(3):
+            groups.kill(number)
+        killed = time.time()
+        saved = vbs.read_checkpoint(tmp_path / "checkpoints")["facts"]["updates"]
+        for number in (0, 2):
+            groups.start(number)
+        events = groups.finish()
+    check(events, settings)
+    made = [event["step"] for event in events if event["event"] == "commit" and event["time"] > killed]
+    assert min(made) == saved >= 10
+
+
+def test_a_lighthouse_that_comes_back_at_once_ends_nothing(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := LINEAR | {"retries": 10, "quorum_timeout": 30}, 2) as groups:
+        for number in range(2):
+            groups.start(number)
+        groups.wait_for(5)
+        groups.lighthouse.kill()
+        groups.lighthouse.wait()
+        groups.start_lighthouse()
+        groups.wait_for(5)
+        check(groups.finish(), settings)
+
+
+def test_without_a_lighthouse_every_group_ends_with_one_sentence(tmp_path: Path) -> None:
+    with Groups(tmp_path, LINEAR | {"quorum_timeout": 3}, 2) as groups:
+        for number in range(2):
+            groups.start(number)
+        groups.wait_for(5)
+        groups.lighthouse.kill()
+        for number, process in groups.running.items():
+            assert process.wait(60) == 1
+            assert "an update needs a quorum of replica groups, but" in (tmp_path / f"log-{number}").read_text()
+
+
+# What is refused. ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manager(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Manager]:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with Groups(tmp_path, {}) as groups:
+        made = Manager(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            use_async_quorum=getattr(request, "param", False),
+            store_addr="localhost",
+            store_port=store.port,
+            rank=0,
+            world_size=1,
+            lighthouse_addr=f"http://localhost:{groups.port}",
+        )
+        yield made
+        made.shutdown(wait=False)
+
+
+@pytest.mark.parametrize("manager", [True], indirect=True)
+def test_an_asynchronous_quorum_is_refused(manager: Manager) -> None:
+    with pytest.raises(ValueError, match="pass use_async_quorum=False"):
+        TorchftBackend(manager)
+
+
+def test_what_is_no_manager_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"manager must be a torchft\.Manager, got 3"):
+        TorchftBackend(3)  # type: ignore[arg-type]
+
+
+def test_a_loop_needs_the_updates_and_a_state(manager: Manager) -> None:
+    backend = TorchftBackend(manager)
+    model, optimizer = make(LINEAR, TRACE, 0, backend=backend)
+    loader = loader_of(optimizer)
+    with pytest.raises(RuntimeError, match=r"call backend\.register\(model=model, optimizer=optimizer\)"):
+        next(iter(vbs.updates(loader, optimizer)))
+    with pytest.raises(TypeError, match="epoch must have state_dict"):
+        backend.register(model=model, optimizer=optimizer, epoch=3)  # type: ignore[arg-type]
+    backend.register(model=model, optimizer=optimizer)
+    with pytest.raises(RuntimeError, match=r"loop over vbs\.updates"):  # noqa: PT012
+        for _, x, y in loader:
+            optimizer.backward(loss_of(model, x, y))
+            optimizer.step()
+
+
+def test_a_model_that_sums_by_itself_is_refused(manager: Manager) -> None:
+    backend = TorchftBackend(manager)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, _ = make(LINEAR, TRACE, 0)
+        with pytest.raises(TypeError, match="pass the bare model"):
+            make(LINEAR, TRACE, 0, backend=backend, model=DistributedDataParallel(model))
+    finally:
+        dist.destroy_process_group()

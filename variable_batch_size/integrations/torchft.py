@@ -1,0 +1,217 @@
+"""torchft: replica groups that fail and come back within a training whose updates stay the same."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend.base import Backend, BrokenStepError
+from variable_batch_size.backend.flat_messages import FlatMessages
+from variable_batch_size.backend.local import LocalBackend
+from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.world import World
+
+require_version("torchft", "0.2.0", "torchft")
+
+from torchft import Manager  # noqa: E402
+
+_log = logging.getLogger("variable_batch_size")
+_NONCE, _LENGTH, _TEXT, _CHAIN = 8, 2, 4096, 8  # bytes of the parts of a message; the last one once for each group
+
+
+class Stateful(Protocol):
+    """What a group that comes back takes over from another one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over a state."""
+
+
+@final
+class TorchftBackend(Backend):
+    """The replica groups of a `torchft.Manager`, each of one process, of which some may fail or join at any update.
+
+    The quorum of an update says which group computes which microbatches of its batch, which depends on (seed, epoch,
+    trace, update) alone. If a group is lost before the others have the sum, they make the update again. Loop over
+    `vbs.updates`, which asks for the quorum.
+
+    Two groups may have committed different sums as update t, if one was frozen in between. Each sum therefore carries
+    a random number, and every group a hash of those of all its updates: where they differ, the update is made again,
+    after the fewer groups have taken over the state of the others.
+
+    Args:
+        manager: made with `use_async_quorum=False`, and without `state_dict` and `load_state_dict`.
+
+    Raises:
+        TypeError: if it is not a `torchft.Manager`.
+        ValueError: if the quorum is asynchronous, or a group has several processes.
+    """
+
+    elastic: ClassVar[bool] = True
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(World())
+        if not isinstance(manager, Manager):
+            raise type_error("manager must be a torchft.Manager", manager, "pass the one of this replica group")
+        if manager._use_async_quorum:
+            requirement = "a group must know its share of an update before it computes it"
+            raise value_error(requirement, "use_async_quorum=True", "pass use_async_quorum=False to the Manager")
+        if manager._group_world_size > 1:
+            found = f"{manager._group_world_size} processes"
+            raise value_error("a replica group must be one process", found, "pass world_size=1 to each Manager")
+        self._manager, self._messages = manager, FlatMessages()
+        self._parts: dict[str, Stateful] = {}
+        self._met = False  # whether the quorum of the next update is there
+        self._loaded = False  # whether it has brought a state
+        self._chain = bytes(_CHAIN)  # of all sums that this model has taken
+        self._differs = False  # whether other groups have taken others
+        self._text, self._received = "", ""
+
+    def register(self, **parts: Stateful) -> None:
+        """Name what a group that comes back takes over, in this order: at least `model=` and `optimizer=`.
+
+        Raises:
+            TypeError: if a part has no `state_dict` and `load_state_dict`.
+        """
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise type_error(f"{name} must have state_dict() and load_state_dict()", part, "leave it out")
+        self._manager.register_state_dict_fn("variable_batch_size", self._load, self._save)
+        self._parts = parts
+
+    # The world. ------------------------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> Backend:
+        """This group alone: what is agreed on travels in the sums."""
+        return LocalBackend()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this group is the first one of the quorum."""
+        return self.world.rank == 0
+
+    def meet(self, updates: int) -> bool:
+        """Wait for the quorum of the next update, and for the state of another group if this one is behind.
+
+        Raises:
+            RuntimeError: if there is none: too few groups, or no lighthouse.
+        """
+        if self._met:
+            return False
+        if not self._parts:
+            raise RuntimeError(
+                "a group that comes back must get the state of another one, but none is registered; call "
+                "backend.register(model=model, optimizer=optimizer) before the loop"
+            )
+        step = 0 if self._differs else updates  # torchft sends a state to the groups that are behind
+        if self._manager.current_step() != step:
+            self._manager.load_state_dict({"step": step, "batches_committed": self._manager.batches_committed()})
+        self._loaded = False
+        self._wait_for_quorum()
+        rank, size = self._manager.participating_rank(), self._manager.num_participants()
+        if rank is None:
+            raise RuntimeError(
+                "every group of a quorum must take part, but this one is a spare; pass "
+                "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
+            )
+        if self._differs and not self._loaded:  # the others are gone
+            self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
+        self.world, self._met, self._differs = World(rank, size), True, False
+        return self._loaded
+
+    def _wait_for_quorum(self) -> None:
+        try:
+            self._manager.start_quorum()
+            while self._manager.errored() is not None:  # a group was lost meanwhile
+                self._manager.should_commit()  # False: the next quorum is a new one
+                self._manager.start_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError(
+                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
+                f"and at least min_replica_size groups run, and restore the newest checkpoint"
+            ) from error
+
+    # The sum. --------------------------------------------------------------------------------------------------------
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum the tensors over the groups of the quorum, in place, and agree that the update counts.
+
+        Raises:
+            BrokenStepError: if it does not: a group was lost, or has another model.
+            RuntimeError: if no quorum was asked for.
+        """
+        if not self._met:
+            raise RuntimeError(
+                "groups that come and go can sum only the gradients of an update, whose quorum vbs.updates asks for; "
+                "loop over vbs.updates(loader, optimizer), and evaluate with backend=vbs.backend.LocalBackend()"
+            )
+        letter = self._letter(tensors[0])
+        self._messages.reduce([*tensors, letter], self._sum)
+        message = letter.cpu().round().to(torch.uint8).numpy().tobytes()
+        if self._manager.errored() is None and not self._is_of_same_model(message):
+            self._manager.report_error(RuntimeError("replica groups have different models"))
+        self._met = False
+        if not self._manager.should_commit():
+            raise BrokenStepError("the groups of the quorum have not all taken the sum")
+        begin = _NONCE + _LENGTH
+        length = int.from_bytes(message[_NONCE:begin], "big")
+        self._received = message[begin : begin + length].decode()
+        self._chain = hashlib.sha256(self._chain + message).digest()[:_CHAIN]
+
+    def _sum(self, flat: Tensor) -> None:
+        self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()  # an error is kept by the manager
+
+    def post(self, text: str) -> None:
+        """Let the next sum carry a text, if this is the first group; up to 4,096 bytes."""
+        if len(text.encode()) > _TEXT:
+            raise value_error(f"the answer of a controller must have at most {_TEXT} bytes", len(text), "shorten it")
+        self._text = text
+
+    def received(self) -> str:
+        """Return the text of the last sum."""
+        return self._received
+
+    def _letter(self, like: Tensor) -> Tensor:
+        """Return what travels beside the gradients: bytes, of which each group writes its own, as numbers."""
+        (rank, size), text = (self.world.rank, self.world.size), self._text.encode()
+        own = bytearray(_NONCE + _LENGTH + _TEXT + size * _CHAIN)
+        if rank == 0:
+            head = secrets.token_bytes(_NONCE) + len(text).to_bytes(_LENGTH, "big") + text
+            own[: len(head)] = head
+        begin = len(own) + (rank - size) * _CHAIN
+        own[begin : begin + _CHAIN] = self._chain
+        self._text = ""
+        dtype = like.dtype if like.is_floating_point() else torch.float32  # all of them have the integers to 255
+        return torch.frombuffer(own, dtype=torch.uint8).to(like.device, dtype)
+
+    def _is_of_same_model(self, message: bytes) -> bool:
+        begin = _NONCE + _LENGTH + _TEXT
+        chains = [message[row : row + _CHAIN] for row in range(begin, len(message), _CHAIN)]
+        if len(set(chains)) == 1:
+            return True
+        of_most = max(chains, key=lambda chain: (chains.count(chain), -chains.index(chain)))
+        self._differs = self._chain != of_most
+        if self._differs:
+            _log.warning("This replica group has made an update alone; it takes over the model of the others")
+        return False
+
+    # The state. ------------------------------------------------------------------------------------------------------
+
+    def _save(self) -> dict[str, Any]:
+        return {"chain": self._chain.hex(), **{name: part.state_dict() for name, part in self._parts.items()}}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self._chain, self._loaded = bytes.fromhex(state["chain"]), True
