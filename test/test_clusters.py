@@ -222,8 +222,21 @@ def children(pid: int) -> list[int]:
 
 def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
     (place / "script.py").write_text(script)
-    command = [sys.executable, "examples/clusters/torchrun_143.py", "--standalone", *flags, "script.py"]
+    command = [sys.executable, "examples/clusters/torchrun_143.py", *(flags or ["--standalone"]), "script.py"]
     return start(command, place, "log")
+
+
+@pytest.mark.torch
+def test_torchrun_exits_at_once_while_it_waits_for_another_host(
+    place: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    port = free_port()
+    running = torchrun(place, "", "--nnodes=2", "--node-rank=0", "--master-addr=localhost", f"--master-port={port}")
+    started.append(running)
+    listens = f":{port:04X} "  # then its main thread waits in C++ for the other host, for minutes
+    wait_for(lambda: listens in "".join(map(Path.read_text, Path("/proc/net").glob("tcp*"))), lambda: logs(place))
+    running.terminate()
+    assert running.wait(10) == STOPPED, logs(place)
 
 
 @pytest.mark.slow("restarts jobs")
