@@ -1,14 +1,16 @@
 """A small training that saves and exits with 143 when a signal asks for it, and that resumes.
 
+    python examples/clusters/train.py --checkpoint runs/a
     torchrun --nproc-per-node=8 examples/clusters/train.py --checkpoint runs/a
 
-Any launcher will do that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Any launcher will do that sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It trains for some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,20 +19,25 @@ from torch.utils.data import DataLoader, TensorDataset
 import variable_batch_size as vbs
 
 
-def train(folder: str, epochs: int) -> None:
+def train(folder: str, epochs: int, per_device: int | None) -> None:
     """Train one rank's share of every batch."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if "RANK" in os.environ:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        # The longest time for which a rank may wait for another one; then it exits with an error.
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=5))
 
     generator = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(torch.randn(1000, 20, generator=generator), torch.randint(3, (1000,), generator=generator))
+    data = torch.randn(20000, 20, generator=generator)
+    dataset = TensorDataset(data, data[:, :3].argmax(1))
     model = torch.nn.Linear(20, 3).to(device)
     vbs.broadcast_parameters(model)  # all ranks start with the weights of rank 0
 
-    sampler = vbs.CustomSampler(dataset, trace="0:128 10:48 15:200", minibatch_size=32)
+    trace: str | vbs.AdaptiveTrace = "0:128 10:48 15:200"
+    if per_device is not None:
+        trace = vbs.AdaptiveTrace(vbs.adaptive.PerDevice(per_device), every=None)  # only another world changes it
+    sampler = vbs.CustomSampler(dataset, trace=trace, minibatch_size=32)
     loader = DataLoader(dataset, batch_sampler=sampler)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=128)
@@ -50,11 +57,12 @@ def train(folder: str, epochs: int) -> None:
 def main() -> None:
     """Parse the flags and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", required=True, help="folder of checkpoints, which all ranks share")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--checkpoint", required=True, help="folder or URL of checkpoints, which all ranks share")
+    parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--per-device", type=int, help="samples of a batch for each device, however many there are")
     flags = parser.parse_args()
     try:
-        train(flags.checkpoint, flags.epochs)
+        train(flags.checkpoint, flags.epochs, flags.per_device)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
