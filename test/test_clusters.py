@@ -6,11 +6,10 @@ checkpoints are real.
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,67 +17,34 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from helpers.commands import TIMEOUT, environment, free_port, run, saved, wait_for
+from helpers.commands import TIMEOUT, free_port, run, saved, wait_for
+from helpers.jobs import SHORT, STOPPED, TRAIN, assert_saved_and_resumed, children, logs, place, start, started
 from helpers.kills import send
+from helpers.object_stores import s3
 from helpers.pages import DOCS, ROOT, commands
+from variable_batch_size.checkpoint.object_store import folder_at
+
+__all__ = ["place", "started"]
 
 CLUSTERS = ROOT / "examples" / "clusters"
-STOPPED = 143
-SHORT = "--epochs 1"  # ends at once after a restore
 SERVICE, JOB = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
+RENDEZVOUS, STORE, ELASTIC = yaml.safe_load_all((CLUSTERS / "kubernetes_elastic.yaml").read_text())
 (CONTAINER,) = JOB["spec"]["template"]["spec"]["containers"]
+(ELASTIC_CONTAINER,) = ELASTIC["spec"]["template"]["spec"]["containers"]
 SKYPILOT = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
 
-# Starts a process per task, as srun does, and exits with the highest exit code; a process id per line in `tasks`.
+# Starts a process per task, as srun does, and exits with the highest exit code; a process id per line in `tasks-JOB`.
 SRUN = r"""#!/bin/bash
 while [ "$1" != bash ]; do shift; done
 export SLURM_PROCID SLURM_LOCALID=0
 for ((SLURM_PROCID = 0; SLURM_PROCID < SLURM_NTASKS; SLURM_PROCID++)); do "$@" & pids+=($!); done
-printf '%s\n' "${pids[@]}" > tasks
+printf '%s\n' "${pids[@]}" > "tasks-$SLURM_JOB_ID"
 for pid in "${pids[@]}"; do wait "$pid"; code=$?; [ $code -gt "${highest:=0}" ] && highest=$code; done
 exit "$highest"
 """
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo localhost; else echo "$@" >> requests; fi
 """
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Leaders of process groups, which end with the test."""
-    leaders: list[subprocess.Popen[bytes]] = []
-    yield leaders
-    for leader in leaders:
-        if leader.poll() is None:  # torchrun then ends its workers
-            leader.terminate()
-        leader.wait(TIMEOUT)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A working directory with the examples in it."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    return tmp_path
-
-
-def start(command: list[str], place: Path, log: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Start a command in `place`, whose folder `bin` comes first on PATH."""
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    with (place / log).open("ab") as file:
-        return subprocess.Popen(
-            command, cwd=place, env=environment(place / "bin", **settings), stdout=file, stderr=subprocess.STDOUT
-        )
-
-
-def logs(place: Path) -> str:
-    return "\n".join(path.read_text(errors="replace") for path in sorted(place.glob("log*")))
-
-
-def assert_saved_and_resumed(place: Path) -> None:
-    """Check that all ranks stopped after a save, and that a later run began with it."""
-    output = logs(place)
-    (update,) = re.findall(r"Checkpoint update-(\d+) saved .* s after SIG\w+; exiting with 143\.$", output, re.M)
-    assert f"Checkpoint update-{update} restored" in output
 
 
 # ------------------------------------------------------------------------------------------------------- the validators
@@ -88,6 +54,7 @@ def shell_scripts() -> dict[str, str]:
     return {
         "train.slurm": (CLUSTERS / "train.slurm").read_text(),
         "kubernetes.yaml": f"#!/bin/bash\n{CONTAINER['command'][-1]}",
+        "kubernetes_elastic.yaml": f"#!/bin/bash\n{ELASTIC_CONTAINER['command'][-1]}",
         "skypilot.yaml, setup": f"#!/bin/bash\n{SKYPILOT['setup']}",
         "skypilot.yaml, run": f"#!/bin/bash\n{SKYPILOT['run']}",
     }
@@ -102,7 +69,7 @@ def test_shellcheck_accepts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])  # podFailurePolicy is stable since 1.31
-@pytest.mark.parametrize("resource", [SERVICE, JOB], ids=lambda resource: resource["kind"])
+@pytest.mark.parametrize("resource", [SERVICE, JOB, RENDEZVOUS, STORE, ELASTIC], ids=lambda it: it["metadata"]["name"])
 def test_kubernetes_schema_accepts(resource: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(resource, version, strict=True)
 
@@ -112,7 +79,7 @@ def test_kubernetes_names_agree() -> None:
     pod = JOB["spec"]["template"]["spec"]
     assert SERVICE["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == SERVICE["metadata"]["name"]
-    assert CONTAINER["env"] == [{"name": "MASTER_ADDR", "value": f"{name}-0.{pod['subdomain']}"}]
+    assert CONTAINER["env"][0] == {"name": "MASTER_ADDR", "value": f"{name}-0.{pod['subdomain']}"}
     assert JOB["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"] == {
         "containerName": CONTAINER["name"],
         "operator": "In",
@@ -122,11 +89,22 @@ def test_kubernetes_names_agree() -> None:
     assert f"--nproc-per-node={CONTAINER['resources']['limits']['nvidia.com/gpu']} " in CONTAINER["command"][-1]
 
 
+def test_names_of_the_elastic_job_agree() -> None:
+    store, script = STORE["spec"]["template"], ELASTIC_CONTAINER["command"][-1]
+    assert store["metadata"]["labels"] == STORE["spec"]["selector"]["matchLabels"] == RENDEZVOUS["spec"]["selector"]
+    (port,) = RENDEZVOUS["spec"]["ports"]
+    assert store["spec"]["containers"][0]["command"][-1] == str(port["port"])
+    assert f"--rdzv-endpoint={RENDEZVOUS['metadata']['name']}:{port['port']} " in script
+    assert ELASTIC["spec"]["podFailurePolicy"] == JOB["spec"]["podFailurePolicy"]
+    assert f"--nnodes=1:{ELASTIC['spec']['completions']} " in script
+    assert f"--nproc-per-node={ELASTIC_CONTAINER['resources']['limits']['nvidia.com/gpu']} " in script
+
+
 # --------------------------------------------------------------------------------------------------------- no scheduler
 
 
 def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    command = [sys.executable, "examples/clusters/train.py", "--checkpoint", "checkpoints/a"]
+    command = [sys.executable, *TRAIN.split()]
     running = start(command, place, "log-0")
     started.append(running)
     wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
@@ -139,29 +117,35 @@ def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started:
 # ---------------------------------------------------------------------------------------------------------------- Slurm
 
 
-def slurm(place: Path, flags: str, job: int, *, srun: str = SRUN, state: str = "RUNNING") -> subprocess.Popen[bytes]:
-    """Run the script as the job with this number, in a world of two tasks."""
+def slurm(
+    place: Path, flags: str, job: int, *, srun: str = SRUN, state: str = "RUNNING", tasks: int = 2, **variables: str
+) -> subprocess.Popen[bytes]:
+    """Run the script with these arguments, as the job with this number."""
     (place / "bin").mkdir(exist_ok=True)
     for name, text in {"srun": srun, "scontrol": SCONTROL, "squeue": f"#!/bin/bash\necho {state}\n"}.items():
         (place / "bin" / name).write_text(text)
         (place / "bin" / name).chmod(0o755)
-    (place / "tasks").unlink(missing_ok=True)
-    settings = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NTASKS": "2"}
-    command = ["bash", "examples/clusters/train.slurm", "examples/clusters/train.py", *flags.split()]
-    return start([*command, "--checkpoint", "checkpoints/a"], place, f"log-{job}", SLURM_CPUS_PER_TASK="1", **settings)
+    settings = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NTASKS": str(tasks)}
+    command = ["bash", "examples/clusters/train.slurm", *flags.split()]
+    return start(command, place, f"log-{job}", SLURM_CPUS_PER_TASK="1", **settings, **variables)
+
+
+def signal_step(place: Path, job: int) -> None:
+    """Signal the processes of a job, as Slurm does."""
+    send(signal.SIGTERM, [int(task) for task in (place / f"tasks-{job}").read_text().split()])
 
 
 @pytest.mark.slow("restarts jobs")
 @pytest.mark.torch
 def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     job = free_port() - 20000  # so that the script computes a free port
-    running = slurm(place, "", job)
+    running = slurm(place, TRAIN, job)
     started.append(running)
     wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
-    send(signal.SIGTERM, [int(task) for task in (place / "tasks").read_text().split()])  # as Slurm signals a step
+    signal_step(place, job)
     assert running.wait(TIMEOUT) == STOPPED, logs(place)
     assert (place / "requests").read_text() == f"requeue {job}\n"
-    again = slurm(place, SHORT, job)
+    again = slurm(place, f"{TRAIN} {SHORT}", job)
     started.append(again)
     assert again.wait(TIMEOUT) == 0, logs(place)
     assert (place / "requests").read_text() == f"requeue {job}\n"
@@ -184,18 +168,20 @@ def pods(place: Path, flags: str = "") -> list[subprocess.Popen[bytes]]:
     script = script.replace("--nproc-per-node=8", "--nproc-per-node=1").replace("29500", str(free_port()))
     script = f"{script} {flags}".replace("/checkpoints", "checkpoints")
     return [
-        start([*shell, script], place, f"log-{index}", MASTER_ADDR="localhost", JOB_COMPLETION_INDEX=str(index))
+        start(
+            [*shell, script], place, f"log-{index}", MASTER_ADDR="localhost", RUN="a", JOB_COMPLETION_INDEX=str(index)
+        )
         for index in range(JOB["spec"]["completions"])
     ]
 
 
-def machines(place: Path) -> list[subprocess.Popen[bytes]]:
+def machines(place: Path, bucket: str) -> list[subprocess.Popen[bytes]]:
     """Start what SkyPilot runs on each machine."""
-    script = SKYPILOT["run"].rstrip().replace("29500", str(free_port())).replace("/checkpoints", "checkpoints")
-    script = f"{script}\nexit $?"  # SkyPilot appends lines, too
+    script = SKYPILOT["run"].replace("29500", str(free_port())).replace("s3://my-training-checkpoints", bucket)
     settings = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "localhost\nother"}
+    settings["SKYPILOT_TASK_ID"] = "a"
     return [
-        start(["bash", "-c", script], place, f"log-{rank}", SKYPILOT_NODE_RANK=str(rank), **settings)
+        start(["bash", "-c", script + "exit $?"], place, f"log-{rank}", SKYPILOT_NODE_RANK=str(rank), **settings)
         for rank in range(SKYPILOT["num_nodes"])
     ]
 
@@ -218,74 +204,101 @@ def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
 
 @pytest.mark.slow("restarts jobs")
 @pytest.mark.torch
-def test_all_machines_exit_with_143_if_one_shuts_down(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    first = machines(place)
-    started += first
-    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
-    (launcher,) = children(first[0].pid)
-    send(signal.SIGTERM, [first[0].pid, launcher, *children(launcher)])  # a machine that shuts down signals all
-    assert [machine.wait(TIMEOUT) for machine in first] == [STOPPED, STOPPED], logs(place)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-# -------------------------------------------------------------------------------------------------------- torchrun_143
-
-
-def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
-    (place / "script.py").write_text(script)
-    command = [sys.executable, "examples/clusters/torchrun_143.py", *(flags or ["--standalone"]), "script.py"]
-    return start(command, place, "log")
-
-
-@pytest.mark.torch
-def test_torchrun_exits_at_once_while_it_waits_for_another_host(
-    place: Path, started: list[subprocess.Popen[bytes]]
+def test_all_machines_exit_with_143_if_one_shuts_down(
+    place: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = free_port()
-    running = torchrun(place, "", "--nnodes=2", "--node-rank=0", "--master-addr=localhost", f"--master-port={port}")
-    started.append(running)
-    listens = f":{port:04X} "  # then its main thread waits in C++ for the other host, for minutes
-    wait_for(lambda: listens in "".join(map(Path.read_text, Path("/proc/net").glob("tcp*"))), lambda: logs(place))
-    running.terminate()
-    assert running.wait(10) == STOPPED, logs(place)
+    with s3(monkeypatch) as bucket:
+        first = machines(place, bucket)
+        started += first
+        wait_for(folder_at(f"{bucket}/a").entries, lambda: logs(place))
+        (launcher,) = children(first[0].pid)
+        send(signal.SIGTERM, [first[0].pid, launcher, *children(launcher)])  # a machine that shuts down signals all
+        assert [machine.wait(TIMEOUT) for machine in first] == [STOPPED, STOPPED], logs(place)
 
 
-@pytest.mark.slow("restarts jobs")
+# --------------------------------------------------------------------------------------------------------- elastic jobs
+
+
+@pytest.fixture
+def port(place: Path) -> Iterator[str]:
+    """The port of a rendezvous."""
+    python, script, _ = STORE["spec"]["template"]["spec"]["containers"][0]["command"]
+    store = start([python, script, number := str(free_port())], place, "log-store")
+    yield number
+    store.terminate()
+    assert store.wait(TIMEOUT) == 0, logs(place)
+
+
+def elastic(script: str, replaced: dict[str, str]) -> str:
+    """Return a command with one process instead of eight, shorter intervals, and other words."""
+    intervals = "last_call_timeout=1,keep_alive_interval=1"
+    for old, new in {"nproc-per-node=8": "nproc-per-node=1", "last_call_timeout=5": intervals, **replaced}.items():
+        assert old in script
+        script = script.replace(old, new)
+    return script
+
+
+def train_with_another(
+    place: Path,
+    started: list[subprocess.Popen[bytes]],
+    folder: str,
+    member: Callable[[int], subprocess.Popen[bytes]],
+) -> list[subprocess.Popen[bytes]]:
+    """Let a second member of an elastic job join the first one, and return both when they have saved."""
+    entries = folder_at(folder).entries
+    started.append(member(0))
+    wait_for(entries, lambda: logs(place))
+    started.append(member(1))
+    wait_for(lambda: "world 1 -> 2, batch size 32 -> 64" in logs(place), lambda: logs(place))
+    joined = entries()[0].update
+    wait_for(lambda: entries()[0].update > joined, lambda: logs(place))
+    return started
+
+
+def wait_until_one_trains(place: Path) -> None:
+    wait_for(lambda: "world 2 -> 1, batch size 64 -> 32" in logs(place), lambda: logs(place))
+
+
+@pytest.mark.slow("restarts workers")
 @pytest.mark.torch
-def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    running = torchrun(place, "import time; print('ready', flush=True); time.sleep(100)")
-    started.append(running)
-    wait_for(lambda: "ready" in logs(place), lambda: logs(place))
-    running.send_signal(signal.SIGUSR1)
-    assert running.wait(TIMEOUT) == STOPPED, logs(place)
+def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(
+    place: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    variables = {entry["name"]: entry["value"] for entry in ELASTIC_CONTAINER["env"] if "value" in entry}
+    *shell, script = ELASTIC_CONTAINER["command"]
+
+    with s3(monkeypatch) as bucket:
+        script = elastic(
+            script, {"train-rendezvous:29400": f"localhost:{port}", "s3://my-training-checkpoints": bucket}
+        )
+
+        def pod(number: int) -> subprocess.Popen[bytes]:
+            return start([*shell, script], place, f"log-{number}", POD_IP="127.0.0.1", RUN="a", **variables)
+
+        first, second = train_with_another(place, started, f"{bucket}/a", pod)
+        send(signal.SIGKILL, [*children(first.pid), first.pid])
+        wait_until_one_trains(place)
+        second.terminate()
+        assert second.wait(TIMEOUT) == STOPPED, logs(place)
 
 
-@pytest.mark.slow("restarts jobs")
+@pytest.mark.slow("restarts workers")
 @pytest.mark.torch
-def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    (line,) = (line for line in commands(DOCS / "checkpoints.md") if "torchrun_143" in line)
-    line = line.replace("--nproc-per-node=8", "--standalone --nproc-per-node=2")
-    flags = place / "flags"
-    flags.touch()
-    running = start(["bash", "-c", line.replace("runs/a", "checkpoints/a $(cat flags)")], place, "log")
-    started.append(running)
-    wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))
-    flags.write_text(SHORT)
-    send(signal.SIGTERM, children(running.pid))
-    assert running.wait(TIMEOUT) == 0, logs(place)
-    assert_saved_and_resumed(place)
+def test_the_elastic_slurm_array_goes_on_if_the_first_job_is_preempted(
+    place: Path, started: list[subprocess.Popen[bytes]], port: str
+) -> None:
+    (line,) = (line for line in commands(DOCS / "clusters.md") if "--array" in line)
+    arguments = line.partition("train.slurm ")[2]
+    arguments = elastic(arguments, {"service-node:29400": f"localhost:{port}", "/shared/runs": "checkpoints"})
 
+    def job(number: int) -> subprocess.Popen[bytes]:
+        variable, value = line.split()[0].split("=")
+        return slurm(place, arguments, number, tasks=1, **{variable: value})
 
-@pytest.mark.parametrize(("code", "expected"), [(STOPPED, STOPPED), (21, 1)])
-def test_torchrun_exits_with_143_only_if_its_workers_do(place: Path, code: int, expected: int) -> None:
-    assert torchrun(place, f"import sys; sys.exit({code})").wait(TIMEOUT) == expected, logs(place)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_torchrun_handles_a_signal_while_it_is_imported(place: Path, number: signal.Signals) -> None:
-    (place / "torch.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
-    running = start([sys.executable, "examples/clusters/torchrun_143.py"], place, "log", PYTHONPATH=str(place))
-    assert running.wait(TIMEOUT) == STOPPED, logs(place)
+    first, second = train_with_another(place, started, str(place / "checkpoints/a"), job)
+    signal_step(place, 0)
+    assert first.wait(TIMEOUT) == STOPPED, logs(place)
+    assert (place / "requests").read_text() == "requeue 0\n"
+    wait_until_one_trains(place)
+    signal_step(place, 1)
+    assert second.wait(TIMEOUT) == STOPPED, logs(place)

@@ -1,0 +1,59 @@
+"""Starting the jobs of examples/clusters/, with real processes, and looking at what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import TIMEOUT, environment
+from helpers.pages import ROOT
+
+STOPPED = 143
+TRAIN = "examples/clusters/train.py --checkpoint checkpoints/a"
+SHORT = "--epochs 1"  # ends at once after a restore
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Leaders of process groups, which end with the test."""
+    leaders: list[subprocess.Popen[bytes]] = []
+    yield leaders
+    for leader in leaders:
+        if leader.poll() is None:  # torchrun then ends its workers
+            leader.terminate()
+        leader.wait(TIMEOUT)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A working directory with the examples in it."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def start(command: list[str], place: Path, log: str, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a command in `place`, whose folder `bin` comes first on PATH."""
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    with (place / log).open("ab") as file:
+        return subprocess.Popen(
+            command, cwd=place, env=environment(place / "bin", **settings), stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def logs(place: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in sorted(place.glob("log*")))
+
+
+def assert_saved_and_resumed(place: Path) -> None:
+    """Check that all ranks stopped after a save, and that a later run began with it."""
+    output = logs(place)
+    (update,) = re.findall(r"Checkpoint update-(\d+) saved .* s after SIG\w+; exiting with 143\.$", output, re.M)
+    assert f"Checkpoint update-{update} restored" in output
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
