@@ -45,8 +45,6 @@ RATIOS = [
     ("linear, logging", "linear"),
     ("linear, bfloat16", "by hand, bfloat16"),
 ]
-# XLA:CPU need not make these graphs fast.
-XLA_FLAGS = "--xla_dump_hlo_as_proto --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class Update(NamedTuple):
@@ -61,7 +59,7 @@ def dump(folder: Path, name: str, sides: Sequence[str], *, program: str = "tpu_t
     debug = folder / "debug.txt"
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_dump_to={folder} {XLA_FLAGS}",
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_proto",
         "PT_XLA_DEBUG_LEVEL": "2",  # names each graph that is compiled, and each that is executed, by its hash
         "PT_XLA_DEBUG_FILE": str(debug),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
