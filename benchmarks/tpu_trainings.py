@@ -64,7 +64,8 @@ TRAINED = {
     "cnn": Model("small CNN", MODELS["small CNN"], (64, 1, 28, 28)),
     "perceptron": Model("perceptron, 6M parameters", lambda: perceptron(2048, 1), (64, 1, 28, 28)),
     "gpt": gpt("GPT, 10M parameters", 384, 4, 4096),
-    "gpt-large": gpt("GPT, 124M parameters", 768, 12, 50257),
+    # GPT-2, with an output layer of its own
+    "gpt-large": gpt("GPT, 162M parameters", 768, 12, 50257),
 }
 
 
