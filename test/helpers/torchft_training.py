@@ -147,6 +147,8 @@ def train(folder: Path, number: int, settings: Settings) -> None:
                 if optimizer.updates >= end(folder):
                     break
                 time.sleep(settings.get("pause", 0.02))
+                while (folder / f"pause-{number}").exists():  # before it asks for the next quorum
+                    time.sleep(0.02)
         weights = [parameter.tolist() for parameter in model.parameters()]
         first_step, sizes = optimizer.sampler.trace.runs
         note("end", weights=weights, updates=optimizer.updates, runs=[first_step.tolist(), sizes.tolist()])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +22,7 @@ from helpers.torchft_groups import Groups, check, run_script, train_alone
 from helpers.torchft_training import TRACE, loader_of, loss_of, make
 from variable_batch_size.integrations.torchft import TorchftBackend
 
+ROOT = Path(__file__).parents[2]
 LINEAR = {"trace": "fixed", "rule": "linear"}
 SEEDS = {2: ("noise", "adascale"), 3: ("per-device", "linear")}  # by number of groups
 
@@ -93,6 +97,23 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(tmp_path: Path)
         for number, process in groups.running.items():
             assert process.wait(60) == 1
             assert "an update needs a quorum of replica groups, but" in (tmp_path / f"log-{number}").read_text()
+
+
+def test_the_example_trains_with_the_groups_that_are_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "replica_groups.py")]
+    with Groups(tmp_path, {}, 2) as groups:
+        own = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}", "OMP_NUM_THREADS": "1"}
+        own["PYTHONPATH"] = str(ROOT)
+        with (tmp_path / "out").open("w") as out:
+            for number in range(3):
+                groups.running[number] = subprocess.Popen(
+                    command, env=own | {"REPLICA_GROUP_ID": str(number)}, cwd=tmp_path, stdout=out
+                )
+        groups.wait(lambda: "update 50" in (tmp_path / "out").read_text(), "update 50")
+        groups.kill(1)
+        assert [groups.running[number].wait(60) for number in (0, 2)] == [0, 0]
+    assert "update 300: 2 groups" in (tmp_path / "out").read_text()
+    assert vbs.read_checkpoint(tmp_path / "runs" / "groups")["facts"]["updates"] == 300
 
 
 # What is refused. ----------------------------------------------------------------------------------------------------
