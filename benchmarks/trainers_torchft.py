@@ -25,12 +25,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.commands import free_port
+from helpers.elastic_cluster import replay
 from helpers.torchft_groups import Groups
-from helpers.torchft_training import TRACE, loader_of, loss_of, make
 from records import spread
 from results import record
 from step import perceptron
+from variable_batch_size.cluster import CapacityTrace
 
+RESTARTED = Path(__file__).parents[1] / "test" / "helpers" / "restarted_training.py"
 SETTINGS: dict[str, Any] = {"trace": "fixed", "rule": "linear", "timeout": 2, "pause": 0.05}
 JOINS = (100, 500, 5000)  # milliseconds
 RECOVERY, PRICE = "seconds to the next update", "time of an update of two processes"
@@ -86,24 +88,10 @@ def restart(repeats: int) -> None:
     """Record what a killed process costs under torchrun, which starts all of them again."""
     seconds = []
     for _ in range(repeats):
+        capacity = CapacityTrace([0, 15], [3, 2], end=40)
         with tempfile.TemporaryDirectory() as folder:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-            command = [*torchrun, "--max-restarts=3", __file__, "--worker", "restarted", "--folder", folder]
-            own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            journal = Path(folder) / "journal"
-            journal.touch()
-            process = subprocess.Popen(command, env=os.environ | own, stderr=subprocess.DEVNULL)
-            try:
-                while len(journal.read_text().splitlines()) < 20:
-                    time.sleep(0.05)
-                killed, before = time.time(), len(journal.read_text().splitlines())
-                os.kill(int((Path(folder) / "pid-2").read_text()), 9)
-                while len(journal.read_text().splitlines()) < before + 2:
-                    time.sleep(0.05)
-                seconds.append(next(t for t in map(float, journal.read_text().split()) if t > killed + 0.5) - killed)
-            finally:
-                process.terminate()
-                process.wait()
+            _, second = replay(capacity, Path(folder), ["--pause=0.05", "--save-every=1"], script=RESTARTED)
+        seconds.append(second.ends[1] - second.begun)
     record(RECOVERY, "torchrun, after kill -9", spread(seconds), "s", on="3 processes", where="--standalone")
 
 
@@ -128,28 +116,6 @@ def price(repeats: int) -> None:
 
 
 # The processes that are measured. ------------------------------------------------------------------------------------
-
-
-def restarted(folder: Path) -> None:
-    """Train under torchrun, and write when each update was made."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    (folder / f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
-    torch.manual_seed(0)
-    model, _ = make(SETTINGS, TRACE, 0, backend=vbs.backend.LocalBackend())
-    sampler = vbs.CustomSampler(61, TRACE, minibatch_size=4)
-    optimizer = vbs.LinearRuleOptimizer(torch.optim.SGD(model.parameters(), lr=2e-3), sampler, 8)
-    with vbs.Checkpoint(folder / "saved", model=model, optimizer=optimizer, every=10, run="restarted") as checkpoint:
-        checkpoint.restore()
-        while True:
-            for update in vbs.updates(loader_of(optimizer), optimizer):
-                for _, x, y in update:
-                    optimizer.backward(loss_of(model, x, y))
-                    optimizer.step()
-                checkpoint.step()
-                if dist.get_rank() == 0:
-                    with (folder / "journal").open("a") as file:
-                        file.write(f"{time.time()}\n")
-                time.sleep(SETTINGS["pause"])
 
 
 def timed(folder: Path, side: str, rank: int) -> None:
@@ -222,13 +188,11 @@ def by_torchft(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="number of failures, and of pairs")
-    parser.add_argument("--worker", choices=["restarted", "torchft", "ddp"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["torchft", "ddp"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if flags.worker == "restarted":
-        restarted(flags.folder)
-    elif flags.worker:
+    if flags.worker:
         timed(flags.folder, flags.worker, flags.rank)
     else:
         price(flags.repeats)

@@ -77,13 +77,13 @@ class Start:
 class Training:
     """The processes of one start; all of them end with `kill`."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], nodes: int, number: int) -> None:
+    def __init__(self, folder: Path, flags: Sequence[str], nodes: int, number: int, script: Path = TRAINING) -> None:
         self.nodes, self.journal = nodes, folder / f"journal-{number}.csv"
         launcher = [sys.executable, str(TORCHRUN), "--standalone", f"--nproc-per-node={nodes}"]
         settings = {"PYTHONPATH": str(TRAINING.parents[1]), "OMP_NUM_THREADS": "1"}
         with (folder / f"log-{number}").open("w") as log:
             self.process = subprocess.Popen(
-                [*launcher, str(TRAINING), str(folder), f"--number={number}", *flags],
+                [*launcher, str(script), str(folder), f"--number={number}", *flags],
                 env=os.environ | settings,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -132,6 +132,7 @@ def replay(
     notice: float = 0.0,
     grow_every: float = 0.0,
     clock: Callable[[], float] | None = None,
+    script: Path = TRAINING,
 ) -> list[Start]:
     """Run a training under a capacity trace, and return its starts.
 
@@ -142,6 +143,7 @@ def replay(
         notice: seconds from the announcement of a preemption to the preemption; 0: processes are killed at once.
         grow_every: least seconds from a restore to a restart with more nodes.
         clock: the time of the trace; by default, the seconds since the call.
+        script: the training, with the flags and the journal of elastic_training.py.
     """
     known, began = staying_nodes(capacity, notice), time.monotonic()
     clock = clock or (lambda: time.monotonic() - began)
@@ -167,7 +169,7 @@ def replay(
         there, staying = capacity.at(now), known.at(now)
         if training is None:
             if staying:
-                training, restored_at = Training(folder, flags, staying, len(starts)), math.inf
+                training, restored_at = Training(folder, flags, staying, len(starts), script), math.inf
                 begun, idle = time.monotonic() - began if idle else begun, False
             else:
                 idle = True

@@ -48,10 +48,15 @@ class Samples(Dataset[tuple[int, Tensor, Tensor]]):
         return index, self.x[index], self.y[index]
 
 
+def network(seed: int) -> nn.Module:
+    """Return a model."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
 def make(settings: Settings, trace: Any, seed: int, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
     """Return a model and its optimizer, in a world of one."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = network(seed)
     sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, ROWS)
     inner = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9, weight_decay=1e-3)
     return model, vbs.CustomOptimizer(inner, sampler, REFERENCE, rule=settings["rule"], **options)
