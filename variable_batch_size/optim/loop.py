@@ -68,7 +68,7 @@ class _Progress(NamedTuple):
 class _Cut(NamedTuple):
     """The step that is due, and its microbatches by round: each is needed several times."""
 
-    key: tuple[Plan, Position, Dealing]
+    key: tuple[Plan, Position, Dealing, World]
     step: Step
     microbatches: dict[int, Microbatch]
 
@@ -138,7 +138,8 @@ class Loop:
 
     def _due(self) -> _Cut:
         clock = self.clock
-        key = clock.plan, clock.position, self.feed.dealing  # an optimizer that attaches later changes it
+        # An optimizer that attaches later changes the dealing, and ranks that come and go the world.
+        key = clock.plan, clock.position, self.feed.dealing, self.feed.world
         if self._cut is None or self._cut.key[0] is not key[0] or self._cut.key[1:] != key[1:]:
             self._cut = _Cut(key, clock.plan.step(clock.epoch, clock.step, key[2]), {})
         return self._cut
