@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.microbatching import Cut, Microbatch, partial_sizes
+from variable_batch_size.data.shares import Share, Speeds, share, turns
+from variable_batch_size.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.world import World
 
 
@@ -19,10 +20,32 @@ class Dealing(NamedTuple):
         multiple_of: number of which that of a step's microbatches is a multiple, if there are as many samples.
         padded: whether every rank computes equally many microbatches in a step: replays come first on those that have
             one fewer.
+        speeds: speed of each rank, see `check_speeds`; empty if all are equal. Samples are dealt by them; or whole
+            microbatches, if `multiple_of` is 1, which must not be padded.
     """
 
     multiple_of: int = 1
     padded: bool = False
+    speeds: Speeds = ()
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether each rank gets samples in proportion to its speed, and cuts them into microbatches by itself."""
+        return bool(self.speeds) and self.multiple_of > 1
+
+    def share(self, batch_sizes: Any, minibatch_size: int, world: World) -> Share:
+        """Return the share of a rank in a step, or in each of several, if `shares_samples`."""
+        return share(self.speeds, world.rank, batch_sizes, minibatch_size, padded=self.padded)
+
+    def dealt(self, microbatches: Any, world: World) -> Any:
+        """Return how many of the microbatches of a step, or of each of several, are dealt to a rank."""
+        if self.speeds:
+            return turns(self.speeds, world.rank).count(microbatches)
+        return -(-(microbatches - world.rank) // world.size)
+
+    def number(self, index: Any, world: World) -> Any:
+        """Return the number in the step of a rank's microbatch `index`, or of each of several."""
+        return turns(self.speeds, world.rank).number(index) if self.speeds else world.rank + index * world.size
 
     def replays(self, microbatches: Any, world: World) -> Any:
         """Return how many replays a rank computes before its own microbatches in a step, or in each of several.
@@ -37,7 +60,9 @@ class Dealing(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """The microbatches of one rank in consecutive steps, dealt round robin.
+    """The microbatches of one rank in consecutive steps.
+
+    If ranks get shares of samples, those of the rank are like a step of its own, in a world of one.
 
     Attributes:
         first_step: number of the first of these steps.
@@ -45,6 +70,7 @@ class Deal:
         counts: number of microbatches of each step over all ranks.
         starts: position of the first sample of each step in the order of the epoch.
         sizes: samples of each step.
+        replays: number of replays before the rank's own microbatches in each step.
     """
 
     first_step: int
@@ -52,6 +78,7 @@ class Deal:
     counts: IntArray  # (steps,)
     starts: IntArray  # (steps,)
     sizes: IntArray  # (steps,)
+    replays: IntArray  # (steps,)
     world: World
     minibatch_size: int
     fixed_shape: bool
@@ -83,8 +110,7 @@ class Deal:
             Two arrays, (microbatches,).
         """
         counts = self.counts[index]  # (microbatches,)
-        own_round = round_index - self.dealing.replays(counts, self.world)
-        number = (self.world.rank + own_round * self.world.size) % counts  # (microbatches,)
+        number = self.dealing.number(round_index - self.replays[index], self.world) % counts  # (microbatches,)
         start, size = self._deal_fixed(index, number) if self.fixed_shape else self._deal_balanced(index, number)
         return self.starts[index] + start, size
 
@@ -144,24 +170,40 @@ class Step:
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of the update over all ranks, without replays."""
+        if self.dealing.shares_samples:
+            worlds = (World(rank, len(self.dealing.speeds)) for rank in range(len(self.dealing.speeds)))
+            return sum(int(self._share(world).microbatches) for world in worlds)
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
         """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
-        return max(1, -(-(self.num_microbatches - world.rank) // world.size) + self._replays(world))
+        if self.dealing.shares_samples:
+            own = self._share(world)
+            return int(own.microbatches + own.replays)
+        return max(1, int(self.dealing.dealt(self.cut.microbatches, world)) + self._replays(world))
+
+    def _share(self, world: World) -> Share:
+        return self.dealing.share(self.batch_size, self.minibatch_size, world)
 
     def _replays(self, world: World) -> int:
-        return int(self.dealing.replays(self.num_microbatches, world))
+        return int(self.dealing.replays(self.cut.microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
-        """Return this rank's microbatch of a round: number `rank + round_index * size` of the step, after replays."""
-        number = world.rank + (round_index - self._replays(world)) * world.size
-        start, size = self.cut.locate(number % self.num_microbatches)
+        """Return this rank's microbatch of a round; replays come first."""
+        first, sizes = self.start, self.cut
+        if self.dealing.shares_samples:
+            own = self._share(world)
+            first, number = self.start + int(own.start), round_index - int(own.replays)
+            m, count = self.minibatch_size, int(own.microbatches)
+            sizes = cut(max(1, int(own.samples)), m, fixed_shape=False, multiple_of=max(1, count))
+        else:
+            number, count = int(self.dealing.number(round_index - self._replays(world), world)), sizes.microbatches
+        start, size = sizes.locate(number % sizes.microbatches)
         return Microbatch(
             step=self.number,
             batch_size=self.batch_size,
-            samples=size if 0 <= number < self.num_microbatches else 0,
+            samples=size if 0 <= number < count else 0,
             rows=self.minibatch_size if self.fixed_shape else size,
-            start=self.start + start,
+            start=first + start,
             ends_step=round_index == self.rounds(world) - 1,
         )

@@ -48,8 +48,10 @@ def check_equal_rounds(
     Raises:
         ValueError: if one has not; it names the first one.
     """
-    for deal in plan.deals(epoch, first_step, world, dealing, end_step):
-        unequal = np.flatnonzero(deal.counts % world.size)
+    speeds, padded = dealing.speeds, dealing._replace(padded=True)
+    least = max(rank for rank in range(world.size) if not speeds or speeds[rank] == min(speeds))  # whose share is least
+    for deal in plan.deals(epoch, first_step, World(least, world.size), padded, end_step):
+        unequal = np.flatnonzero(deal.replays)
         if len(unequal):
             raise _unequal(plan, epoch, deal.first_step + int(unequal[0]), world, dealing)
 
@@ -80,6 +82,8 @@ def _remedy(plan: Plan, epoch: Epoch, step: Step, world: World, dealing: Dealing
         if step.start + step.batch_size == plan.dataset_size:
             return f"pass drop_last=True, because the step is the rest of epoch {epoch.number}"
         return f"change max_samples={plan.max_samples}, which shortens the step"
+    if dealing.speeds:
+        return "choose a larger batch size or minibatch_size, or speeds that differ less"
     enough, measured = (
         next_equal(step.batch_size, plan.minibatch_size, world.size, fixed_shape=plan.fixed_shape, multiple_of=number)
         for number in (dealing.multiple_of, 1)

@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeGuard, final
 from torch import Tensor
 
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import IntArray
+from variable_batch_size._validation import IntArray, value_error
 from variable_batch_size.adaptive.decided_trace import warn_if_changed
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.equal_rounds import check_constant
 from variable_batch_size.data.planning import PlanState, Resumed
 from variable_batch_size.data.reading import Reading, Use
+from variable_batch_size.data.shares import Speeds
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.data.state import VERSION, check_position, check_same_samples
 from variable_batch_size.world import World
@@ -78,6 +79,7 @@ class Feed:
         epochs: number of epochs that will be trained, if known.
         cut_is_known: whether the user or a state has said whether shapes are fixed.
         equal_rounds: whether every rank must compute equally many microbatches in every step, and no replay.
+        speeds: of each rank; empty if they are equal.
 
     Attributes:
         reading: the iteration that was read last.
@@ -94,9 +96,10 @@ class Feed:
         epochs: int | None,
         cut_is_known: bool,
         equal_rounds: bool,
+        speeds: Speeds,
     ) -> None:
         self.world, self.plans, self.seed, self.shuffle, self.epochs = world, plans, seed, shuffle, epochs
-        self.equal_rounds, self._cut_is_known = equal_rounds, cut_is_known
+        self.equal_rounds, self.speeds, self._cut_is_known = equal_rounds, speeds, cut_is_known
         self.reading: Reading | None = None
         self.before_reading = BeforeReading()
         self._clock = plans.clock()
@@ -122,7 +125,9 @@ class Feed:
     def dealing(self) -> Dealing:
         """How steps are split into microbatches and rounds."""
         spread = self._spread and not self.plans.plan.fixed_shape
-        return Dealing(self.world.size if spread else 1, self._padded)
+        equal = self._padded or self.equal_rounds
+        # A round takes as long as a microbatch on the slowest rank: whole ones in equal rounds do not go by speed.
+        return Dealing(self.world.size if spread else 1, equal, self.speeds if spread or not equal else ())
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
@@ -149,8 +154,12 @@ class Feed:
             padded: whether it needs them by replays.
 
         Raises:
-            ValueError: if the trace is constant, and `equal_rounds` are not possible.
+            ValueError: if the trace is constant, and `equal_rounds` are not possible; or if ranks have unequal speeds,
+                and one graph for all ranks, or a world that may change.
         """
+        if self.speeds and (compiles_shapes or elastic):
+            found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
+            raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
         if compiles_shapes and not self._cut_is_known:
             self.plans.fix_shape(self.world.size)
         self._cut_is_known = True

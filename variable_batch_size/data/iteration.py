@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from variable_batch_size._validation import MAX_INT
 from variable_batch_size.data.clock import Position
@@ -101,7 +101,7 @@ class Iteration:
         ends = self.plan.ends_with(self._epoch)  # the next epoch would have no step
         return not ends and self._feed.clock.position == (self._epoch.number + 1, self._epoch.end_step)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return which microbatch comes next, for loaders that save the position of their iterator."""
         step, round_index = self._next_step, 0
         number = self._converted - len(self._rows) + self._row
@@ -112,7 +112,7 @@ class Iteration:
             step = self._deal.first_step + index
         return {"epoch": self._epoch.number, "step": step, "round": round_index, **self._split()}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at a saved position.
 
         A loader that was saved after the last update of an epoch may not have met its end. If the next epoch is due,
@@ -123,7 +123,7 @@ class Iteration:
                 training knows.
         """
         own = self._split()
-        saved = {**Dealing()._asdict(), **state_dict}  # older states lack it
+        saved = {**Dealing()._asdict(), "speeds": [], **state_dict}  # older states lack it
         saved = {key: saved[key] for key in own}
         if state_dict["round"] and saved != own:
             raise ValueError(
@@ -145,8 +145,9 @@ class Iteration:
         if self._next_step == self._epoch.end_step and self._next_epoch_is_due:
             self._start_at(self._feed.clock.position, 0)
 
-    def _split(self) -> dict[str, int]:
+    def _split(self) -> dict[str, Any]:
         """Return what determines the microbatches of this rank within a step."""
-        world, plan = self.world, self.plan
+        world, plan, dealing = self.world, self.plan, self.reading.dealing
         split = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
-        return {**split, **self.reading.dealing._asdict(), "num_replicas": world.size, "rank": world.rank}
+        dealt = {**dealing._asdict(), "speeds": [*dealing.speeds]}
+        return {**split, **dealt, "num_replicas": world.size, "rank": world.rank}

@@ -362,10 +362,17 @@ class Plan:
         ends = np.minimum(start + np.cumsum(self.trace.batch_sizes(steps)), epoch.samples)
         starts = np.concatenate(([start], ends[:-1]))
         sizes = ends - starts
-        counts = self.microbatches(sizes, dealing.multiple_of)
-        rounds = np.maximum(1, -(-(counts - world.rank) // world.size) + dealing.replays(counts, world))
+        if dealing.shares_samples:
+            part = dealing.share(sizes, self.minibatch_size, world)
+            rounds, world, dealing = part.microbatches + part.replays, World(), _SIMPLE
+            starts, sizes, counts = starts + part.start, np.maximum(1, part.samples), np.maximum(1, part.microbatches)
+            replays = part.replays
+        else:
+            counts = self.microbatches(sizes, dealing.multiple_of)
+            replays = dealing.replays(counts, world)
+            rounds = np.maximum(1, dealing.dealt(counts, world) + replays)
         ends, how = np.cumsum(rounds), (self.minibatch_size, self.fixed_shape, dealing)
-        return Deal(first_step, ends, counts, starts, sizes, world, *how)
+        return Deal(first_step, ends, counts, starts, sizes, replays, world, *how)
 
     def deals(
         self, epoch: Epoch, first_step: int, world: World, dealing: Dealing, end_step: int = MAX_INT

@@ -21,6 +21,7 @@ from variable_batch_size.data.feed import Feed
 from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.planning import PlanState
+from variable_batch_size.data.shares import check_speeds
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
 from variable_batch_size.world import World
@@ -76,6 +77,11 @@ class CustomSampler(Sampler[list[int]]):
         equal_rounds: whether every rank must compute the same number of microbatches in every step, and no replay, as
             layers and losses that communicate in forward need. A step that breaks it raises ValueError when an epoch
             with it is read; if the trace is constant, now.
+        speeds: relative speed of each rank, > 0, the same on every rank; only their ratios count. Default: equal. A
+            step of B samples is dealt so that max_r n_r / speeds[r] is least, for n_r samples of rank r; where rounds
+            are equal, the ranks have microbatches of unequal sizes. Where the result depends on the cut, and with a
+            fixed shape, whole microbatches are dealt in this way; there, equal rounds leave speeds without effect. A
+            run may resume with other speeds.
         epochs: number of epochs that will be trained, if known. A trace with `on_end="error"` that ends before them, or
             before `max_updates` or `max_samples`, raises now.
         max_updates: number of updates after which the training ends: an iteration ends there, later epochs are empty,
@@ -85,7 +91,8 @@ class CustomSampler(Sampler[list[int]]):
     Raises:
         TypeError: if a number is not an integer, or `trace` has another type.
         ValueError: if a number is out of range, only one of `num_replicas` and `rank` is given, a batch size of the
-            trace exceeds the dataset, the trace is too short, or `equal_rounds` are not possible.
+            trace exceeds the dataset, the trace is too short, `equal_rounds` are not possible, or `speeds` are not one
+            positive number for each rank. The optimizer that attaches raises it for `speeds` on XLA.
         RuntimeError: if neither is given, and a launcher has started several processes without an initialized
             `torch.distributed`.
 
@@ -108,6 +115,7 @@ class CustomSampler(Sampler[list[int]]):
         on_end: OnEnd | None = None,
         fixed_shape: bool | None = None,
         equal_rounds: bool = False,
+        speeds: Sequence[float] | None = None,
         epochs: int | None = None,
         max_updates: int | None = None,
         max_samples: int | None = None,
@@ -150,6 +158,7 @@ class CustomSampler(Sampler[list[int]]):
             epochs=epochs,
             cut_is_known=cut_is_known,
             equal_rounds=equal_rounds,
+            speeds=() if speeds is None else check_speeds(speeds, world.size),
         )
 
     @property

@@ -171,6 +171,7 @@ def sampler_facts(sampler: CustomSampler) -> dict[str, Any]:
         "max_samples": plan.max_samples,
         "divisor of the number of microbatches": sampler.dealing.multiple_of,
         "equal_rounds": sampler._feed.equal_rounds,
+        "speeds": sampler._feed.speeds,
     }
 
 

@@ -121,7 +121,7 @@ def _normalizes(part: torch.nn.Module) -> bool:
 
 def _smallest(sampler: CustomSampler) -> _Smallest:
     plan, epoch, dealing = sampler.plan, sampler.clock.epoch, sampler.dealing
-    deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing)
+    deals = plan.deals(epoch, epoch.first_step, sampler.world, dealing._replace(speeds=()))
     batch_sizes = np.unique(np.concatenate([deal.sizes for deal in deals])).tolist()
     how: dict[str, Any] = {"fixed_shape": plan.fixed_shape, "multiple_of": dealing.multiple_of}
     cuts = ((cut(size, plan.minibatch_size, **how), size) for size in batch_sizes)

@@ -1,0 +1,283 @@
+"""Shares by speed: no others would end earlier, and every update has exactly its samples, in every world."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import variable_batch_size as vbs
+from helpers.properties import examples
+from helpers.splitting import rows_of, split_sizes
+from helpers.strategies import Case, cases, error_of, worlds
+from variable_batch_size.data import plan as plan_module
+from variable_batch_size.data.deal import Dealing
+from variable_batch_size.data.shares import PERIOD, Speeds, check_speeds, share, turns
+from variable_batch_size.microbatching import Microbatch
+from variable_batch_size.world import World
+
+
+def speeds_of(world: int, largest: int = 9) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, largest), min_size=world, max_size=world)
+
+
+def in_turns(units: int, speeds: list[int] | Speeds) -> list[int]:
+    """The slow twin: the rank of each unit, each next one to the rank that would finish it first."""
+    taken, owners = [0] * len(speeds), []
+    for _ in range(units):
+        owner = min(range(len(speeds)), key=lambda rank: (Fraction(taken[rank] + 1, speeds[rank]), rank))
+        taken[owner] += 1
+        owners.append(owner)
+    return owners
+
+
+# ------------------------------------------------------------------------------------------------------- pure functions
+
+
+@given(st.integers(0, 14), st.integers(2, 4).flatmap(speeds_of))
+@examples(100)
+def test_no_other_shares_end_earlier(units: int, speeds: list[int]) -> None:
+    whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
+    found = [int(turns(whole, rank).count(units)) for rank in range(len(speeds))]
+    every = itertools.product(range(units + 1), repeat=len(speeds))
+    best = min(max(map(Fraction, n, speeds)) for n in every if sum(n) == units)
+    assert sum(found) == units
+    assert max(map(Fraction, found, speeds)) == best
+
+
+@given(st.integers(1, 6).flatmap(speeds_of), st.integers(0, 200))
+@examples(100)
+def test_turns_equal_the_slow_twin(speeds: list[int], units: int) -> None:
+    whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
+    owners = np.array(in_turns(units, whole), dtype=np.int64)
+    for rank in range(len(speeds)):
+        own, first = turns(whole, rank), np.arange(units + 1)
+        assert own.count(first).tolist() == [int((owners[:n] == rank).sum()) for n in first]
+        assert own.first(first).tolist() == [int((owners[:n] < rank).sum()) for n in first]
+        numbers = np.flatnonzero(owners == rank)
+        assert own.number(np.arange(len(numbers))).tolist() == numbers.tolist()
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(1, 10**15))
+@examples(100)
+def test_measured_speeds_are_nearly_kept(speeds: list[float], batch_size: int) -> None:
+    whole = check_speeds(speeds, len(speeds)) or (1,) * len(speeds)
+    assert math.gcd(*whole) == 1
+    found = [int(turns(whole, rank).count(batch_size)) for rank in range(len(speeds))]
+    assert sum(found) == batch_size
+    ideal = batch_size / sum(speeds)
+    rounded = 1 + sum(speeds) / min(speeds) / PERIOD  # a speed is rounded by at most half a part of PERIOD, or is one
+    assert max(n / speed for n, speed in zip(found, speeds, strict=True)) <= ideal * rounded**2 + 1 / min(speeds)
+
+
+def test_only_the_ratios_of_speeds_count() -> None:
+    assert check_speeds([0.1, 0.3], 2) == check_speeds(np.array([2.0, 6.0]), 2) == (1, 3)
+    assert check_speeds([5e-324, 1e308, 1], 3) == (1, PERIOD, 1)
+    assert check_speeds([1], 1) == check_speeds([2.5] * 3, 3) == ()
+
+
+MISTAKES: list[tuple[Any, type[Exception], str]] = [
+    (3, TypeError, r"^speeds must be a sequence of numbers, got 3 \(int\); pass a number for each rank"),
+    ("31", TypeError, r"^speeds must be a sequence of numbers, got '31' \(str\)"),
+    ([3, "1"], TypeError, r"^speeds\[1\] must be a finite number >= 0, got '1' \(str\)"),
+    ([3], ValueError, r"^speeds must have a number for each of 2 ranks, got 1 numbers; pass a number for each rank"),
+    ([3, 0], ValueError, r"^speeds\[1\] must be > 0, got 0"),
+    ([math.inf, 1], ValueError, r"^speeds\[0\] must be a finite number >= 0, got inf"),
+]
+
+
+@pytest.mark.parametrize(("speeds", "kind", "message"), MISTAKES)
+def test_wrong_speeds_raise(speeds: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        vbs.CustomSampler(10, 4, 2, 0, speeds=speeds)
+
+
+# ---------------------------------------------------------------------------------------------------- who computes what
+
+
+@given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.data())
+@examples(150)
+def test_the_microbatches_of_all_ranks_make_up_the_batch(
+    case: Case, size: int, number: int, spread: bool, padded: bool, data: st.DataObject
+) -> None:
+    speeds = check_speeds(data.draw(speeds_of(size)), size)
+    spread = (spread and not case.fixed_shape) or padded
+    if not speeds or (case.fixed_shape and spread):
+        return
+    plan, m, dealing = case.plan(), case.minibatch_size, Dealing(size if spread else 1, padded, speeds)
+    epoch = plan.epoch(number)
+    for update in range(epoch.first_step, epoch.end_step):
+        step = plan.step(epoch, update, dealing)
+        ranks = [World(rank, size) for rank in range(size)]
+        dealt = [[step.microbatch(turn, world) for turn in range(step.rounds(world))] for world in ranks]
+        counted = [b for rank in dealt for b in rank if b.samples]
+        covered = sorted(position for b in counted for position in range(b.start, b.start + b.samples))
+        assert covered == list(range(step.start, step.start + step.batch_size))
+        assert sum(Fraction(b.samples, b.batch_size) for b in counted) == 1
+        assert len(counted) == step.num_microbatches
+        for rank in dealt:
+            assert [b.ends_step for b in rank] == [False] * (len(rank) - 1) + [True]
+            assert [b.samples > 0 for b in rank] == sorted(b.samples > 0 for b in rank)  # replays come first
+            assert all(step.start <= b.start <= step.start + step.batch_size - b.rows for b in rank if spread)
+            assert all(b.rows == (m if case.fixed_shape else b.samples or b.rows) for b in rank)
+        if not spread:
+            expected = split_sizes(step.batch_size, m, case.fixed_shape)
+            assert [b.samples for b in sorted(counted, key=lambda b: b.start)] == expected
+            owners = in_turns(len(expected), speeds)
+            assert [sum(b.samples > 0 for b in rank) for rank in dealt] == [owners.count(r) for r in range(size)]
+            continue
+        owners = in_turns(step.batch_size, speeds)
+        for rank, own in enumerate(dealt):
+            samples, sizes = owners.count(rank), [b.samples for b in own if b.samples]
+            assert sum(sizes) == samples
+            assert max(sizes, default=1) - min(sizes, default=1) <= 1
+            if not padded:
+                assert len(sizes) == -(-samples // m)
+        if padded:
+            most = max(owners.count(rank) for rank in range(size))
+            assert {len(rank) for rank in dealt} == {-(-most // m)}
+
+
+@given(cases(), worlds, st.integers(0, 2), st.booleans(), st.booleans(), st.integers(1, 9), st.data())
+@examples(150)
+def test_deals_of_many_steps_equal_single_steps(
+    case: Case, size: int, number: int, spread: bool, padded: bool, steps_per_deal: int, data: st.DataObject
+) -> None:
+    speeds, rank = check_speeds(data.draw(speeds_of(size)), size), data.draw(st.integers(0, size - 1))
+    spread = spread and not case.fixed_shape
+    dealing, world = Dealing(size if spread else 1, padded and spread, speeds), World(rank, size)
+    plan = case.plan()
+    epoch = plan.epoch(number)
+    first_step = data.draw(st.integers(epoch.first_step, epoch.end_step))
+    steps = [plan.step(epoch, update, dealing) for update in range(first_step, epoch.end_step)]
+    expected = [step.microbatch(turn, world) for step in steps for turn in range(step.rounds(world))]
+    found: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "STEPS_PER_DEAL", steps_per_deal)
+        for deal in plan.deals(epoch, first_step, world, dealing):
+            start, samples = deal.microbatches(*deal.locate(0, len(deal)))
+            rows = deal.positions(start, samples).tolist()
+            found += rows if case.fixed_shape else [row[:n] for row, n in zip(rows, samples.tolist(), strict=True)]
+        assert plan.count(epoch, first_step, world, dealing) == len(expected)
+
+    def rows_for(b: Microbatch) -> list[int]:
+        distinct = len(set(found[len(seen)]))
+        seen.append(b)
+        return rows_of(b.start, b.samples or distinct, case.minibatch_size, case.fixed_shape)
+
+    seen: list[Microbatch] = []
+    assert found == [rows_for(b) for b in expected]
+
+
+@given(cases(), worlds, st.booleans(), st.booleans(), st.data())
+@examples(100)
+def test_an_epoch_has_each_sample_once_and_a_run_resumes_with_other_speeds(
+    case: Case, size: int, spread: bool, padded: bool, data: st.DataObject
+) -> None:
+    """A run reads some updates with one list of speeds in one world, and the rest of its epoch with another."""
+    number, read = data.draw(st.integers(0, case.epochs - 1)), dict[int, set[int]]()
+    state: dict[str, Any] | None = None
+    stop = data.draw(st.integers(0, len(case.updates[number])))
+    for part, world_size in enumerate((size, data.draw(worlds))):
+        speeds = data.draw(speeds_of(world_size))
+        for rank in range(world_size):
+            sampler = case.sampler(World(rank, world_size), speeds=speeds)
+            if state is not None:
+                sampler.load_state_dict(state)
+            elif number:
+                sampler.set_epoch(number)
+            clock = sampler._feed.attach(spread=spread, padded=padded)
+            sampler._feed.lead(clock)
+            length, rows = len(sampler), list(sampler)
+            assert length == len(rows)
+            plan, dealing, world = sampler.plan, sampler.dealing, sampler.world
+            epoch = sampler.clock.epoch
+            steps = [plan.step(epoch, update, dealing) for update in range(sampler.clock.step, epoch.end_step)]
+            due = [step.microbatch(turn, world) for step in steps for turn in range(step.rounds(world))]
+            for row, b in zip(rows, due, strict=True):
+                if b.samples and (part or b.step - epoch.first_step < stop):
+                    read.setdefault(b.step, set()).update(row)
+        if not part and stop < len(case.updates[number]):
+            for update in case.updates[number][:stop]:
+                clock.advance(update.batch_size)
+            state = sampler.state_dict()
+        elif not part:
+            break
+    expected = {step: set(samples) for epoch, step, samples in case.steps if epoch == number}
+    assert read == expected
+
+
+def test_a_loader_resumes_within_a_step_only_with_the_same_speeds() -> None:
+    def batches(*speeds: float) -> Any:
+        return iter(vbs.CustomSampler(40, 40, 2, 0, 8, speeds=speeds, fixed_shape=False))
+
+    whole = batches(3, 1)
+    next(whole)
+    saved = whole.state_dict()
+    again = batches(6, 2)
+    again.load_state_dict(saved)
+    assert list(again) == list(whole)
+    with pytest.raises(ValueError, match=r"the same split, but it was .*'speeds': \[3, 1\], .* and is .*\[2, 1\]"):
+        batches(2, 1).load_state_dict(saved)
+
+
+def test_a_billion_samples_need_no_work_per_sample() -> None:
+    owned = [share((3, 2, 2), rank, np.array([10**15 + 3, 1]), 32, padded=False) for rank in range(3)]
+    assert np.sum([own.samples for own in owned], axis=0).tolist() == [10**15 + 3, 1]
+    sampler = vbs.CustomSampler(10**9, 10**9, 3, 2, 10**6, speeds=(3, 2, 2), fixed_shape=False)
+    assert len(sampler) == 286  # 285,714,286 samples
+
+
+# --------------------------------------------------------------------------------------------------------- equal rounds
+
+
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(2, 4), st.booleans(), st.data())
+@examples(100)
+def test_equal_rounds_hold_or_raise(batch: int, m: int, size: int, spread: bool, data: st.DataObject) -> None:
+    """Every rank has as many rounds as the fastest one and no replay, or a step raises; whole ones go round robin."""
+    speeds = check_speeds(data.draw(speeds_of(size)), size)
+    if not speeds:
+        return
+
+    def read(rank: int) -> int:
+        sampler = vbs.CustomSampler(batch, batch, size, rank, m, speeds=speeds, equal_rounds=True, fixed_shape=False)
+        sampler._feed.attach(spread=spread)
+        step = sampler.plan.step(sampler.clock.epoch, 0, sampler.dealing)
+        assert all(step.microbatch(turn, sampler.world).samples for turn in range(step.rounds(sampler.world)))
+        return len(list(sampler))
+
+    owners = in_turns(batch, speeds)
+    shares = [owners.count(rank) for rank in range(size)]
+    rounds = -(-max(shares) // m)
+    errors = [error_of(lambda rank=rank: read(rank)) for rank in range(size)]  # type: ignore[misc]
+    possible = min(shares) >= rounds  # also asked before an optimizer attaches
+    assert {error is None for error in errors} == {possible and (spread or -(-batch // m) % size == 0)}
+    if errors[0] is None and spread:
+        assert {read(rank) for rank in range(size)} == {rounds}
+    elif errors[0] is not None and not possible:
+        assert errors[0].endswith("; choose a larger batch size or minibatch_size, or speeds that differ less")
+
+
+def test_one_graph_for_all_ranks_leaves_no_room_for_speeds() -> None:
+    sampler = vbs.CustomSampler(8, 8, 2, 0, 4, speeds=(3, 1))
+    with pytest.raises(
+        ValueError,
+        match=r"^speeds= needs a fixed world whose ranks run on their own, got a device on which .* XLA; omit speeds=$",
+    ):
+        sampler._feed.attach(compiles_shapes=True)
+    with pytest.raises(ValueError, match=r"got a world that may change; omit speeds=$"):
+        sampler._feed.attach(elastic=True)
+
+
+def test_microbatches_stay_the_same_where_the_result_depends_on_them() -> None:
+    """Of five microbatches the fast rank computes four, also if the noise is measured."""
+    sampler = vbs.CustomSampler(40, 40, 2, 0, 8, speeds=(3, 1), fixed_shape=False)
+    assert [len(row) for row in sampler] == [7, 7, 8, 8]
+    sampler._feed.attach(spread=False)
+    assert [len(row) for row in sampler] == [8] * 4

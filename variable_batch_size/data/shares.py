@@ -1,0 +1,130 @@
+"""Shares of ranks of unequal speed: ranks take the units of a step, samples or microbatches, in turns.
+
+Each next unit goes to the rank that would finish it first, so that the slowest rank of a step finishes as early as
+possible: no other shares n_r with sum_r n_r = n have a smaller max_r n_r / speed_r (the greedy rule is optimal for
+units of equal work on machines of unequal speed; as an apportionment it is that of Jefferson and D'Hondt). For speeds
+that are whole numbers the turns repeat after sum_r speed_r units, so that a table of one period answers for a step of
+any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from variable_batch_size._validation import IntArray, check_positive, type_error, value_error
+from variable_batch_size.microbatching import count_microbatches
+
+PERIOD = 2**18  # units before the turns repeat, at most, unless there are more than PERIOD / RESOLUTION ranks
+RESOLUTION = 2**10
+
+Speeds = tuple[int, ...]  # of each rank, without a common divisor; empty if all are equal
+
+
+def check_speeds(speeds: object, world_size: int) -> Speeds:
+    """Return the speeds of ranks as the smallest whole numbers in the same ratio; rounded if their sum is large.
+
+    >>> check_speeds((1.5, 0.5), 2), check_speeds([7, 7], 2)
+    ((3, 1), ())
+
+    Raises:
+        TypeError: if they are not numbers in a sequence.
+        ValueError: if there is not one for each rank, or one is not positive and finite.
+    """
+    remedy = "pass a number for each rank, such as its samples a second"
+    if not isinstance(speeds, (Sequence, np.ndarray)) or isinstance(speeds, (str, bytes)):
+        raise type_error("speeds must be a sequence of numbers", speeds, remedy)
+    if len(speeds) != world_size:
+        raise value_error(f"speeds must have a number for each of {world_size} ranks", f"{len(speeds)} numbers", remedy)
+    exact = [Fraction(check_positive(speed, f"speeds[{rank}]", remedy)) for rank, speed in enumerate(speeds)]
+    common = math.lcm(*(speed.denominator for speed in exact))
+    whole, most = _reduced([int(speed * common) for speed in exact]), max(PERIOD, RESOLUTION * world_size)
+    if (total := sum(whole)) > most:
+        whole = _reduced([max(1, round(Fraction(speed * most, total))) for speed in whole])
+    return () if len(set(whole)) == 1 else whole
+
+
+def _reduced(numbers: Collection[int]) -> Speeds:
+    divisor = math.gcd(*numbers)
+    return tuple(number // divisor for number in numbers)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """The turns of one rank. Methods take and return a number, or an array of any shape."""
+
+    own: IntArray  # (speed,): the rank's units in a period
+    counts: IntArray  # (period,): units of the rank before each unit of a period
+    lower: IntArray  # (period,): units of lower ranks before each unit of a period
+    lower_speeds: int
+
+    def count(self, units: Any) -> Any:
+        """Return how many of the first units are the rank's."""
+        periods, rest = np.divmod(units, len(self.counts))
+        return periods * len(self.own) + self.counts[rest]
+
+    def first(self, units: Any) -> Any:
+        """Return how many of the first units are those of lower ranks."""
+        periods, rest = np.divmod(units, len(self.counts))
+        return periods * self.lower_speeds + self.lower[rest]
+
+    def number(self, index: Any) -> Any:
+        """Return the number, among the units of all ranks, of the rank's unit `index` = 0, 1, ..."""
+        periods, rest = np.divmod(index, len(self.own))
+        return periods * len(self.counts) + self.own[rest]
+
+
+@lru_cache(maxsize=16)
+def turns(speeds: Speeds, rank: int) -> Turns:
+    """Return the turns of a rank.
+
+    Rank r finishes its unit k = 0, 1, ... at (k + 1) / speed_r, and units are in the order of these times; of equal
+    ones that of the lower rank comes first.
+
+    >>> turns((3, 1), 0).own.tolist(), turns((3, 1), 1).count(np.arange(6)).tolist()
+    ([0, 1, 2], [0, 0, 0, 0, 1, 1])
+    """
+    ranks = np.repeat(np.arange(len(speeds)), speeds)  # (period,), as all below
+    index = np.concatenate([np.arange(1, speed + 1) for speed in speeds])
+    owners = ranks[np.argsort(index / np.array(speeds)[ranks], kind="stable")]
+    counts, lower = (np.concatenate(([0], np.cumsum(mine)[:-1])) for mine in (owners == rank, owners < rank))
+    return Turns(np.flatnonzero(owners == rank), counts, lower, sum(speeds[:rank]))
+
+
+class Share(NamedTuple):
+    """The part of one rank in a step, or in each of several: numbers, or (steps,).
+
+    Attributes:
+        start: position of its first sample in the step; without samples, of the one that it replays.
+        samples: its samples, which are consecutive.
+        microbatches: number of near-equal microbatches into which they are cut.
+        replays: replays before these.
+    """
+
+    start: Any
+    samples: Any
+    microbatches: Any
+    replays: Any
+
+
+def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, padded: bool) -> Share:
+    """Return the share of a rank in steps of these sizes: ceil(n_r / m) microbatches of its n_r samples.
+
+    `padded`: in ceil(max_r n_r / m) rounds on every rank; a rank with fewer samples begins with replays.
+
+    >>> tuple(map(int, share((3, 1), 1, 100, 32, padded=True)))
+    (75, 25, 3, 0)
+    """
+    own = turns(speeds, rank)
+    samples, start = own.count(batch_sizes), np.minimum(own.first(batch_sizes), batch_sizes - 1)
+    most = turns(speeds, speeds.index(max(speeds))).count(batch_sizes)  # samples of the fastest rank
+    rounds = -(-most // minibatch_size) if padded else 1
+    microbatches = count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds)
+    return Share(start, samples, microbatches, np.maximum(rounds - microbatches, 0))
