@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -171,33 +172,31 @@ class Step:
     def num_microbatches(self) -> int:
         """The number of microbatches of the update over all ranks, without replays."""
         if self.dealing.shares_samples:
-            worlds = (World(rank, len(self.dealing.speeds)) for rank in range(len(self.dealing.speeds)))
-            return sum(int(self._share(world).microbatches) for world in worlds)
+            size = len(self.dealing.speeds)
+            return sum(self._part(World(rank, size))[0].microbatches for rank in range(size))
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:
         """Return how many microbatches this rank computes: its share, or one replay if it has none; see `Dealing`."""
         if self.dealing.shares_samples:
-            own = self._share(world)
+            own, _ = self._part(world)
             return int(own.microbatches + own.replays)
         return max(1, int(self.dealing.dealt(self.cut.microbatches, world)) + self._replays(world))
 
-    def _share(self, world: World) -> Share:
-        return self.dealing.share(self.batch_size, self.minibatch_size, world)
+    def _part(self, world: World) -> tuple[Share, Cut]:
+        return _part(self.dealing, self.batch_size, self.minibatch_size, world)
 
     def _replays(self, world: World) -> int:
         return int(self.dealing.replays(self.cut.microbatches, world))
 
     def microbatch(self, round_index: int, world: World) -> Microbatch:
         """Return this rank's microbatch of a round; replays come first."""
-        first, sizes = self.start, self.cut
         if self.dealing.shares_samples:
-            own = self._share(world)
-            first, number = self.start + int(own.start), round_index - int(own.replays)
-            m, count = self.minibatch_size, int(own.microbatches)
-            sizes = cut(max(1, int(own.samples)), m, fixed_shape=False, multiple_of=max(1, count))
+            own, sizes = self._part(world)
+            first, number, count = self.start + own.start, round_index - own.replays, own.microbatches
         else:
-            number, count = int(self.dealing.number(round_index - self._replays(world), world)), sizes.microbatches
+            first, sizes, count = self.start, self.cut, self.cut.microbatches
+            number = int(self.dealing.number(round_index - self._replays(world), world))
         start, size = sizes.locate(number % sizes.microbatches)
         return Microbatch(
             step=self.number,
@@ -207,3 +206,11 @@ class Step:
             start=first + start,
             ends_step=round_index == self.rounds(world) - 1,
         )
+
+
+@lru_cache(maxsize=1024)  # a loop asks for each microbatch
+def _part(dealing: Dealing, batch_size: int, minibatch_size: int, world: World) -> tuple[Share, Cut]:
+    """Return the share of a rank in a step, and its cut; that of one sample, which it replays, if it has none."""
+    own = Share(*map(int, dealing.share(batch_size, minibatch_size, world)))
+    samples, count = max(1, own.samples), max(1, own.microbatches)
+    return own, cut(samples, minibatch_size, fixed_shape=False, multiple_of=count)
