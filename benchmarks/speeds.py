@@ -2,8 +2,8 @@
 
 Two gloo processes train a small model on this machine; for each row of a microbatch, the fast one waits for ROW
 seconds more and the slow one for `--slower` times as long, in a sleep that keeps no core busy. The ideal is the time in
-which both would finish together: the rows of a batch over the sum of their speeds, in rows a second. Blocks of updates
-are interleaved, and ratios are those of pairs of blocks.
+which both would finish together: the rows of a batch over the sum of their speeds, in rows a second, at which each
+computes microbatches without sums. All three are measured in turns, and ratios are those of the same turn.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ EQUAL, BY_SPEED = "equal shares", "shares by speed"
 
 
 class Side:
-    """A training whose batches are dealt in one way.
-
-    Attributes:
-        batch: samples of an update.
-    """
+    """A training whose batches are dealt in one way."""
 
     def __init__(self, batch: int, rows: int, slower: float, speeds: tuple[float, ...] | None) -> None:
         rank = dist.get_rank()
@@ -42,6 +38,7 @@ class Side:
         sampler = vbs.CustomSampler(len(self._x), batch, minibatch_size=rows, speeds=speeds)
         inner = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         self._optimizer = vbs.ConstantOptimizer(inner, sampler, model=self._model)
+        self._batch, self._rows = batch, rows
         self._sampler, self._wait = sampler, ROW * (slower if rank else 1)
 
     def epoch(self) -> float:
@@ -52,13 +49,27 @@ class Side:
         dist.barrier()
         began = time.perf_counter()
         for indices in self._sampler:
-            x = self._x[indices]
-            loss = mse_loss(self._model(x), x[:, :1])
-            time.sleep(self._wait * len(x))
-            loss.backward()
+            self._compute(self._x[indices])
             self._optimizer.step()
         dist.barrier()
         return (time.perf_counter() - began) / 16
+
+    def ideal(self) -> float:
+        """Return the seconds of an update of ranks that finish together and sum nothing; leaves no gradients."""
+        dist.barrier()
+        began, number = time.perf_counter(), 16
+        with self._model.no_sync():
+            for _ in range(number):
+                self._compute(self._x[: self._rows])
+        speed = torch.tensor(number * self._rows / (time.perf_counter() - began))  # rows a second
+        self._optimizer.zero_grad()
+        dist.all_reduce(speed)
+        return self._batch / speed.item()
+
+    def _compute(self, x: torch.Tensor) -> None:
+        loss = mse_loss(self._model(x), x[:, :1])
+        time.sleep(self._wait * len(x))
+        loss.backward()
 
 
 def processes(rank: int, store: str, batches: list[int], rows: int, slower: float, rounds: int) -> None:
@@ -68,12 +79,15 @@ def processes(rank: int, store: str, batches: list[int], rows: int, slower: floa
     for batch in batches:
         sides = {EQUAL: Side(batch, rows, slower, None), BY_SPEED: Side(batch, rows, slower, (slower, 1))}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
+        ideal: list[float] = []
         for number in range(rounds + 1):
-            for name, side in sides.items():
-                measured = side.epoch()
-                seconds[name] += [measured] if number else []  # the first one prepares
+            measured = [side.epoch() for side in sides.values()]
+            best = sides[EQUAL].ideal()
+            if number:  # the first round prepares
+                ideal.append(best)
+                for name, one in zip(sides, measured, strict=True):
+                    seconds[name].append(one)
         if rank == 0:
-            ideal = batch * ROW * slower / (slower + 1)  # rows / (1 / ROW + 1 / (slower ROW))
             own = {
                 "on": f"batch {batch}, microbatches of {rows}",
                 "where": f"CPU, 2 processes, one {slower:g} times slower",
@@ -81,7 +95,8 @@ def processes(rank: int, store: str, batches: list[int], rows: int, slower: floa
             question = "time of an update with a slow rank"
             for name, found in seconds.items():
                 record(question, name, spread([1e3 * one for one in found]), "ms", **own)
-                record(question, f"{name} / ideal", spread([one / ideal for one in found]), **own)
+                pairs = zip(found, ideal, strict=True)
+                record(question, f"{name} / ideal", spread([one / best for one, best in pairs]), **own)
             pairs = zip(seconds[BY_SPEED], seconds[EQUAL], strict=True)
             record(question, f"{BY_SPEED} / {EQUAL}", spread([one / other for one, other in pairs]), **own)
     dist.barrier()
