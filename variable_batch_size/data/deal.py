@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from variable_batch_size._validation import IntArray
-from variable_batch_size.data.shares import Share, Speeds, share, turns
+from variable_batch_size.data.shares import Share, Speeds, count_of_all, share, turns
 from variable_batch_size.microbatching import Cut, Microbatch, cut, partial_sizes
 from variable_batch_size.world import World
 
@@ -171,9 +171,9 @@ class Step:
     @property
     def num_microbatches(self) -> int:
         """The number of microbatches of the update over all ranks, without replays."""
+        speeds, padded = self.dealing.speeds, self.dealing.padded
         if self.dealing.shares_samples:
-            size = len(self.dealing.speeds)
-            return sum(self._part(World(rank, size))[0].microbatches for rank in range(size))
+            return count_of_all(speeds, self.batch_size, self.minibatch_size, padded=padded)
         return self.cut.microbatches
 
     def rounds(self, world: World) -> int:

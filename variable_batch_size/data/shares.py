@@ -81,21 +81,27 @@ class Turns:
         return periods * len(self.counts) + self.own[rest]
 
 
-@lru_cache(maxsize=16)
-def turns(speeds: Speeds, rank: int) -> Turns:
-    """Return the turns of a rank.
+@lru_cache(maxsize=4)
+def owners(speeds: Speeds) -> IntArray:
+    """Return the rank that takes each unit of a period, (period,).
 
     Rank r finishes its unit k = 0, 1, ... at (k + 1) / speed_r, and units are in the order of these times; of equal
     ones that of the lower rank comes first.
 
-    >>> turns((3, 1), 0).own.tolist(), turns((3, 1), 1).count(np.arange(6)).tolist()
-    ([0, 1, 2], [0, 0, 0, 0, 1, 1])
+    >>> owners((3, 2)).tolist()
+    [0, 1, 0, 0, 1]
     """
-    ranks = np.repeat(np.arange(len(speeds)), speeds)  # (period,), as all below
+    ranks = np.repeat(np.arange(len(speeds)), speeds)  # (period,), as below
     index = np.concatenate([np.arange(1, speed + 1) for speed in speeds])
-    owners = ranks[np.argsort(index / np.array(speeds)[ranks], kind="stable")]
-    counts, lower = (np.concatenate(([0], np.cumsum(mine)[:-1])) for mine in (owners == rank, owners < rank))
-    return Turns(np.flatnonzero(owners == rank), counts, lower, sum(speeds[:rank]))
+    return ranks[np.argsort(index / np.array(speeds)[ranks], kind="stable")]
+
+
+@lru_cache(maxsize=16)
+def turns(speeds: Speeds, rank: int) -> Turns:
+    """Return the turns of a rank."""
+    owner = owners(speeds)  # (period,)
+    counts, lower = (np.concatenate(([0], np.cumsum(mine)[:-1])) for mine in (owner == rank, owner < rank))
+    return Turns(np.flatnonzero(owner == rank), counts, lower, sum(speeds[:rank]))
 
 
 class Share(NamedTuple):
@@ -128,3 +134,11 @@ def share(speeds: Speeds, rank: int, batch_sizes: Any, minibatch_size: int, *, p
     rounds = -(-most // minibatch_size) if padded else 1
     microbatches = count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds)
     return Share(start, samples, microbatches, np.maximum(rounds - microbatches, 0))
+
+
+def count_of_all(speeds: Speeds, batch_size: int, minibatch_size: int, *, padded: bool) -> int:
+    """Return the number of microbatches of a step over all ranks, without replays; the arguments are as for `share`."""
+    periods, rest = divmod(batch_size, sum(speeds))
+    samples = periods * np.array(speeds) + np.bincount(owners(speeds)[:rest], minlength=len(speeds))  # (ranks,)
+    rounds = -(-int(samples.max()) // minibatch_size) if padded else 1
+    return int(count_microbatches(samples, minibatch_size, fixed_shape=False, multiple_of=rounds).sum())
