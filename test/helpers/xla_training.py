@@ -138,6 +138,18 @@ def overflow(folder: Path, case: Case, step: int) -> None:
     torch.save(found, folder / f"overflow{world.rank}.pt")
 
 
+def unequal_speeds(folder: Path) -> None:
+    """Write the error of ranks of unequal speed that run one graph."""
+    import torch_xla
+
+    weight = torch.zeros(2).to(torch_xla.device()).requires_grad_()
+    sampler, rank = vbs.CustomSampler(8, 4, minibatch_size=2, speeds=(3, 1)), vbs.backend.XlaBackend().world.rank
+    try:
+        vbs.ConstantOptimizer(torch.optim.SGD([weight], lr=0.1), sampler)
+    except ValueError as error:
+        (folder / f"rank{rank}").write_text(str(error))
+
+
 def unsupported_optimizers(folder: Path) -> None:
     """Write the errors of AdaScale for inner optimizers and parameters that it does not support on XLA."""
     import torch_xla

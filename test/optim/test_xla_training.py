@@ -31,6 +31,7 @@ from helpers.xla_training import (  # noqa: E402
     train,
     train_rare,
     train_tokens,
+    unequal_speeds,
     unsupported_optimizers,
     watch,
 )
@@ -79,6 +80,7 @@ JOBS = {
     "means 2": measured(torch.float64, 2),
     "means 3": measured(torch.float32, 3),
     "unsupported 1": Job(1, unsupported_optimizers),
+    "speeds 2": Job(2, unequal_speeds),
     "rare 1": Job(1, train_rare, (RARE, {})),
     "rare buffered 1": Job(1, train_rare, (RARE, {"accumulation": "buffered"})),
     "rare 2": Job(2, train_rare, (RARE, {"find_unused_parameters": True})),
@@ -114,6 +116,13 @@ def jobs(*beginnings: str) -> pytest.MarkDecorator:
 
 def weights_of(job: str, folder_of: Launched) -> list[list[list[torch.Tensor]]]:
     return [torch.load(folder_of(job) / f"rank{rank}.pt") for rank in range(JOBS[job].cores)]
+
+
+@jobs("speeds")
+def test_speeds_need_ranks_that_run_on_their_own(job: str, folder_of: Launched) -> None:
+    for rank in range(2):
+        message = (folder_of(job) / f"rank{rank}").read_text()
+        assert message.startswith("speeds= needs a fixed world whose ranks run on their own, got a device on which all")
 
 
 @jobs("exact")
