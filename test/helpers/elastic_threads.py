@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class _Meeting:
         self.attempt, self.holders = attempt, holders
         self.barrier = threading.Barrier(len(attempt.members), timeout=TIMEOUT)
         self.inputs: dict[int, Sequence[Tensor]] = {}
+        self.facts: dict[int, str] = {}
         self.state: Any = None
         self.text = ""
 
@@ -37,7 +38,8 @@ class Script:
 
     def __init__(self, size: int, attempts: Sequence[Attempt]) -> None:
         self.size, self._meetings, self._lock = size, list[_Meeting](), threading.Lock()
-        self._attempts, self._holders = list(attempts), tuple(range(size))
+        self._attempts, self._begun = list(attempts), False
+        self._holders: tuple[int, ...] = tuple(range(size))
         self._failed = False
 
     def meeting(self, number: int) -> _Meeting:
@@ -52,6 +54,9 @@ class Script:
                 if not holders:  # the members have all missed updates: one that has not joins them
                     attempt = Attempt((*attempt.members, self._holders[0]), attempt.holds)
                     holders = [self._holders[0]]
+                if not self._begun:  # before the first update all begin with the state of one
+                    holders = holders[:1]
+                self._begun = self._begun or attempt.holds
                 self._meetings.append(_Meeting(attempt, holders))
                 if attempt.holds:
                     self._holders = attempt.members
@@ -102,6 +107,10 @@ class ElasticThreads(Backend):
         self.world, self._meeting = World(members.index(self._number), len(members)), meeting
         return loads
 
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        assert self._meeting is not None
+        self._meeting.facts[self.world.rank] = str(facts)
+
     def post(self, text: str) -> None:
         self._text = text
 
@@ -116,6 +125,7 @@ class ElasticThreads(Backend):
             meeting.text = self._text
         self._text = ""
         meeting.barrier.wait()
+        assert len({*meeting.facts.values()}) == 1, meeting.facts
         rows = [meeting.inputs[rank] for rank in range(self.world.size)]
         shapes = [[(tensor.shape, tensor.dtype) for tensor in row] for row in rows]
         assert all(own == shapes[0] for own in shapes), shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
@@ -111,6 +111,12 @@ class Backend(ABC):
         It may be called again before the sum of that update, without effect.
         """
         return False
+
+    def announce(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 (a no-op where ranks compare otherwise)
+        """Say what all ranks of the next sum must have in common, by name."""
+
+    def part(self, updates: int) -> None:  # noqa: B027 (a no-op where the world stays)
+        """Leave after the last update, when every other rank has made it."""
 
     def post(self, text: str) -> None:
         """Let the sum of the next update carry a text of rank 0 to all; only where the world may change."""

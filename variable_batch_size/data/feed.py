@@ -160,6 +160,9 @@ class Feed:
         if self.speeds and (compiles_shapes or elastic):
             found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
             raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
+        if elastic and self.plans.decided is not None and self.plans.decided.adaptive.every is None:
+            requirement = "where the world may change, an AdaptiveTrace must ask its controller again"
+            raise value_error(requirement, "every=None", "pass every=")
         if compiles_shapes and not self._cut_is_known:
             self.plans.fix_shape(self.world.size)
         self._cut_is_known = True

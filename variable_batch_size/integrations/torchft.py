@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, final
 
 import torch
@@ -24,7 +26,10 @@ require_version("torchft", "0.2.0", "torchft")
 from torchft import Manager  # noqa: E402
 
 _log = logging.getLogger("variable_batch_size")
-_NONCE, _LENGTH, _TEXT, _CHAIN = 8, 2, 4096, 8  # bytes of the parts of a message; the last one once for each group
+# Bytes of the parts of a letter: of the first group, and of each one.
+_NONCE, _LENGTH, _TEXT = 8, 2, 4096
+_CHAIN, _FACT, _FACTS = 8, 2, 128  # the last one is the number of facts that are told apart
+_OWN = _CHAIN + _FACT * _FACTS
 
 
 class Stateful(Protocol):
@@ -76,6 +81,9 @@ class TorchftBackend(Backend):
         self._chain = bytes(_CHAIN)  # of all sums that this model has taken
         self._differs = False  # whether other groups have taken others
         self._text, self._received = "", ""
+        self._facts: Mapping[str, Any] = {}
+        self._names: list[str] = []
+        self._failure: Exception | None = None  # of a state_dict or a load_state_dict
 
     def register(self, **parts: Stateful) -> None:
         """Name what a group that comes back takes over, in this order: at least `model=` and `optimizer=`.
@@ -133,36 +141,68 @@ class TorchftBackend(Backend):
     def _wait_for_quorum(self) -> None:
         try:
             self._manager.start_quorum()
-            while self._manager.errored() is not None:  # a group was lost meanwhile
+            while self._manager.errored() is not None and self._failure is None:  # a group was lost meanwhile
                 self._manager.should_commit()  # False: the next quorum is a new one
                 self._manager.start_quorum()
-        except (RuntimeError, TimeoutError) as error:
+        except Exception as error:
+            if self._failure is None:
+                raise RuntimeError(
+                    f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
+                    f"and at least min_replica_size groups run, and restore the newest checkpoint"
+                ) from error
+        if self._failure is not None:
             raise RuntimeError(
-                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
-                f"and at least min_replica_size groups run, and restore the newest checkpoint"
-            ) from error
+                f"what is registered must be saved by one group and loaded by another, but that failed with "
+                f"{type(self._failure).__name__}: {self._failure}; build the same objects in every group"
+            ) from self._failure
+
+    def part(self, updates: int) -> None:
+        """Wait until the groups that have missed the last update have taken over the state."""
+        try:
+            self.meet(updates)
+            self._sum(torch.zeros(1))
+        except RuntimeError as error:  # the others have ended
+            _log.info("Ends without the others: %s", error)
 
     # The sum. --------------------------------------------------------------------------------------------------------
+
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        """Say what all groups of the next sum must have in common."""
+        self._facts = facts
 
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over the groups of the quorum, in place, and agree that the update counts.
 
+        A letter goes before them, because gloo ends the process of a group that gets a message of another length.
+
         Raises:
-            BrokenStepError: if it does not: a group was lost, or has another model.
-            RuntimeError: if no quorum was asked for.
+            BrokenStepError: if it does not count: a group was lost, or has another model or other settings.
+            RuntimeError: if this group has other settings than most, or no quorum was asked for.
         """
         if not self._met:
             raise RuntimeError(
-                "groups that come and go can sum only the gradients of an update, whose quorum vbs.updates asks for; "
-                "loop over vbs.updates(loader, optimizer), and evaluate with backend=vbs.backend.LocalBackend()"
+                "groups that come and go sum once an update, the gradients, in the quorum that vbs.updates has asked "
+                "for; loop over vbs.updates(loader, optimizer), with one optimizer for a sampler, and evaluate with "
+                "backend=vbs.backend.LocalBackend()"
             )
-        letter = self._letter(tensors[0])
-        self._messages.reduce([*tensors, letter], self._sum)
-        message = letter.cpu().round().to(torch.uint8).numpy().tobytes()
-        if self._manager.errored() is None and not self._is_of_same_model(message):
-            self._manager.report_error(RuntimeError("replica groups have different models"))
+        shapes = [(str(tensor.dtype), tensor.numel()) for tensor in tensors]
+        letter = self._letter({**self._facts, "what is summed (gradients, and the names of log())": shapes})
+        letter = letter.to(tensors[0].device)
+        self._sum(letter)
+        message, differing = letter.cpu().round().to(torch.uint8).numpy().tobytes(), list[str]()
+        if self._manager.errored() is None:
+            differing = self._check(message)
+        if self._manager.errored() is None:
+            self._messages.reduce(tensors, self._sum)
         self._met = False
-        if not self._manager.should_commit():
+        counts = self._manager.should_commit()
+        if differing:
+            raise RuntimeError(
+                f"all replica groups must train alike, but this one differs from the others in {', '.join(differing)}; "
+                f"start it with the same script and arguments, and register what changes with the updates, such as a "
+                f"scheduler"
+            )
+        if not counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
         begin = _NONCE + _LENGTH
         length = int.from_bytes(message[_NONCE:begin], "big")
@@ -182,36 +222,61 @@ class TorchftBackend(Backend):
         """Return the text of the last sum."""
         return self._received
 
-    def _letter(self, like: Tensor) -> Tensor:
-        """Return what travels beside the gradients: bytes, of which each group writes its own, as numbers."""
+    def _letter(self, facts: Mapping[str, Any]) -> Tensor:
+        """Return bytes, of which each group writes its own, as numbers."""
         (rank, size), text = (self.world.rank, self.world.size), self._text.encode()
-        own = bytearray(_NONCE + _LENGTH + _TEXT + size * _CHAIN)
+        written = bytearray(_NONCE + _LENGTH + _TEXT + size * _OWN)
         if rank == 0:
             head = secrets.token_bytes(_NONCE) + len(text).to_bytes(_LENGTH, "big") + text
-            own[: len(head)] = head
-        begin = len(own) + (rank - size) * _CHAIN
-        own[begin : begin + _CHAIN] = self._chain
+            written[: len(head)] = head
+        own = self._chain
+        self._names = sorted(facts)[:_FACTS]
+        for name in self._names:
+            own += zlib.crc32(f"{name}: {facts[name]}".encode()).to_bytes(4, "big")[:_FACT]
+        begin = len(written) + (rank - size) * _OWN
+        written[begin : begin + len(own)] = own
         self._text = ""
-        dtype = like.dtype if like.is_floating_point() else torch.float32  # all of them have the integers to 255
-        return torch.frombuffer(own, dtype=torch.uint8).to(like.device, dtype)
+        return torch.frombuffer(written, dtype=torch.uint8).float()
 
-    def _is_of_same_model(self, message: bytes) -> bool:
-        begin = _NONCE + _LENGTH + _TEXT
-        chains = [message[row : row + _CHAIN] for row in range(begin, len(message), _CHAIN)]
-        if len(set(chains)) == 1:
-            return True
-        of_most = max(chains, key=lambda chain: (chains.count(chain), -chains.index(chain)))
-        self._differs = self._chain != of_most
+    def _check(self, message: bytes) -> list[str]:
+        """Report an error unless all groups have the same model and settings; return in what this one differs."""
+        rows = [message[at : at + _OWN] for at in range(_NONCE + _LENGTH + _TEXT, len(message), _OWN)]
+        if len(set(rows)) == 1:
+            return []
+        self._manager.report_error(RuntimeError("replica groups have different models or settings"))
+        mine = rows[self.world.rank]
+        facts, others = mine[_CHAIN:], _most([row[_CHAIN:] for row in rows])
+        if facts != others:
+            parts = [slice(at, at + _FACT) for at in range(0, len(facts), _FACT)]
+            found = [name for name, part in zip(self._names, parts, strict=False) if facts[part] != others[part]]
+            return found or ["the names of its settings"]
+        self._differs = mine[:_CHAIN] != _most([row[:_CHAIN] for row in rows])
         if self._differs:
             _log.warning("This replica group has made an update alone; it takes over the model of the others")
-        return False
+        return []
 
     # The state. ------------------------------------------------------------------------------------------------------
 
     def _save(self) -> dict[str, Any]:
-        return {"chain": self._chain.hex(), **{name: part.state_dict() for name, part in self._parts.items()}}
+        with self._kept():
+            return {"chain": self._chain.hex(), **{name: part.state_dict() for name, part in self._parts.items()}}
 
     def _load(self, state: dict[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+        with self._kept():
+            for name, part in self._parts.items():
+                part.load_state_dict(state[name])
         self._chain, self._loaded = bytes.fromhex(state["chain"]), True
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep an exception for the thread of the loop: torchft would take it for a group that is lost."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
+
+def _most(rows: Sequence[bytes]) -> bytes:
+    """Return the most frequent one, of equally frequent ones the first."""
+    return max(rows, key=lambda row: (rows.count(row), -rows.index(row)))

@@ -177,6 +177,11 @@ def sampler_facts(sampler: CustomSampler) -> dict[str, Any]:
 
 def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what optimizers must have in common, by name."""
+    whole = (one for one in updater.parameters if not isinstance(one, DTensor))
+    return {**_facts_of_update(updater, inner, backend), "parameters": checksum(whole, backend)}
+
+
+def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     return {
         "ref_batchsize": updater.ref_batchsize,
         "rule": without_addresses(repr(updater.rules)),
@@ -186,8 +191,12 @@ def update_facts(updater: Updater, inner: Optimizer, backend: Backend) -> dict[s
         **_hyperparameters(inner, backend),
         "number of parameters": len(updater.parameters),
         "count= in step()": bool(updater.gradient.token_count.used),
-        "parameters": checksum((one for one in updater.parameters if not isinstance(one, DTensor)), backend),
     }
+
+
+def common_facts(updater: Updater, sampler: CustomSampler, inner: Optimizer, backend: Backend) -> dict[str, Any]:
+    """Return what the ranks of an update must have in common, but for the values of the parameters, by name."""
+    return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler)}
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class ControllerRunner:
             decision = decided.decide(plan.minibatch_size, throughput, fixed_shape=plan.fixed_shape)
             return json.dumps(decision.to_plain())
         except Exception as error:
-            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+            return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
 
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
         """Return what is decided with rank 0's answer to the oldest question."""

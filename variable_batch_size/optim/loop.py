@@ -272,9 +272,12 @@ class Loop:
                 stacklevel=3,
             )
 
-    def enter_world(self, world: World) -> bool:
-        """Let the sampler deal for another world from the next step on; return whether it is another one."""
-        if world == self.feed.world:
+    def enter_world(self, world: World, *, loaded: bool) -> bool:
+        """Let the sampler deal for a world from the next step on; return whether it is another one.
+
+        `loaded`: a state has come, in which a controller may have decided the first step for a world of one.
+        """
+        if world == self.feed.world and not (loaded and self.clock.step == 0):
             return False
         self.feed.enter_world(world)
         self.restart()

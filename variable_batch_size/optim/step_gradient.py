@@ -234,6 +234,11 @@ class StepGradient:
     def agree(self, agreement: Agreement) -> None:
         """Agree with the other ranks on the parameters that have gradients; every rank has to call it."""
         used = self._fresh if self._replay else self.accumulation.has_gradient
+        if self._replay and agreement.world.size == 1 and not any(used):
+            raise RuntimeError(
+                "where the world may change, a rank must call backward() for replays, too, but in its first update "
+                "this one has not; call it before step()"
+            )
         self.participation.agree(used, agreement, replay=self._replay)
 
     def reduce(self, step: Step, factor: float | None, squares: list[Tensor] | None = None) -> list[Tensor] | None:
@@ -278,12 +283,15 @@ class StepGradient:
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks have agreed on, and whether the steps have counts."""
         self.participation.check()
-        return {"counts": self.token_count.used, **self.participation.state_dict()}
+        names = self.step_means.names if self._backend.elastic else None
+        logged = {} if names is None else {"logged": list(names)}
+        return {"counts": self.token_count.used, **logged, **self.participation.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state; what it lacks is agreed on again."""
         self.participation.load_state_dict(state)
-        self.agreed, self.step_means.names = False, None
+        self.agreed, logged = False, state.get("logged") if self._backend.elastic else None
+        self.step_means.names = None if logged is None else tuple(logged)
         self.token_count.used = state.get("counts", self.token_count.used)
 
     # Details. ----------------------------------------------------------------------------------------------------

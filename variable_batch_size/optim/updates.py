@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
 from variable_batch_size.data.reading import Use
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.consistency import common_facts
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
@@ -45,6 +46,8 @@ class Updates(Generic[T]):
             _check_reads_batches(loader)
         self._loader, self._optimizer = loader, optimizer
         self._ahead = check_int(ahead, "ahead", 0, remedy="pass the number of updates that a framework reads ahead")
+        if self._ahead and optimizer.backend.elastic:
+            raise value_error("where the world may change, ahead must be 0", ahead, "read no update before its turn")
         self._epoch: int | None = None  # that of the iteration under way
 
     def __len__(self) -> int:
@@ -111,6 +114,8 @@ class Updates(Generic[T]):
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
                 f"{number} has; create it with batch_sampler=sampler"
             )
+        if optimizer.done:
+            optimizer.backend.part(optimizer.updates)
         return False
 
     def _hand_out(self, microbatches: Iterator[T], step: int, rounds: int) -> Iterator[T]:
@@ -140,8 +145,9 @@ def _meet(optimizer: CustomOptimizer) -> bool:
         return False
     optimizer._settle()
     loaded = backend.meet(loop.clock.step)
-    moved = loop.enter_world(backend.world)
+    moved = loop.enter_world(backend.world, loaded=loaded)
     optimizer._controller.before_update()
+    backend.announce(common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend))
     return loaded or moved
 
 

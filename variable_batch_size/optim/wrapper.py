@@ -229,6 +229,7 @@ OWN: Final[Kinds] = {
 }
 OPTIONAL: Final[Kinds] = {
     "has_gradient": (list,),
+    "logged": (list,),
     "bias_correction": (list,),
     "stopwatch": (dict,),
     "noise": (dict,),
@@ -249,6 +250,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     present = {name: kind for name, kind in OPTIONAL.items() if name in state}
     check_entries(state, present)
     check_items(state.get("has_gradient", ()), (int,), "has_gradient")
+    check_items(state.get("logged", ()), (str,), "logged")
     check_items(state.get("bias_correction", ()), (list,), "bias_correction")
     for group in state.get("bias_correction", ()):
         check_items(group + [None] * (len(group) not in (0, 3)), NUMBER, "bias_correction.")
