@@ -57,7 +57,7 @@ def network(seed: int) -> nn.Module:
 def make(settings: Settings, trace: Any, seed: int, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
     """Return a model and its optimizer, in a world of one."""
     model = network(seed)
-    sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, ROWS)
+    sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, ROWS, max_updates=settings.get("max_updates"))
     inner = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9, weight_decay=1e-3)
     return model, vbs.CustomOptimizer(inner, sampler, REFERENCE, rule=settings["rule"], **options)
 
@@ -92,8 +92,21 @@ def is_held(folder: Path, number: int, update: int) -> bool:
     return hold.exists() and update >= int(hold.read_text())
 
 
+def miss_once(manager: Any) -> None:
+    """Let this group alone find that the next sum has failed."""
+    commit = manager.should_commit
+
+    def once() -> bool:
+        manager.should_commit = commit
+        manager.report_error(RuntimeError("planted"))
+        return bool(commit())
+
+    manager.should_commit = once
+
+
 def train(folder: Path, number: int, settings: Settings) -> None:
-    """Train as a replica group."""
+    """Train as a replica group; the settings under "only" are those of one group."""
+    settings = settings | settings.get("only", {}).get(str(number), {})
     from torchft import Manager, ProcessGroupGloo
 
     from variable_batch_size.integrations.torchft import TorchftBackend
@@ -128,7 +141,7 @@ def train(folder: Path, number: int, settings: Settings) -> None:
             file.write(json.dumps({"event": event, "group": number, "time": time.time(), **facts}) + "\n")
 
         note("up")
-        while optimizer.updates < end(folder):
+        while optimizer.updates < end(folder) and not optimizer.done:
             for update in vbs.updates(loader_of(optimizer), optimizer):
                 step, used, made = optimizer.updates, [], False
                 if is_held(folder, number, step):
@@ -143,8 +156,12 @@ def train(folder: Path, number: int, settings: Settings) -> None:
                     loss = loss_of(model, x, y)
                     optimizer.backward(loss)
                     optimizer.log(loss=loss)
+                    if step % settings.get("period", step + 1) == 0:
+                        optimizer.log(often=1.0)
                     if microbatch.ends_step:
                         note("deal", step=step, quorum=quorum, world=world, used=used)
+                        if step + 1 == settings.get("misses"):
+                            miss_once(manager)
                     made = optimizer.step()
                 note("commit" if made else "broken", step=step, quorum=quorum, world=world, weights=digest(model))
                 if checkpoint is not None:

@@ -99,6 +99,41 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(tmp_path: Path)
             assert "an update needs a quorum of replica groups, but" in (tmp_path / f"log-{number}").read_text()
 
 
+def test_a_group_that_trains_otherwise_ends_alone_and_says_in_what(tmp_path: Path) -> None:
+    settings = LINEAR | {"only": {"2": {"rule": "root"}}, "max_updates": 150}
+    with Groups(tmp_path, settings, 2) as groups:
+        for number in (0, 1):
+            groups.start(number)
+        groups.wait(lambda: len(groups.holders) == 2, "both")
+        groups.start(2)
+        assert groups.running.pop(2).wait(60) == 1
+        assert "this one differs from the others in rule;" in (tmp_path / "log-2").read_text()
+        assert [groups.running[number].wait(60) for number in (0, 1)] == [0, 0]
+        check(groups.events(), settings)
+
+
+def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path: Path) -> None:
+    settings = LINEAR | {"max_updates": 12, "only": {"1": {"misses": 12}}}
+    with Groups(tmp_path, settings, 2) as groups:
+        for number in (0, 1):
+            groups.start(number)
+        assert [groups.running[number].wait(60) for number in (0, 1)] == [0, 0]
+        ends = [event for event in groups.events() if event["event"] == "end"]
+        assert [event["group"] for event in groups.events() if event["event"] == "broken"][-1] == 1
+    assert ends[0]["weights"] == ends[1]["weights"]
+    assert ends[0]["updates"] == ends[1]["updates"] == 12
+
+
+def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := LINEAR | {"period": 10}, 2) as groups:
+        for number in range(3):
+            groups.start(number)
+        groups.wait(lambda: len(groups.holders) == 3, "all")
+        groups.kill(2)
+        groups.start(2)
+        check(groups.finish(), settings)
+
+
 def test_the_example_trains_with_the_groups_that_are_left(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "replica_groups.py")]
     with Groups(tmp_path, {}, 2) as groups:

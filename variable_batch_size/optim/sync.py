@@ -13,7 +13,7 @@ from weakref import finalize, ref
 from torch import OutOfMemoryError, Tensor
 from torch.nn import Module
 
-from variable_batch_size.backend import Backend, BrokenStepError
+from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.optim.accumulation import Aside
 
@@ -106,10 +106,10 @@ class Sync(ABC):
             self._backend.all_reduce_sum(tensors)
         except (AbsentRankError, OutOfMemoryError):
             raise
-        except BrokenStepError:  # on every rank that has taken part
-            self._begun = False
-            raise
         except RuntimeError as error:
+            if self._backend.elastic:  # which says what is wrong, and whose other ranks go on without this one
+                self._begun = False
+                raise
             raise RuntimeError(f"a rank does not take part in the sum of the gradients, {RESTART}: {error}") from error
         self._begun = False
 
