@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +24,7 @@ TRACES: dict[str, Any] = {
     "per device": vbs.AdaptiveTrace(vbs.adaptive.PerDevice(3), every=2, delay=4),
     "noise": vbs.AdaptiveTrace(vbs.adaptive.NoiseScale(), start=8, bounds=(8, 40), every=3, delay=5),
 }
+ALL = Attempt((0, 1, 2, 3))
 DATASET = TensorDataset(
     torch.arange(SAMPLES), torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 )
@@ -70,6 +71,8 @@ def attempts(size: int) -> st.SearchStrategy[list[Attempt]]:
     st.sampled_from(list(TRACES)),
     st.sampled_from(["linear", "adascale"]),
 )
+@example((4, [ALL, ALL, Attempt((2,), holds=False)]), "fixed", "adascale")  # then 2 has a replay, of 1 sample
+@example((3, [Attempt((1, 2), holds=False), Attempt((0, 2))]), "per device", "linear")  # 0 has decided for itself
 def test_the_updates_are_those_of_one_process(case: tuple[int, list[Attempt]], name: str, rule: str) -> None:
     size, script = case
     found = run_script(lambda backend: train(backend, TRACES[name], rule), Script(size, script))
