@@ -58,7 +58,7 @@ def under_torchrun(capacity: CapacityTrace, folder: Path) -> tuple[int, int, flo
     gaps = [later - earlier for start in starts for earlier, later in itertools.pairwise(start.ends)]
     update = statistics.median(gaps)
     made = sum(max(0, len(start.ends) - 1) for start in starts)
-    kept = starts[-1].updates[-1]
+    kept = next(start.updates[-1] for start in reversed(starts) if start.updates)  # the last one may still start
     waits = [start.ends[1] - update - start.begun for start in starts[1:] if len(start.ends) > 1]
     return kept, made - kept, update, statistics.mean(waits)
 
