@@ -163,6 +163,9 @@ def run_script(groups: Groups, number: int, events: int, drawn: random.Random) -
             time.sleep(drawn.uniform(0, 1))
         else:
             groups.wait_for(drawn.randint(1, 25))
+    for group in range(number):
+        if len(groups.running) < groups.least and group not in groups.running:  # a quorum needs it
+            groups.start(group)
 
 
 def check(events: Sequence[Event], settings: Settings) -> dict[str, int]:
