@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from variable_batch_size.backend import Backend, BrokenStepError, LocalBackend, World
+from variable_batch_size.backend import BrokenStepError, ElasticBackend, World
 
 TIMEOUT = 60.0
 
@@ -70,25 +70,14 @@ class Script:
                 meeting.barrier.abort()
 
 
-class ElasticThreads(Backend):
+class ElasticThreads(ElasticBackend):
     """One of the threads."""
 
-    elastic: ClassVar[bool] = True
-
     def __init__(self, script: Script, number: int) -> None:
-        super().__init__(World())
+        super().__init__()
         self._script, self._number, self._next = script, number, 0
         self._meeting: _Meeting | None = None
-        self._text, self._received = "", ""
         self.parts: list[Any] = []
-
-    @property
-    def job(self) -> Backend:
-        return LocalBackend()
-
-    @property
-    def leads(self) -> bool:
-        return self.world.rank == 0
 
     def meet(self, updates: int) -> bool:
         if self._meeting is not None:
@@ -111,19 +100,13 @@ class ElasticThreads(Backend):
         assert self._meeting is not None
         self._meeting.facts[self.world.rank] = str(facts)
 
-    def post(self, text: str) -> None:
-        self._text = text
-
-    def received(self) -> str:
-        return self._received
-
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         meeting, self._meeting = self._meeting, None
         assert meeting is not None
         meeting.inputs[self.world.rank] = [tensor.detach() for tensor in tensors]
         if self.leads:
-            meeting.text = self._text
-        self._text = ""
+            meeting.text = self.posted
+        self.posted = ""
         meeting.barrier.wait()
         assert len({*meeting.facts.values()}) == 1, meeting.facts
         rows = [meeting.inputs[rank] for rank in range(self.world.size)]
@@ -135,7 +118,7 @@ class ElasticThreads(Backend):
             tensor.detach().copy_(total)
         if not meeting.attempt.holds:
             raise BrokenStepError("the script says so")
-        self._received = meeting.text
+        self.received = meeting.text
 
 
 def run_script(train: Callable[[ElasticThreads], Any], script: Script) -> list[Any]:

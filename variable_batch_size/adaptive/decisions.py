@@ -103,7 +103,7 @@ def decide_again(
         if asked is None:
             allowed = round_to_allowed(trace, decision.batch_size)
             decision = decision if allowed == decision.batch_size else Decision(step, allowed)
-        elif changed or asked.devices != (devices or asked.devices):
+        elif changed or devices not in (None, asked.devices):
             asked = replace(asked, devices=devices or asked.devices)
             changed = changed or trace.next(asked) != decision.batch_size
             decision = replace(decision, input=asked)

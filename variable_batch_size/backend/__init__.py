@@ -4,9 +4,10 @@
 No other folder calls a collective.
 """
 
-from variable_batch_size.backend.base import Backend, BrokenStepError
+from variable_batch_size.backend.base import Backend
 from variable_batch_size.backend.detection import current_world, detect
 from variable_batch_size.backend.distributed import DistributedBackend
+from variable_batch_size.backend.elastic import BrokenStepError, ElasticBackend
 from variable_batch_size.backend.local import LocalBackend
 from variable_batch_size.backend.xla import XlaBackend
 from variable_batch_size.world import World
@@ -15,6 +16,7 @@ __all__ = [
     "Backend",
     "BrokenStepError",
     "DistributedBackend",
+    "ElasticBackend",
     "LocalBackend",
     "World",
     "XlaBackend",

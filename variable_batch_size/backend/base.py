@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, final
 
@@ -20,11 +20,6 @@ from variable_batch_size.world import World
 _servers: list[dist.Store] = []  # until this process ends: other ranks may read later than this one
 
 
-@final
-class BrokenStepError(RuntimeError):
-    """A sum over the ranks does not hold, and the world that was asked for it is over: the step is made again."""
-
-
 class Backend(ABC):
     """What differs between one process, `torch.distributed` and PyTorch/XLA.
 
@@ -38,7 +33,7 @@ class Backend(ABC):
     Attributes:
         world: this rank, and the number of ranks.
         threads: whether ranks may be threads of one process, which have the disk of rank 0.
-        elastic: whether the world may change between two updates, see `meet`.
+        elastic: whether the world may change between two updates, see `ElasticBackend`.
         while_waiting: called every second while the host waits in a sum, if the backend can; what it raises ends that.
             Another thread passes a function that returns whether the host still waits.
     """
@@ -93,8 +88,6 @@ class Backend(ABC):
         """Whether it is known that a rank has ended, so that a wait for it would not end."""
         return False
 
-    # A world that may change. -------------------------------------------------------------------------------------
-
     @property
     def alone(self) -> bool:
         """Whether there is no other rank, and never will be."""
@@ -104,27 +97,6 @@ class Backend(ABC):
     def leads(self) -> bool:
         """Whether this rank decides and writes for all."""
         return self.job.world.rank == 0
-
-    def meet(self, updates: int) -> bool:
-        """Find the `world` of the update that follows this number of them; return whether a state was loaded.
-
-        It may be called again before the sum of that update, without effect.
-        """
-        return False
-
-    def announce(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 (a no-op where ranks compare otherwise)
-        """Say what all ranks of the next sum must have in common, by name."""
-
-    def part(self, updates: int) -> None:  # noqa: B027 (a no-op where the world stays)
-        """Leave after the last update, when every other rank has made it."""
-
-    def post(self, text: str) -> None:
-        """Let the sum of the next update carry a text of rank 0 to all; only where the world may change."""
-        raise NotImplementedError
-
-    def received(self) -> str:
-        """Return the text that the sum of the last update has carried."""
-        raise NotImplementedError
 
     # The device. --------------------------------------------------------------------------------------------------
 

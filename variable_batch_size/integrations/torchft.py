@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, final
+from logging import WARNING
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from variable_batch_size._log import log
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.backend.base import Backend, BrokenStepError
+from variable_batch_size.backend import BrokenStepError, ElasticBackend
 from variable_batch_size.backend.flat_messages import FlatMessages
-from variable_batch_size.backend.local import LocalBackend
+from variable_batch_size.checkpoint.parts import Stateful
 from variable_batch_size.integrations.versions import require_version
 from variable_batch_size.world import World
 
@@ -25,25 +26,14 @@ require_version("torchft", "0.2.0", "torchft")
 
 from torchft import Manager  # noqa: E402
 
-_log = logging.getLogger("variable_batch_size")
 # Bytes of the parts of a letter: of the first group, and of each one.
 _NONCE, _LENGTH, _TEXT = 8, 2, 4096
 _CHAIN, _FACT, _FACTS = 8, 2, 128  # the last one is the number of facts that are told apart
 _OWN = _CHAIN + _FACT * _FACTS
 
 
-class Stateful(Protocol):
-    """What a group that comes back takes over from another one."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take over a state."""
-
-
 @final
-class TorchftBackend(Backend):
+class TorchftBackend(ElasticBackend):
     """The replica groups of a `torchft.Manager`, each of one process, of which some may fail or join at any update.
 
     The quorum of an update says which group computes which microbatches of its batch, which depends on (seed, epoch,
@@ -62,10 +52,8 @@ class TorchftBackend(Backend):
         ValueError: if the quorum is asynchronous, or a group has several processes.
     """
 
-    elastic: ClassVar[bool] = True
-
     def __init__(self, manager: Manager) -> None:
-        super().__init__(World())
+        super().__init__()
         if not isinstance(manager, Manager):
             raise type_error("manager must be a torchft.Manager", manager, "pass the one of this replica group")
         if manager._use_async_quorum:
@@ -80,7 +68,6 @@ class TorchftBackend(Backend):
         self._loaded = False  # whether it has brought a state
         self._chain = bytes(_CHAIN)  # of all sums that this model has taken
         self._differs = False  # whether other groups have taken others
-        self._text, self._received = "", ""
         self._facts: Mapping[str, Any] = {}
         self._names: list[str] = []
         self._failure: Exception | None = None  # of a state_dict or a load_state_dict
@@ -92,22 +79,12 @@ class TorchftBackend(Backend):
             TypeError: if a part has no `state_dict` and `load_state_dict`.
         """
         for name, part in parts.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            if not isinstance(part, Stateful):
                 raise type_error(f"{name} must have state_dict() and load_state_dict()", part, "leave it out")
         self._manager.register_state_dict_fn("variable_batch_size", self._load, self._save)
         self._parts = parts
 
     # The world. ------------------------------------------------------------------------------------------------------
-
-    @property
-    def job(self) -> Backend:
-        """This group alone: what is agreed on travels in the sums."""
-        return LocalBackend()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this group is the first one of the quorum."""
-        return self.world.rank == 0
 
     def meet(self, updates: int) -> bool:
         """Wait for the quorum of the next update, and for the state of another group if this one is behind.
@@ -122,9 +99,7 @@ class TorchftBackend(Backend):
                 "a group that comes back must get the state of another one, but none is registered; call "
                 "backend.register(model=model, optimizer=optimizer) before the loop"
             )
-        step = 0 if self._differs else updates  # torchft sends a state to the groups that are behind
-        if self._manager.current_step() != step:
-            self._manager.load_state_dict({"step": step, "batches_committed": self._manager.batches_committed()})
+        self._count(0 if self._differs else updates)  # torchft sends a state to the groups that are behind
         self._loaded = False
         self._wait_for_quorum()
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
@@ -134,9 +109,13 @@ class TorchftBackend(Backend):
                 "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
             )
         if self._differs and not self._loaded:  # the others are gone
-            self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
+            self._count(updates)
         self.world, self._met, self._differs = World(rank, size), True, False
         return self._loaded
+
+    def _count(self, updates: int) -> None:
+        """Let torchft count updates from here."""
+        self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
 
     def _wait_for_quorum(self) -> None:
         try:
@@ -162,7 +141,7 @@ class TorchftBackend(Backend):
             self.meet(updates)
             self._sum(torch.zeros(1))
         except RuntimeError as error:  # the others have ended
-            _log.info("Ends without the others: %s", error)
+            log(f"Ends without the others: {error}", update=updates)
 
     # The sum. --------------------------------------------------------------------------------------------------------
 
@@ -206,25 +185,17 @@ class TorchftBackend(Backend):
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
         begin = _NONCE + _LENGTH
         length = int.from_bytes(message[_NONCE:begin], "big")
-        self._received = message[begin : begin + length].decode()
+        self.received = message[begin : begin + length].decode()
         self._chain = hashlib.sha256(self._chain + message).digest()[:_CHAIN]
 
     def _sum(self, flat: Tensor) -> None:
         self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()  # an error is kept by the manager
 
-    def post(self, text: str) -> None:
-        """Let the next sum carry a text, if this is the first group; up to 4,096 bytes."""
-        if len(text.encode()) > _TEXT:
-            raise value_error(f"the answer of a controller must have at most {_TEXT} bytes", len(text), "shorten it")
-        self._text = text
-
-    def received(self) -> str:
-        """Return the text of the last sum."""
-        return self._received
-
     def _letter(self, facts: Mapping[str, Any]) -> Tensor:
         """Return bytes, of which each group writes its own, as numbers."""
-        (rank, size), text = (self.world.rank, self.world.size), self._text.encode()
+        (rank, size), text = (self.world.rank, self.world.size), self.posted.encode()
+        if len(text) > _TEXT:
+            raise value_error(f"the answer of a controller must have at most {_TEXT} bytes", len(text), "shorten it")
         written = bytearray(_NONCE + _LENGTH + _TEXT + size * _OWN)
         if rank == 0:
             head = secrets.token_bytes(_NONCE) + len(text).to_bytes(_LENGTH, "big") + text
@@ -235,7 +206,7 @@ class TorchftBackend(Backend):
             own += zlib.crc32(f"{name}: {facts[name]}".encode()).to_bytes(4, "big")[:_FACT]
         begin = len(written) + (rank - size) * _OWN
         written[begin : begin + len(own)] = own
-        self._text = ""
+        self.posted = ""
         return torch.frombuffer(written, dtype=torch.uint8).float()
 
     def _check(self, message: bytes) -> list[str]:
@@ -252,7 +223,7 @@ class TorchftBackend(Backend):
             return found or ["the names of its settings"]
         self._differs = mine[:_CHAIN] != _most([row[:_CHAIN] for row in rows])
         if self._differs:
-            _log.warning("This replica group has made an update alone; it takes over the model of the others")
+            log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
         return []
 
     # The state. ------------------------------------------------------------------------------------------------------

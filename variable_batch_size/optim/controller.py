@@ -19,7 +19,7 @@ from variable_batch_size.adaptive.decided_trace import (
 )
 from variable_batch_size.adaptive.decisions import Decision, is_due
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Backend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.deal import Step
 from variable_batch_size.optim.loop import Loop
@@ -79,23 +79,23 @@ class ControllerRunner:
         if is_due(decided.adaptive, updates) and decided.asked != updates:
             decided = decided.ask(Measurements(updates, self._measure()))
         while decided.unanswered and updates >= decided.unanswered[0].updates + READ_AFTER:
-            if not self._backend.elastic:
+            if not isinstance(self._backend, ElasticBackend):
                 self._answer(decided, agreement)
             if updates < decided.unanswered[0].updates + ADOPTED_AFTER:
                 break
             decided = self._adopt(decided, updates, agreement)
-            if self._backend.elastic:  # where an update carries one answer
+            if isinstance(self._backend, ElasticBackend):  # where an update carries one answer
                 break
         if decided is not before:
             plans.grow(decided)
 
-    def before_update(self) -> None:
-        """Let the next sum carry the answer that is due after it, where the world of every update is another one."""
+    def before_update(self, backend: ElasticBackend) -> None:
+        """Let the next sum carry the answer that is due after it."""
         decided, updates = self._loop.feed.plans.decided, self._loop.clock.step
-        if not decided or not decided.unanswered or not self._backend.leads:
+        if decided is None or not decided.unanswered or not backend.leads:
             return
         if updates >= decided.unanswered[0].updates + READ_AFTER:
-            self._backend.post(self._decision(decided))
+            backend.posted = self._decision(decided)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, if anything is."""
@@ -144,8 +144,8 @@ class ControllerRunner:
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
         """Return what is decided with rank 0's answer to the oldest question."""
         asked = self._asked
-        if self._backend.elastic:
-            text = self._backend.received()
+        if isinstance(self._backend, ElasticBackend):
+            text = self._backend.received
         else:
             text = agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer
         answer = json.loads(text)

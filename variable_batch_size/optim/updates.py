@@ -10,6 +10,7 @@ from typing import Generic, Literal, TypeVar, final, get_args
 from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
+from variable_batch_size.backend import ElasticBackend
 from variable_batch_size.data.reading import Use
 from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.optim.consistency import common_facts
@@ -114,7 +115,7 @@ class Updates(Generic[T]):
                 f"the loader must yield the microbatches of the optimizer's sampler, but it yields more than epoch "
                 f"{number} has; create it with batch_sampler=sampler"
             )
-        if optimizer.done:
+        if optimizer.done and isinstance(optimizer.backend, ElasticBackend):
             optimizer.backend.part(optimizer.updates)
         return False
 
@@ -141,12 +142,12 @@ class Updates(Generic[T]):
 def _meet(optimizer: CustomOptimizer) -> bool:
     """Find the world of the next update; return whether it is another one, or a state was loaded."""
     backend, loop = optimizer.backend, optimizer._loop
-    if not backend.elastic:
+    if not isinstance(backend, ElasticBackend):
         return False
     optimizer._settle()
     loaded = backend.meet(loop.clock.step)
     moved = loop.enter_world(backend.world, loaded=loaded)
-    optimizer._controller.before_update()
+    optimizer._controller.before_update(backend)
     backend.announce(common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend))
     return loaded or moved
 
