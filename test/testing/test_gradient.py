@@ -1,0 +1,217 @@
+"""The checker of gradients: no false word about loops that are right, and what is wrong with those that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import variable_batch_size as vbs
+from helpers.gradient_loops import MICROBATCHES, RANKS, ROWS, Loop, batch_of, loss_fn, model_of, run_loops
+from helpers.processes import spawn
+from helpers.properties import examples
+from variable_batch_size.testing import GradientReport, check_gradient
+
+DTYPES = [torch.float64, torch.float32]
+
+
+def report_of(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> GradientReport:
+    loop = Loop(dtype)
+    return check_gradient(loop.model, loss_fn, loop.batch, getattr(loop, name), **options)
+
+
+def tokens() -> torch.Tensor:
+    return batch_of()[2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["whole_batch", "weighed_microbatches", "all_tokens", "ours", "clipped"])
+def test_right_loops_are_exact(name: str, dtype: torch.dtype) -> None:
+    if name == "ours" and dtype == torch.float32:
+        dtype = torch.float64
+    report = report_of(name, dtype, counts=tokens() if "token" in name else None, parts=MICROBATCHES)
+    assert report.exact, report
+    assert str(report).startswith("exact: each row weighs what it has to")
+    if name == "clipped":
+        assert report.factor < 0.1
+        assert "(clipped, scaled or summed?)" in str(report)
+    else:
+        assert report.factor == pytest.approx(1, abs=1e-4)
+        assert "times" not in str(report)
+    assert list(report.parts.values()) == pytest.approx([1, 1, 1, 1], abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_mean_of_means_counts_the_smaller_part_more(dtype: torch.dtype) -> None:
+    report = report_of("mean_of_means", dtype)
+    assert not report.exact
+    assert report.parts == pytest.approx({"rows 0 to 15": 0.8125, "rows 16 to 25": 1.3}, abs=1e-3)
+    assert report.weights == pytest.approx([0.8125] * 16 + [1.3] * 10, abs=1e-3)
+    assert str(report).splitlines() == [
+        "not exact: rows weigh from 0.8125 to 1.3 of what they have to",
+        "  rows 0 to 15: 0.8125",
+        "  rows 16 to 25: 1.3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("short_last_microbatch", {}, ["rows 0 to 23: 0.8125", "rows 24 to 25: 3.25"]),
+        ("dropped_rows", {}, ["rows 24 to 25: ", "not used: rows 24 to 25"]),
+        ("padded_by_repeated_rows", {}, ["rows 0 to 1: 1.857", "used twice: rows 0 to 1"]),
+        ("cleared_within", {}, ["not used: rows 0 to 23"]),
+        ("one_rank_alone", {"parts": RANKS}, ["rows 0 to 15: 1.625", "not used: rows 16 to 25"]),
+        ("rows_where_tokens_are_meant", {"counts": tokens()}, ["not exact: rows weigh from "]),
+        ("gradients_of_the_step_before", {}, ["is no weighted sum of", "zero_grad() is missing"]),
+        ("another_loss", {}, ["is no weighted sum of"]),
+    ],
+)
+def test_wrong_loops_are_named(name: str, options: dict[str, Any], words: list[str]) -> None:
+    report = report_of(name, **options)
+    assert not report.exact
+    for word in words:
+        assert word in str(report)
+
+
+def test_token_means_of_ranks_are_not_those_of_all_tokens() -> None:
+    report = report_of("token_means_of_ranks", counts=tokens(), parts=RANKS)
+    first, second = (int(part.sum()) for part in tokens().split(RANKS))
+    total = first + second
+    assert list(report.parts.values()) == pytest.approx([total / 2 / first, total / 2 / second])
+    assert not report.exact
+    assert report_of("token_means_of_ranks").weights.std() > 0.1  # nor are they those of rows
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 10**6), st.booleans())
+@examples(60)
+def test_drawn_weights_are_found(sizes: list[int], seed: int, small: bool) -> None:
+    """Of rows; or of parts, if the model has fewer parameters than there are rows."""
+    rng, number = np.random.default_rng(seed), sum(sizes)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(number, 1, generator=generator, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(5, 1) if small else nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 1)))
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = torch.from_numpy(np.repeat(rng.choice([0.0, 0.5, 1.0, 3.0], len(sizes)), sizes))
+    weights = weights if weights.any() else weights + 1
+
+    def step() -> None:
+        ((model(x) - y).square()[:, 0] * weights).mean().backward()
+        optimizer.step()
+
+    def mean(model: nn.Module, rows: Any) -> torch.Tensor:
+        loss: torch.Tensor = (model(rows[0]) - rows[1]).square().mean()
+        return loss
+
+    report = check_gradient(model, mean, (x, y), step, parts=sizes)
+    relative = (weights / weights.mean()).numpy()
+    assert report.factor == pytest.approx(float(weights.mean()), rel=1e-6)
+    starts = np.cumsum([0, *sizes[:-1]])
+    assert [*report.parts.values()] == pytest.approx(relative[starts].tolist(), abs=1e-6)
+    assert report.exact == bool(np.ptp(relative) < 1e-9)
+    if np.isfinite(report.weights).all():
+        assert report.weights == pytest.approx(relative, abs=1e-6)
+
+
+def test_rows_without_counts_are_left_out() -> None:
+    loop, counts = Loop(), tokens().clone()
+    counts[[0, 7]] = 0
+
+    def step() -> None:
+        x, labels, _ = loop.batch
+        losses = nn.functional.cross_entropy(loop.model(x), labels, reduction="none")
+        ((losses * counts).sum() / counts.sum()).backward()
+        loop.optimizer.step()
+
+    report = check_gradient(loop.model, loss_fn, loop.batch, step, counts=counts)
+    assert report.exact
+    assert np.flatnonzero(np.isnan(report.weights)).tolist() == [0, 7]
+
+
+def test_coordinates_of_a_large_model_are_drawn() -> None:
+    model = nn.Sequential(nn.Linear(6, 3000), nn.Tanh(), nn.Linear(3000, 4)).double()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), batch_of()
+
+    def step() -> None:
+        for begin, end in ((0, 16), (16, 26)):
+            (loss_fn(model, tuple(field[begin:end] for field in batch)) / 2).backward()  # type: ignore[arg-type]
+        optimizer.step()
+
+    report = check_gradient(model, loss_fn, batch, step)
+    assert report.parts == pytest.approx({"rows 0 to 15": 0.8125, "rows 16 to 25": 1.3})
+
+
+def test_dropout_comes_back() -> None:
+    loop = Loop()
+    check_gradient(loop.model, loss_fn, loop.batch, loop.whole_batch)
+    assert [part.p for part in loop.model.modules() if isinstance(part, nn.Dropout)] == [0.5]
+
+
+@pytest.mark.slow("starts processes")
+def test_what_sums_over_processes_is_explained(tmp_path: Path) -> None:
+    spawn(run_loops, (tmp_path,), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        for name in ("ddp", "fsdp2"):
+            exact, factor, parts, text = found[name]
+            assert (exact, parts) == (False, pytest.approx([0.8125, 1.3])), text
+            assert factor == pytest.approx(1)
+        for name in ("weighed ddp", "our fsdp2"):
+            exact, factor, parts, text = found[name]
+            assert (exact, factor, parts) == (True, pytest.approx(1), pytest.approx([1, 1])), text
+
+
+# -------------------------------------------------------------------------------------------------------- wrong usage
+
+
+def test_a_step_makes_one_update() -> None:
+    loop = Loop()
+
+    def two() -> None:
+        loop.whole_batch()
+        loop.whole_batch()
+
+    with pytest.raises(RuntimeError, match=r"step must make one update, but it makes several"):
+        check_gradient(loop.model, loss_fn, loop.batch, two)
+    with pytest.raises(RuntimeError, match=r"of an optimizer that has parameters of the model, but no call was seen"):
+        check_gradient(loop.model, loss_fn, loop.batch, lambda: None)
+    other = Loop()
+    with pytest.raises(RuntimeError, match=r"no call was seen; pass trained="):
+        check_gradient(loop.model, loss_fn, loop.batch, other.whole_batch)
+
+
+def test_what_cannot_be_found_is_refused() -> None:
+    model, x = nn.Linear(3, 1).double(), torch.randn(8, 3, dtype=torch.float64)
+
+    def mean(model: nn.Module, rows: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(rows).square().mean()
+        return loss
+
+    def step() -> None:
+        mean(model, x).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    with pytest.raises(ValueError, match=r"must differ in more coordinates than there are rows, .* pass parts="):
+        check_gradient(model, mean, x, step)
+    with pytest.raises(ValueError, match=r"the sizes of parts must sum to the 8 rows"):
+        check_gradient(model, mean, x, step, parts=[3, 4])
+    with pytest.raises(ValueError, match=r"must have rows that count something"):
+        check_gradient(model, mean, x, step, counts=[0] * 8)
+    with pytest.raises(ValueError, match=r"the loss must be deterministic"):
+        check_gradient(model, lambda model, rows: mean(model, rows) * torch.rand(()), x, step)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        check_gradient(mean, mean, x, step)  # type: ignore[arg-type]
+
+
+def test_the_batch_has_all_rows() -> None:
+    assert sum(RANKS) == sum(MICROBATCHES) == ROWS == len(batch_of()[0])
+    assert isinstance(model_of(), nn.Module)
+    assert vbs.testing.check_gradient is check_gradient

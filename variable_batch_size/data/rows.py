@@ -1,0 +1,85 @@
+"""Rows of a batch: tensors, arrays or lists whose first dimension is the rows, alone or in tuples, lists and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from variable_batch_size._validation import IntArray, type_error, value_error
+
+
+def _is_leaf(batch: object) -> bool:
+    """Return whether the items of an object are rows; those of a tuple, a dict or a list of tensors are fields."""
+    if isinstance(batch, list):
+        return not (batch and all(isinstance(item, (Tensor, np.ndarray, Mapping, tuple)) for item in batch))
+    return not isinstance(batch, (tuple, Mapping))
+
+
+def _map(function: Callable[[Any], Any], batch: Any) -> Any:
+    if _is_leaf(batch):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return type(batch)({name: _map(function, field) for name, field in batch.items()})  # type: ignore[call-arg]
+    fields = [_map(function, field) for field in batch]
+    return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if _is_leaf(batch):
+        yield batch
+    else:
+        for field in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _leaves(field)
+
+
+def count(batch: Any) -> int:
+    """Return the number of rows of a batch; 0 for None.
+
+    Raises:
+        TypeError: if a field has no rows.
+        ValueError: if the fields have unequal numbers of rows.
+    """
+    if batch is None:
+        return 0
+    sizes = []
+    for leaf in _leaves(batch):
+        if not hasattr(leaf, "__len__") or not hasattr(leaf, "__getitem__") or getattr(leaf, "ndim", 1) == 0:
+            remedy = "pass tensors whose first dimension is the rows, in tuples or dicts, or a list and collate_fn="
+            raise type_error("each field of a batch must have rows", leaf, remedy)
+        sizes.append(len(leaf))
+    if len(set(sizes)) > 1:
+        remedy = "pass tensors with one first dimension; or a list of rows, and collate_fn="
+        raise value_error("all fields of a batch must have the same number of rows", f"{sorted(set(sizes))}", remedy)
+    return sizes[0] if sizes else 0
+
+
+def join(batches: Sequence[Any]) -> Any:
+    """Return the rows of several batches, one after another: one batch as it is."""
+    first, *others = batches
+    if not others:
+        return first
+    if isinstance(first, Mapping):
+        return type(first)({name: join([batch[name] for batch in batches]) for name in first})  # type: ignore[call-arg]
+    if _is_leaf(first):
+        if isinstance(first, list):
+            return [row for batch in batches for row in batch]
+        return np.concatenate(batches) if isinstance(first, np.ndarray) else torch.cat(list(batches))
+    fields = [join(parts) for parts in zip(*batches, strict=True)]
+    return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+
+
+def take(batch: Any, index: IntArray) -> Any:
+    """Return these rows of a batch, (rows,): without a copy of tensors and arrays if they are consecutive."""
+    if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+        return _map(lambda leaf: leaf[int(index[0]) : int(index[-1]) + 1], batch)
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[torch.from_numpy(index).to(leaf.device)]
+        return leaf[index] if isinstance(leaf, np.ndarray) else [leaf[number] for number in index.tolist()]
+
+    return _map(of_leaf, batch)

@@ -1,0 +1,18 @@
+"""Helpers for tests of a training: ranks in one process, XLA cores on a CPU, resuming, and what a gradient is made of.
+
+Begin with `gradient.py`: it explains the gradient of any training loop by those of the rows.
+"""
+
+from variable_batch_size.backend.xla import launch
+from variable_batch_size.testing.gradient import GradientReport, check_gradient
+from variable_batch_size.testing.ranks import ThreadBackend, run_ranks
+from variable_batch_size.testing.resuming import assert_resumes_identically
+
+__all__ = [
+    "GradientReport",
+    "ThreadBackend",
+    "assert_resumes_identically",
+    "check_gradient",
+    "launch",
+    "run_ranks",
+]
