@@ -8,6 +8,7 @@ from . import testing as testing
 from .adaptive.adaptive_trace import AdaptiveTrace as AdaptiveTrace
 from .checkpoint.checkpoint import Checkpoint as Checkpoint
 from .checkpoint.reading import read_checkpoint as read_checkpoint
+from .data.arriving import ArrivingBatches as ArrivingBatches
 from .data.evaluation_sampler import EvaluationSampler as EvaluationSampler
 from .data.fit import elastic as elastic
 from .data.fit import find_minibatch_size as find_minibatch_size

@@ -126,6 +126,8 @@ class Parts:
 
     def batch_size(self, step: int) -> int:
         """Return the batch size of an update; 0 if it is not known."""
+        if self._optimizer.sampler._feed.arriving:
+            return 0
         with suppress(ValueError, IndexError):
             return self._optimizer.sampler.plan.trace.batch_size(step) if step >= 0 else 0
         return 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from variable_batch_size._log import stacklevel_of_user
 from variable_batch_size._validation import IntArray, value_error
 from variable_batch_size.adaptive.decided_trace import warn_if_changed
+from variable_batch_size.data.arrival import Arrival
 from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.equal_rounds import check_constant
@@ -21,6 +22,8 @@ from variable_batch_size.data.shares import Speeds
 from variable_batch_size.data.shuffle import order
 from variable_batch_size.data.state import VERSION, check_position, check_same_samples
 from variable_batch_size.world import World
+
+_ARRIVES = "batches that arrive"  # in the place of the trace, in a state
 
 
 class RandomStates(Protocol):
@@ -80,8 +83,10 @@ class Feed:
         cut_is_known: whether the user or a state has said whether shapes are fixed.
         equal_rounds: whether every rank must compute equally many microbatches in every step, and no replay.
         speeds: of each rank; empty if they are equal.
+        arriving: whether batches arrive, so that there is no trace and no order of samples.
 
     Attributes:
+        arrival: the step whose rows have arrived last.
         reading: the iteration that was read last.
         before_reading: the random states of a checkpoint that wait for the next read.
     """
@@ -97,9 +102,12 @@ class Feed:
         cut_is_known: bool,
         equal_rounds: bool,
         speeds: Speeds,
+        arriving: bool = False,
     ) -> None:
         self.world, self.plans, self.seed, self.shuffle, self.epochs = world, plans, seed, shuffle, epochs
         self.equal_rounds, self.speeds, self._cut_is_known = equal_rounds, speeds, cut_is_known
+        self.arriving = arriving
+        self.arrival: Arrival | None = None
         self.reading: Reading | None = None
         self.before_reading = BeforeReading()
         self._clock = plans.clock()
@@ -127,7 +135,8 @@ class Feed:
         spread = self._spread and not self.plans.plan.fixed_shape
         equal = self._padded or self.equal_rounds
         # A round takes as long as a microbatch on the slowest rank: whole ones in equal rounds do not go by speed.
-        return Dealing(self.world.size if spread else 1, equal, self.speeds if spread or not equal else ())
+        speeds = self.speeds if spread or not equal else ()
+        return Dealing(self.world.size if spread else 1, equal, speeds, self.arrival)
 
     def order(self, epoch: int) -> Callable[[IntArray], IntArray]:
         """Return the map from positions in an epoch's order to indices in the dataset, for arrays of any shape."""
@@ -157,6 +166,9 @@ class Feed:
             ValueError: if the trace is constant, and `equal_rounds` are not possible; or if ranks have unequal speeds,
                 and one graph for all ranks, or a world that may change.
         """
+        if self.arriving and elastic:
+            found = "an elastic backend"
+            raise value_error("batches that arrive need ranks that stay", found, "pass a vbs.CustomSampler")
         if self.speeds and (compiles_shapes or elastic):
             found = "a world that may change" if elastic else "a device on which all ranks run one graph, as with XLA"
             raise value_error("speeds= needs a fixed world whose ranks run on their own", found, "omit speeds=")
@@ -174,6 +186,10 @@ class Feed:
         clock = self.plans.clock()
         clock.follow(self.clock)
         return clock
+
+    def knows(self, step: int) -> bool:
+        """Return whether the samples of a step are known, or will be when it is read."""
+        return not self.arriving or (self.arrival is not None and self.arrival.step == step)
 
     def enter_world(self, world: World) -> None:
         """Deal for another world from the next iteration on; before the first step a controller decides for it.
@@ -275,7 +291,7 @@ class Feed:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samplers of all ranks have in common, besides the cut into microbatches."""
-        return {**self._order_of_samples(), "trace": self.plans.plan.trace.fingerprint}
+        return {**self._order_of_samples(), "trace": _ARRIVES if self.arriving else self.plans.plan.trace.fingerprint}
 
     def state_dict(self, clock: Clock) -> dict[str, Any]:
         """Return the position of a clock, what must be the same for it to mean the same samples, and the cut.
@@ -284,9 +300,10 @@ class Feed:
         same; its future may change.
         """
         plan = self.plans.plan
-        past = {"past": plan.past(clock.step), "fixed_shape": plan.fixed_shape}
+        past = {"past": _ARRIVES if self.arriving else plan.past(clock.step), "fixed_shape": plan.fixed_shape}
         ended = {"end_pending": clock.end_pending and self.clock.end_pending}  # it may have been read since
-        own = {**clock.state_dict(), **ended, **self.fingerprint(), **past, **self.plans.state()}
+        counted = {"epoch_samples": clock.samples} if self.arriving else {}
+        own = {**clock.state_dict(), **counted, **ended, **self.fingerprint(), **past, **self.plans.state()}
         return {"version": VERSION, **own}
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
@@ -304,8 +321,9 @@ class Feed:
         Raises:
             ValueError: if not, naming each difference.
         """
-        check_same_samples(state, self._order_of_samples(), self.plans.past(state))
-        fixed = self.plans.decided is None
+        past = _ARRIVES if self.arriving else self.plans.past(state)
+        check_same_samples(state, self._order_of_samples(), past)
+        fixed = self.plans.decided is None and not self.arriving
         if fixed and self.plans.plan.trace.fingerprint != state["trace"] and self.world.rank == 0:
             warnings.warn(
                 f"The batch trace differs from that of the saved run after update {state['step']} (allowed)",
@@ -319,6 +337,8 @@ class Feed:
         Raises:
             ValueError: if there is no such position, or the trace ends before the training does.
         """
+        if self.arriving:
+            return self.plans.counted(state)
         resumed = self.plans.clock_at(state, None if self._elastic else self.world.size)
         if resumed.decided is not None and "growth" in state and self.world.rank == 0:
             warn_if_changed(resumed.decided.adaptive, state["growth"])
@@ -336,5 +356,5 @@ class Feed:
         return {"dataset_size": self.plans.plan.dataset_size, **own}
 
     def _check_rounds(self) -> None:
-        if self.equal_rounds and self.plans.decided is None:
+        if self.equal_rounds and self.plans.decided is None and not self.arriving:
             check_constant(self.plans.plan, self.world, self.dealing)

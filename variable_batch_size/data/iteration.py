@@ -150,4 +150,5 @@ class Iteration:
         world, plan, dealing = self.world, self.plan, self.reading.dealing
         split = {"minibatch_size": plan.minibatch_size, "fixed_shape": plan.fixed_shape}
         dealt = {**dealing._asdict(), "speeds": [*dealing.speeds]}
+        del dealt["arrival"]  # of no sampler
         return {**split, **dealt, "num_replicas": world.size, "rank": world.rank}

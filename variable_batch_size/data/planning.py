@@ -184,6 +184,12 @@ class PlanState:
         clock.load_state_dict(state)
         return Resumed(clock, decided)
 
+    def counted(self, state: dict[str, Any]) -> Resumed:
+        """Return a clock that counts on from a saved position, where batches arrive."""
+        clock = Clock(replace(self.plan, fixed_shape=bool(state["fixed_shape"])))
+        clock.load_state_dict(state)
+        return Resumed(clock, None)
+
     def past(self, state: dict[str, Any]) -> str:
         """Return the fingerprint of the batch sizes that this training has before a saved position."""
         step = check_int(state["step"], "step")

@@ -15,16 +15,14 @@ from variable_batch_size._validation import check_int, type_error, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
 from variable_batch_size.adaptive.decided_trace import DecidedTrace, prepare
 from variable_batch_size.backend.detection import resolve_world
-from variable_batch_size.data.clock import Clock
-from variable_batch_size.data.deal import Dealing
 from variable_batch_size.data.feed import Feed
 from variable_batch_size.data.iteration import Iteration
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.planning import PlanState
 from variable_batch_size.data.shares import check_speeds
 from variable_batch_size.data.shuffle import order
+from variable_batch_size.data.source import Source
 from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
-from variable_batch_size.world import World
 
 
 def number_of_samples(dataset: object) -> Any:
@@ -44,7 +42,7 @@ TraceLike = BatchTrace | AdaptiveTrace | str | os.PathLike[str] | int | Sequence
 
 
 @final
-class CustomSampler(Sampler[list[int]]):
+class CustomSampler(Source, Sampler[list[int]]):
     """A batch sampler that deals one rank its microbatches of every update.
 
     Over all ranks, the microbatches of an update hold exactly the samples of its batch. Use it as
@@ -162,11 +160,6 @@ class CustomSampler(Sampler[list[int]]):
         )
 
     @property
-    def world(self) -> World:
-        """This rank, and the number of ranks."""
-        return self._feed.world
-
-    @property
     def seed(self) -> int:
         """The seed of the shuffle."""
         return self._feed.seed
@@ -177,21 +170,6 @@ class CustomSampler(Sampler[list[int]]):
         return self._feed.shuffle
 
     @property
-    def epochs(self) -> int | None:
-        """The number of epochs that will be trained, if known."""
-        return self._feed.epochs
-
-    @property
-    def clock(self) -> Clock:
-        """The position of the next iteration; a commit of an optimizer moves it at the same moment."""
-        return self._feed.clock
-
-    @property
-    def plan(self) -> Plan:
-        """Which samples make up which update."""
-        return self._feed.plans.plan
-
-    @property
     def trace(self) -> BatchTrace:
         """The batch trace; of a controller, the batch sizes of the updates so far.
 
@@ -199,31 +177,6 @@ class CustomSampler(Sampler[list[int]]):
             AttributeError: if a controller has chosen them, and there was no update yet.
         """
         return self._feed.plans.trace(self.clock.step)
-
-    @property
-    def max_batch_size(self) -> int:
-        """The largest batch size that an update may have, in samples."""
-        return self._feed.plans.max_batch_size
-
-    @property
-    def dealing(self) -> Dealing:
-        """How steps are split into microbatches and rounds."""
-        return self._feed.dealing
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next update: the following one if all updates of an epoch are committed."""
-        return self.clock.due_epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Move to the first step of a later epoch; in the epoch under way, continue after the last committed update.
-
-        Raises:
-            ValueError: if the trace ends before the epoch does.
-            RuntimeError: if the last iteration was read to its end without calls of `optimizer.step()`, or all updates
-                of that epoch are committed.
-        """
-        self._feed.set_epoch(check_int(epoch, "epoch", 0, remedy="count epochs from 0"))
 
     def __copy__(self) -> CustomSampler:
         return deepcopy(self)  # what is read of one must not move the other
@@ -250,18 +203,3 @@ class CustomSampler(Sampler[list[int]]):
                 return 0
             step = epoch.first_step
         return self.plan.count(epoch, step, self.world, self.dealing) - computed
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the committed position and what determines its samples: plain numbers, without rank or world."""
-        return self._feed.state_dict(self.clock)
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Move to a saved position, unless an optimizer's clock already defines the position.
-
-        The past of the trace must be that of the saved run; its future may change, with a UserWarning.
-
-        Raises:
-            ValueError: if the state was saved with another dataset size, seed or past of the trace, unless `strict` is
-                False; or if there is no such position.
-        """
-        self._feed.load_state_dict(state_dict, strict=strict)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from variable_batch_size._validation import type_error
+from variable_batch_size.data.sampler import CustomSampler
 from variable_batch_size.integrations.from_loader import check_samples, sampler_for
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
@@ -85,6 +87,8 @@ class VariableBatchEngine(Engine):
     def run(self, data: Iterable[Any], max_epochs: int | None = None, max_iters: int | None = None) -> State:
         """Train on the loader until `max_epochs` epochs, or `max_iters` updates (Ignite 0.5.5), are made."""
         sampler = self.optimizer.sampler
+        if not isinstance(sampler, CustomSampler):
+            raise type_error("the optimizer must have a vbs.CustomSampler", sampler, "loop over vbs.updates yourself")
         if isinstance(data, DataLoader):
             check_samples(data, sampler)
             data = Updates(with_sampler(data, sampler), self.optimizer)

@@ -19,7 +19,7 @@ from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.backend import Backend, detect
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.backend.course import differing
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.optim.loop import Loop
 from variable_batch_size.optim.normalization import check_seen, remember
 from variable_batch_size.optim.participation import FIRST_UPDATE
@@ -158,7 +158,7 @@ def checksum(parameters: Iterable[Tensor], backend: Backend) -> int:
     return crc
 
 
-def sampler_facts(sampler: CustomSampler) -> dict[str, Any]:
+def sampler_facts(sampler: Source) -> dict[str, Any]:
     """Return what samplers must have in common, by name."""
     plan, decided = sampler.plan, sampler._feed.plans.decided
     return {
@@ -194,7 +194,7 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
     }
 
 
-def common_facts(updater: Updater, sampler: CustomSampler, inner: Optimizer, backend: Backend) -> dict[str, Any]:
+def common_facts(updater: Updater, sampler: Source, inner: Optimizer, backend: Backend) -> dict[str, Any]:
     """Return what the ranks of an update must have in common, but for the values of the parameters, by name."""
     return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler)}
 

@@ -20,7 +20,7 @@ from variable_batch_size.data.clock import Clock, Position
 from variable_batch_size.data.deal import Dealing, Step
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.data.reading import Reading, Use
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.world import World
 
@@ -83,7 +83,7 @@ class Loop:
     from the clock or settled afterwards (`settle`), again if an interrupt comes in between.
     """
 
-    def __init__(self, sampler: CustomSampler, backend: Backend, **cut: bool) -> None:
+    def __init__(self, sampler: Source, backend: Backend, **cut: bool) -> None:
         self.sampler = _check_world(sampler, backend)
         self.feed = sampler._feed
         self.clock: Clock = self.feed.attach(compiles_shapes=backend.static_graph, elastic=backend.elastic, **cut)
@@ -147,7 +147,8 @@ class Loop:
     @property
     def several_rounds(self) -> bool:
         """Whether this rank has several microbatches in the current step; True if the step is not known yet."""
-        return self.clock.finished or self.step.rounds(self.feed.world) > 1
+        known = not self.clock.finished and self.feed.knows(self.clock.step)
+        return not known or self.step.rounds(self.feed.world) > 1
 
     def check_phase(self, what: str, *allowed: Phase) -> None:
         """Check that a method may be called now."""
@@ -181,6 +182,11 @@ class Loop:
         """Return the next microbatch of this rank, or one that is `ahead` rounds later in the same step."""
         if self.clock.finished:
             self._enter_next_epoch()
+        if not self.feed.knows(self.clock.step):
+            raise RuntimeError(
+                f"step() must be called for microbatches of a batch that has arrived, but none has for update "
+                f"{self.clock.step}; loop over vbs.updates(batches, optimizer), and over the microbatches of each"
+            )
         (_, step, known), round_index = self._due(), self._round + ahead
         if round_index not in known:
             known[round_index] = step.microbatch(round_index, self.feed.world)
@@ -346,15 +352,15 @@ def _check_new(parameters: Sequence[Tensor], reading: Reading) -> None:
 
 
 def check_sampler(sampler: object) -> None:
-    """Raise TypeError unless it is a `CustomSampler`."""
-    if not isinstance(sampler, CustomSampler):
+    """Raise TypeError unless it is a `CustomSampler`, or `ArrivingBatches`."""
+    if not isinstance(sampler, Source):
         raise TypeError(
             f"the sampler must be the vbs.CustomSampler that feeds the loop, got {type(sampler).__name__}; create one "
-            f"and pass it to the loader as batch_sampler"
+            f"and pass it to the loader as batch_sampler, or pass vbs.ArrivingBatches"
         )
 
 
-def _check_world(sampler: CustomSampler, backend: Backend) -> CustomSampler:
+def _check_world(sampler: Source, backend: Backend) -> Source:
     world = backend.world
     if sampler.world != world:
         raise ValueError(

@@ -7,8 +7,10 @@ from typing import ClassVar, final
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from variable_batch_size._validation import check_number
+from variable_batch_size._validation import check_number, value_error
+from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.options import Options
 from variable_batch_size.rules import LEGWRule, PowerRule
@@ -25,7 +27,7 @@ class NamedOptimizer(CustomOptimizer):
     rule_name: ClassVar[str]
 
     def __init__(
-        self, inner: Optimizer, sampler: CustomSampler, ref_batchsize: int | None = None, **options: Unpack[Options]
+        self, inner: Optimizer, sampler: Source, ref_batchsize: int | None = None, **options: Unpack[Options]
     ) -> None:
         super().__init__(inner, sampler, ref_batchsize, rule=self.rule_name, **options)
 
@@ -72,7 +74,7 @@ class PowerRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Source,
         ref_batchsize: int,
         *,
         exponent: float,
@@ -148,7 +150,7 @@ class LEGWRuleOptimizer(CustomOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Source,
         ref_batchsize: int,
         *,
         warmup_epochs: float,
@@ -156,6 +158,9 @@ class LEGWRuleOptimizer(CustomOptimizer):
     ) -> None:
         epochs = check_number(warmup_epochs, "warmup_epochs", "pass the length of the warm-up at ref_batchsize, or 0")
         reference = check_reference(LEGWRule(0), ref_batchsize)
+        if isinstance(sampler, ArrivingBatches):
+            remedy = "pass rule=vbs.rules.LEGWRule(updates of the warm-up) to vbs.CustomOptimizer"
+            raise value_error("the warm-up of LEGW must be in epochs", "batches that arrive, which have none", remedy)
         updates = 0.0
         if reference is not None and isinstance(sampler, CustomSampler):  # otherwise CustomOptimizer raises
             updates = epochs * sampler.plan.dataset_size / reference

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from variable_batch_size.backend import Backend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim.loop import Loop, Phase, Watcher
 from variable_batch_size.optim.options import Reduction
@@ -45,7 +45,7 @@ class ObservedOptimizer(OptimizerWrapper):
         return self._agreement
 
     @property
-    def sampler(self) -> CustomSampler:
+    def sampler(self) -> Source:
         """The sampler that feeds the loop."""
         return self._loop.sampler
 

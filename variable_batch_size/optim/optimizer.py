@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from variable_batch_size.backend import Backend, BrokenStepError
 from variable_batch_size.data.reading import Reading
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.microbatching import Microbatch
 from variable_batch_size.optim import consistency
 from variable_batch_size.optim.controller import ControllerRunner
@@ -56,7 +56,7 @@ class CustomOptimizer(ObservedOptimizer):
 
     Args:
         inner: the optimizer that updates the weights. The wrapper shares its `param_groups` and `state`.
-        sampler: the `CustomSampler` that feeds the loop.
+        sampler: the `CustomSampler` that feeds the loop, or `ArrivingBatches`.
         ref_batchsize: batch size, in samples, at which the hyperparameters were tuned. Every rule needs it but
             "constant".
         model: the model, as the loop calls it: needed for a `DistributedDataParallel` and for modules that
@@ -91,7 +91,7 @@ class CustomOptimizer(ObservedOptimizer):
     def __init__(
         self,
         inner: Optimizer,
-        sampler: CustomSampler,
+        sampler: Source,
         ref_batchsize: int | None = None,
         *,
         model: Module | None = None,

@@ -14,7 +14,7 @@ from torch.optim import ASGD, Optimizer, Rprop
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.adaptive.base import check_rule_of
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.optim.loop import check_sampler
 from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleContext, RuleInput, Scaling
 from variable_batch_size.rules.base import Factor, check_reference
@@ -29,7 +29,7 @@ class Chosen(NamedTuple):
     per_group: bool  # whether the user has passed one for each group
 
 
-def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: CustomSampler) -> Chosen:
+def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler: Source) -> Chosen:
     """Return the rules that a user has chosen, see `CustomOptimizer`, after a check that they can be used."""
     rule = "constant" if rule is None else rule
     rules = rules_for_groups(rule, len(inner.param_groups))
@@ -53,7 +53,7 @@ def check_applies_lr(inner: Optimizer, rules: Sequence[Rule]) -> None:
 
 
 def _check_rules(
-    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: CustomSampler
+    names: Sequence[object], rules: Sequence[Rule], inner: Optimizer, reference: int | None, sampler: Source
 ) -> None:
     """Call the `check` of each rule that was chosen by its name, with the parameter groups that it scales.
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.optim.ddp_sync import DDPSync, HookedDDPSync, is_reduced
 from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
 from variable_batch_size.optim.sync import PlainSync, Sync
@@ -47,7 +47,7 @@ def unwrap(model: Module | None) -> Module | None:
 
 
 def backend_for(
-    module: Module | None, parameters: Sequence[Tensor], sampler: CustomSampler, process_group: dist.ProcessGroup | None
+    module: Module | None, parameters: Sequence[Tensor], sampler: Source, process_group: dist.ProcessGroup | None
 ) -> Backend:
     """Return the backend of the ranks that share a batch."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]

@@ -11,27 +11,16 @@ from torch.utils.data import DataLoader
 
 from variable_batch_size._validation import check_int, check_number, type_error, value_error
 from variable_batch_size.backend import ElasticBackend
+from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.reading import Use
 from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.optim.arriving import Arrivals
 from variable_batch_size.optim.consistency import common_facts
+from variable_batch_size.optim.handed import Update, incomplete, stale
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler
 from variable_batch_size.optim.optimizer import CustomOptimizer
 
 T = TypeVar("T")
-
-
-@final
-class Update(Generic[T]):
-    """This rank's microbatches of one update, read as they are asked for, once; its `len` is their number."""
-
-    def __init__(self, microbatches: Iterator[T], number: int) -> None:
-        self._microbatches, self._number = microbatches, number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __iter__(self) -> Iterator[T]:
-        return self._microbatches
 
 
 @final
@@ -67,7 +56,7 @@ class Updates(Generic[T]):
         if last is not None and last.use is not Use.STALE and epoch == last.start.epoch and self._ahead == 0:
             feed.check_stepped()  # of a plain loop
             if last.counts.handed is not None and last.counts.handed > last.counts.stepped:
-                raise _incomplete(optimizer.updates)
+                raise incomplete(optimizer.updates)
         try:
             while (yield from self._read(self._begin())):
                 pass
@@ -96,12 +85,9 @@ class Updates(Generic[T]):
             if feed.reading is not None and feed.reading.use is Use.STALE:
                 if elastic:
                     return True
-                raise RuntimeError(
-                    "the loop must end after discard_step() or load_state_dict(), but it asks for another update; "
-                    "break, and begin a new loop over vbs.updates"
-                )
+                raise stale()
             if waiting > self._ahead:
-                raise _incomplete(optimizer.updates)
+                raise incomplete(optimizer.updates)
             plan, epoch, _ = feed.plans.known_plan(number, step, waiting + 1)  # a controller may move its end
             if step == epoch.end_step:
                 break
@@ -161,16 +147,7 @@ def _check_reads_batches(loader: DataLoader[T]) -> None:
         )
 
 
-def _incomplete(update: int) -> RuntimeError:
-    return RuntimeError(
-        f"every microbatch of an update must reach optimizer.step(), but the loop asks for the next update and update "
-        f"{update} is not complete; call step() once for each microbatch, also for one whose loss is nan (give it a "
-        f"gradient of 0), and pass ahead= if a framework or a thread reads updates early; or call "
-        f"optimizer.discard_step() and begin a new loop"
-    )
-
-
-def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> Updates[T]:
+def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> Updates[T] | Arrivals[T]:
     """Return an iterable over the updates of an epoch, each of which yields this rank's microbatches.
 
     Each iteration sets the epoch of the next update on the sampler and on the optimizer, so that a loop needs no
@@ -179,8 +156,10 @@ def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> 
     for, all of them must have reached `optimizer.step()`. The `len` of the result is the number of updates of the
     epoch, which is what frameworks count, schedule and log by. Create one for each epoch, or one for all.
 
+    With `ArrivingBatches` the loader is any iterable of batches, and an update is made of each; there is no epoch.
+
     Args:
-        loader: the loader, created with `batch_sampler=optimizer.sampler`.
+        loader: the loader, created with `batch_sampler=optimizer.sampler`; or this rank's part of each batch.
         optimizer: the optimizer.
         ahead: number of updates that a framework asks for before it trains on them; their microbatches are then read
             at once.
@@ -189,6 +168,10 @@ def updates(loader: Iterable[T], optimizer: CustomOptimizer, ahead: int = 0) -> 
         TypeError: if `loader` is not iterable, or `optimizer` is not a `CustomOptimizer`.
         ValueError: if `loader` is a `DataLoader` that was created with `sampler=` instead of `batch_sampler=`.
     """
+    if isinstance(optimizer, CustomOptimizer) and isinstance(optimizer.sampler, ArrivingBatches):
+        if ahead:
+            raise value_error("ahead must be 0 with batches that arrive", ahead, "read each when its turn comes")
+        return Arrivals(loader, optimizer, optimizer.sampler)
     return Updates(loader, optimizer, ahead)
 
 

@@ -25,8 +25,9 @@ from variable_batch_size.integrations.schedules import warn_of_batches
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.integrations.supported import Setting, check
 from variable_batch_size.optim.consistency import broadcast_parameters
+from variable_batch_size.optim.handed import Update
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import Update, updates
+from variable_batch_size.optim.updates import updates
 
 _OPTIONS = "gradient_accumulation_steps", "loss_scale_factor"
 _OTHERS = "LossScaleOptimizer", "MultiOptimizer", "NoneType"

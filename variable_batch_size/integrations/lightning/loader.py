@@ -21,7 +21,7 @@ from variable_batch_size.integrations.lightning.private import set_epoch_length
 from variable_batch_size.integrations.loading import with_sampler
 from variable_batch_size.integrations.settings import Settings
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.updates import updates
+from variable_batch_size.optim.updates import Updates
 
 
 @final
@@ -143,7 +143,7 @@ class LightningUpdates:
         self.loader.worker_init_fn = self.worker_init_fn
         for optimizer in optimizers[1:]:
             optimizer.set_epoch(optimizers[0].epoch)
-        by_update = updates(self.loader, optimizers[0])
+        by_update = Updates(self.loader, optimizers[0])
         for microbatches in by_update:
             clock = self.own_sampler.clock
             self._unread = clock.epoch.end_step - clock.step - 1

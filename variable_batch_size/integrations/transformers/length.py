@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from variable_batch_size.data.clock import Clock
 from variable_batch_size.data.plan import Plan
-from variable_batch_size.data.sampler import CustomSampler
+from variable_batch_size.data.source import Source
 from variable_batch_size.integrations.schedules import warn_of_batches
 
 
@@ -29,7 +29,7 @@ class Length(NamedTuple):
     epochs: int
 
 
-def length(sampler: CustomSampler, args: Any) -> Length:
+def length(sampler: Source, args: Any) -> Length:
     """Return the length of a training by `max_steps` or `num_train_epochs` of its arguments.
 
     Of a fractional last epoch, it has the updates until that fraction of the samples is reached. If a controller
@@ -67,7 +67,7 @@ def epochs_passed(clock: Clock) -> float:
     return epoch.number + used / plan.whole_samples(epoch)
 
 
-def is_adaptive(sampler: CustomSampler) -> bool:
+def is_adaptive(sampler: Source) -> bool:
     """Return whether a controller chooses the batch sizes, so that lengths are estimates."""
     return sampler._feed.plans.decided is not None
 

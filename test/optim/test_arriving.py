@@ -1,0 +1,317 @@
+"""Batches that arrive: each update is that of the plain loop over the rows of all ranks, whatever each has brought."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import variable_batch_size as vbs
+from helpers.arrivals import CASES, REF, SGD, WAYS, Arriving, run_cases
+from helpers.processes import spawn
+from helpers.properties import examples
+from helpers.reference import assert_equal, data, network, training
+
+
+def weights_of(model: nn.Module) -> list[Any]:
+    return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+@examples(100)
+def test_updates_are_those_of_whole_batches(seed: int, world: int) -> None:
+    case, models = Arriving.drawn(seed, world), [network() for _ in range(world)]
+    weights, samples, updates = case.expected()
+    optimizers = vbs.testing.run_ranks(lambda backend: case.train(backend, models[backend.world.rank]), world)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert_equal(weights_of(model), weights)
+        assert (optimizer.samples, optimizer.updates) == (samples, updates)
+
+
+@pytest.mark.slow("starts processes")
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_make_the_same_updates_whatever_sums(size: int, tmp_path: Path) -> None:
+    spawn(run_cases, (tmp_path, size), nprocs=size)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
+    for seed in range(CASES):
+        weights, samples, updates = Arriving.drawn(seed, size).expected()
+        for way in WAYS:
+            for rank in ranks:
+                found, *counted = rank[way][seed]
+                assert_equal([one.numpy() for one in found], weights)
+                assert counted == [samples, updates], (way, seed)
+
+
+def arriving(kind: Any = vbs.LinearRuleOptimizer, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
+    """A model and its optimizer, alone."""
+    model, place = network(), {"num_replicas": 1, "rank": 0}
+    source = vbs.ArrivingBatches(**{"minibatch_size": 4, **place, **options})
+    return model, kind(torch.optim.SGD(model.parameters(), **SGD), source, REF)
+
+
+def train(model: nn.Module, optimizer: vbs.CustomOptimizer, batches: Iterable[Any]) -> list[int]:
+    """Train, and return the rows of all microbatches."""
+    rows = []
+    for update in vbs.updates(batches, optimizer):
+        for x, target in update:
+            rows.append(len(x))
+            optimizer.backward((model(x) - target).square().sum(dim=1).mean())
+            optimizer.step()
+    return rows
+
+
+SIZES = [9, 4, 17, 1, 12]
+
+
+def batches_of(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    x, target = data(sum(sizes))
+    return list(zip(x.split(sizes), target.split(sizes), strict=True))
+
+
+def test_noise_and_gain_are_those_of_a_sampler_with_the_same_microbatches() -> None:
+    model, optimizer = arriving(vbs.AdaScaleOptimizer)
+    assert train(model, optimizer, batches_of(SIZES)) == [3, 3, 3, 4, 3, 3, 3, 4, 4, 1, 4, 4, 4]
+    dealt = {"dataset_size": sum(SIZES), "ref_batchsize": REF, "hyperparameters": SGD}
+    run = training(vbs.AdaScaleOptimizer, SIZES, **dealt, sampling={"shuffle": False}).run(len(SIZES))
+    assert_equal(weights_of(model), run.weights(), 0)
+    assert optimizer.noise() == run.optimizer.noise()
+    assert (optimizer.progress, optimizer.lr_factor()) == (run.optimizer.progress, run.optimizer.lr_factor())
+
+
+def test_the_noise_of_several_ranks_is_that_of_their_microbatches() -> None:
+    x, target = data(23)
+    bounds, model, seen = [0, 9, 9, 23], network(), list[slice]()  # the second rank has no rows
+
+    def one(backend: vbs.backend.Backend) -> vbs.CustomOptimizer:
+        own, rank = network(), backend.world.rank
+        source = vbs.ArrivingBatches(4, num_replicas=3, rank=rank)
+        inner = torch.optim.SGD(own.parameters(), **SGD)
+        optimizer, start = vbs.AdaScaleOptimizer(inner, source, REF, backend=backend), bounds[rank]
+        batch = slice(bounds[rank], bounds[rank + 1])
+        for update in vbs.updates([(x[batch], target[batch])], optimizer):
+            for rows in update:
+                if optimizer.microbatch.samples:
+                    seen.append(slice(start, start := start + len(rows[0])))
+                optimizer.backward((own(rows[0]) - rows[1]).square().mean())
+                optimizer.step()
+        return optimizer
+
+    noise = vbs.testing.run_ranks(one, 3)[1].noise()
+    assert sorted(part.stop - part.start for part in seen) == [3, 3, 3, 3, 3, 4, 4]
+
+    def gradient(rows: slice) -> np.ndarray[Any, Any]:
+        loss = (model(x[rows]) - target[rows]).square().mean()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).numpy()
+
+    a = sum((part.stop - part.start) / 23 * float(np.square(gradient(part)).sum()) for part in seen)
+    g2 = float(np.square(gradient(slice(23))).sum())
+    assert noise.sigma2 == pytest.approx(23 * (a - g2) / 6, rel=1e-12)
+    assert noise.mu2 == pytest.approx((7 * g2 - a) / 6, rel=1e-12)
+
+
+def test_a_state_resumes_with_another_microbatch() -> None:
+    batches = batches_of(SIZES)
+    model, optimizer = arriving()
+    train(model, optimizer, batches)
+    first, early = arriving()
+    train(first, early, batches[:2])
+    state = copy.deepcopy((first.state_dict(), early.state_dict()))
+    second, later = arriving(minibatch_size=5)
+    second.load_state_dict(state[0])
+    later.load_state_dict(state[1])
+    assert (later.updates, later.samples) == (2, 13)
+    train(second, later, batches[2:])
+    assert_equal(weights_of(second), weights_of(model))
+    assert (later.updates, later.samples, later.progress) == (5, sum(SIZES), optimizer.progress)
+
+
+def test_a_state_of_a_sampler_is_not_one_of_batches_that_arrive() -> None:
+    run = training().run(2)
+    _, optimizer = arriving()
+    with pytest.raises(ValueError, match=r"can be restored only with the samples it was saved with, but dataset_size"):
+        optimizer.load_state_dict(run.optimizer.state_dict())
+    train(*arriving(), batches_of([3]))
+    with pytest.raises(ValueError, match=r"can be restored only with the samples it was saved with, but dataset_size"):
+        run.optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_checkpoint_holds_the_position(kept: bool, tmp_path: Path) -> None:
+    model, optimizer = arriving()
+    with vbs.Checkpoint(tmp_path, model=model, optimizer=optimizer) as checkpoint:
+        train(model, optimizer, batches_of(SIZES))
+        if kept:
+            checkpoint.save()
+    second, later = arriving()
+    with vbs.Checkpoint(tmp_path, model=second, optimizer=later) as checkpoint:
+        checkpoint.restore()
+    assert later.samples == kept * sum(SIZES)
+
+
+def test_an_accumulator_weighs_by_rows() -> None:
+    model, optimizer = arriving()
+    means, expected = vbs.Accumulator(optimizer), []
+    for update in vbs.updates(batches_of(SIZES), optimizer):
+        for x, target in update:
+            expected += (model(x) - target).square().sum(dim=1).tolist()
+            loss = (model(x) - target).square().sum(dim=1).mean()
+            optimizer.backward(loss)
+            means.add(loss=loss)
+            optimizer.step()
+    assert means.read()["loss"] == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- wrong usage
+
+
+def leave_out(model: nn.Module, optimizer: vbs.CustomOptimizer, *, discard: bool) -> None:
+    """Train on the first microbatch of each update, and forget or discard the others."""
+    for update in vbs.updates(batches_of(SIZES), optimizer):
+        x, target = next(iter(update))
+        optimizer.backward((model(x) - target).square().mean())
+        optimizer.step()
+        if discard:
+            optimizer.discard_step()
+
+
+def test_a_microbatch_that_does_not_reach_step_raises() -> None:
+    model, optimizer = arriving()
+    with pytest.raises(RuntimeError, match=r"asks for the next update and update 0 is not complete; call step"):
+        leave_out(model, optimizer, discard=False)
+    with pytest.raises(RuntimeError, match=r"update 0 is not complete"):  # nor does a new loop forget it
+        train(model, optimizer, batches_of(SIZES))
+    optimizer.discard_step()
+    train(model, optimizer, batches_of(SIZES))
+    assert optimizer.updates == len(SIZES)
+
+
+def test_a_loop_ends_after_its_step_is_discarded() -> None:
+    with pytest.raises(RuntimeError, match=r"the loop must end after discard_step\(\) or load_state_dict\(\)"):
+        leave_out(*arriving(), discard=True)
+
+
+def test_a_step_without_a_batch_raises() -> None:
+    model, optimizer = arriving()
+    x, target = data(4)
+    train(model, optimizer, [(x, target)])
+    (model(x) - target).square().mean().backward()
+    with pytest.raises(RuntimeError, match=r"none has for update 1; loop over vbs\.updates\(batches, optimizer\)"):
+        optimizer.step()
+
+
+def test_an_update_is_read_within_its_turn() -> None:
+    model, optimizer = arriving()
+    kept = []
+    for update in vbs.updates(batches_of([3, 3]), optimizer):
+        kept.append(update)
+        for x, target in update:
+            optimizer.backward((model(x) - target).square().mean())
+            optimizer.step()
+    assert list(kept[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "message"),
+    [
+        ({}, (torch.ones(3), torch.ones(2)), r"same number of rows, but it is \[2, 3\]|found|got"),
+        ({}, 5, r"each field of a batch must have rows"),
+        ({}, (torch.ones(3), torch.tensor(1.0)), r"each field of a batch must have rows"),
+        ({"counts": lambda batch: [1, 2]}, torch.ones(3), r"counts= must return an integer >= 0 for each of 3 rows"),
+        ({"counts": lambda batch: [1, -2, 0]}, torch.ones(3), r"counts= must return an integer >= 0 .*-2"),
+        ({"counts": lambda batch: [0.5] * 3}, torch.ones(3), r"counts= must return an integer >= 0"),
+        (
+            {"max_tokens": 4, "lengths": lambda batch: [4, 5, 1], "minibatch_size": None},
+            torch.ones(3),
+            r"at most max_tokens=4 tokens, .*5 in row 1; shorten",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_raises(options: dict[str, Any], batch: Any, message: str) -> None:
+    model, optimizer = arriving(**options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        train(model, optimizer, [batch])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"minibatch_size": 0}, ValueError, r"minibatch_size"),
+        ({"minibatch_size": None, "max_tokens": 5}, ValueError, r"max_tokens= needs the lengths of the rows"),
+        ({"max_tokens": 5, "lengths": len}, ValueError, r"bounds microbatches of any number of rows"),
+        (
+            {"minibatch_size": None, "max_tokens": 5, "lengths": len, "fixed_shape": True},
+            ValueError,
+            r"bounds microbatches of any number of rows, .*fixed_shape=True",
+        ),
+        ({"counts": "tokens"}, TypeError, r"counts must be a function"),
+        ({"collate_fn": 1}, TypeError, r"collate_fn must be a function"),
+    ],
+)
+def test_arguments_that_cannot_be_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        vbs.ArrivingBatches(**{"minibatch_size": 4, "num_replicas": 1, "rank": 0, **options})
+
+
+def test_what_has_no_epochs_is_refused() -> None:
+    model, (x, target) = network(), data(4)
+    source = vbs.ArrivingBatches(num_replicas=1, rank=0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"the warm-up of LEGW must be in epochs, but it is|found|arrive"):
+        vbs.LEGWRuleOptimizer(inner, source, 4, warmup_epochs=2)
+    optimizer = vbs.LinearRuleOptimizer(inner, source, 4)
+    with pytest.raises(ValueError, match=r"ahead must be 0 with batches that arrive"):
+        vbs.updates([(x, target)], optimizer, ahead=1)
+    with pytest.raises(TypeError, match=r"batches must be iterable"):
+        vbs.updates(3, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"have no trace"):
+        _ = source.trace
+
+
+# ---------------------------------------------------------------------------------------------------------- the pieces
+
+
+def test_rows_may_be_lists_that_are_collated() -> None:
+    model = nn.Linear(3, 2).double()
+    source = vbs.ArrivingBatches(2, collate_fn=torch.stack, num_replicas=1, rank=0)
+    optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), source)
+    shapes = []
+    for update in vbs.updates([[*data(5)[0]], [*data(1)[0]]], optimizer):
+        for x in update:
+            shapes.append(tuple(x.shape))
+            optimizer.backward(model(x).mean())
+            optimizer.step()
+    assert shapes == [(1, 3), (2, 3), (2, 3), (1, 3)]
+    assert optimizer.samples == 6
+
+
+def test_a_rank_without_rows_at_first_gets_a_microbatch_that_can_be_sent() -> None:
+    def one(backend: vbs.backend.Backend) -> None:
+        model = nn.Linear(3, 2).double()
+        source = vbs.ArrivingBatches(2, collate_fn=list, num_replicas=2, rank=backend.world.rank)
+        optimizer = vbs.ConstantOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), source, backend=backend)
+        for _ in vbs.updates([[object()] if backend.world.rank else []], optimizer):
+            return
+
+    with pytest.raises(RuntimeError, match=r"more than tensors, numbers and strings in it; bring a row on every rank"):
+        vbs.testing.run_ranks(one, 2)
+
+
+def test_synchronized_batch_normalization_needs_equal_rounds() -> None:
+    def one(backend: vbs.backend.Backend) -> None:
+        model, rank = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2)).double(), backend.world.rank
+        source = vbs.ArrivingBatches(2, num_replicas=2, rank=rank)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = vbs.ConstantOptimizer(inner, source, backend=backend, model=model)
+        for update in vbs.updates([data(1 + 2 * rank)[0]], optimizer):
+            list(update)
+
+    with pytest.raises(ValueError, match=r"must compute 2 microbatches in update 0, .* 1 rows on rank 0; bring"):
+        vbs.testing.run_ranks(one, 2)

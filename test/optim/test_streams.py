@@ -1,0 +1,241 @@
+"""Streams of rows, one on each rank: each update takes its batch, and every row is used once, whatever ends first."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import variable_batch_size as vbs
+from helpers.properties import examples
+
+Used = list[list[int]]  # the rows of a rank in each update
+
+
+class Chunks:
+    """Rows of a rank, in parts of random sizes, with a state."""
+
+    def __init__(self, rows: range, seed: int) -> None:
+        self.rows, self.rng, self.read = rows, random.Random(seed), 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.read < len(self.rows):
+            begin = self.read
+            self.read = min(len(self.rows), begin + self.rng.choice([1, 2, 7, 30]))
+            yield torch.tensor([*self.rows[begin : self.read]])
+        self.read = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+def source(backend: vbs.backend.Backend, trace: Any, **options: Any) -> vbs.CustomOptimizer:
+    model, world = nn.Linear(1, 1).double(), backend.world
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    arriving = vbs.ArrivingBatches(3, trace=trace, num_replicas=world.size, rank=world.rank, **options)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = vbs.ConstantOptimizer(inner, arriving, backend=backend)
+    optimizer.model = model  # type: ignore[attr-defined]
+    return optimizer
+
+
+def train(optimizer: Any, updates: Any, until: float = float("inf")) -> Used:
+    """Train, and return the rows of this rank in each update."""
+    found = []
+    for update in updates:
+        found.append([])
+        for rows in update:
+            if optimizer.microbatch.samples:
+                found[-1] += rows.flatten().tolist()
+            optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())
+            optimizer.step()
+        if optimizer.updates >= until:
+            break
+    return found
+
+
+def check(ranks: list[Used], sizes: list[int], streams: list[range]) -> None:
+    left = sum(map(len, streams))
+    for step, size in enumerate(sizes):
+        taken = [len(used[step]) for used in ranks]
+        assert sum(taken) == min(size, left)
+        left -= sum(taken)
+        ended = [sum(map(len, used[: step + 1])) == len(rows) for used, rows in zip(ranks, streams, strict=True)]
+        going_on = [number for number, over in zip(taken, ended, strict=True) if not over]
+        assert not going_on or max(going_on) - min(going_on) <= 1  # as near to equal as the ends allow
+        assert all(number <= max(going_on, default=number) + 1 for number in taken)
+    assert left == 0
+    for used, rows in zip(ranks, streams, strict=True):
+        assert [row for update in used for row in update] == [*rows]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+@examples(60)
+def test_every_row_is_used_once(seed: int, world: int) -> None:
+    rng = random.Random(seed)
+    bounds = np.cumsum([0, *(rng.choice([0, 1, 5, 40, rng.randrange(200)]) for _ in range(world))]).tolist()
+    streams = [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+    sizes = [rng.choice([1, 3, 20, 64]) for _ in range(300)]
+    total, steps = np.cumsum(sizes), 0
+    steps = int(np.searchsorted(total, bounds[-1])) + (bounds[-1] > 0)
+
+    def one(backend: vbs.backend.Backend) -> Used:
+        optimizer = source(backend, sizes)
+        return train(optimizer, vbs.updates(Chunks(streams[backend.world.rank], seed), optimizer))
+
+    ranks = vbs.testing.run_ranks(one, world)
+    assert all(len(used) == steps for used in ranks)
+    check(ranks, sizes[:steps], streams)
+
+
+STREAMS = [range(45), range(45, 60)]
+SIZES = [7, 1, 20, 12, 9, 4, 3, 2, 2]
+
+
+def run(backend: vbs.backend.Backend) -> Used:
+    optimizer = source(backend, SIZES)
+    return train(optimizer, vbs.updates(Chunks(STREAMS[backend.world.rank], 1), optimizer))
+
+
+def test_a_training_resumes_with_the_rows_that_were_read_ahead(tmp_path: Path) -> None:
+    expected = vbs.testing.run_ranks(run, 2)
+
+    def first(backend: vbs.backend.Backend) -> Used:
+        optimizer = source(backend, SIZES)
+        updates = vbs.updates(Chunks(STREAMS[backend.world.rank], 1), optimizer)
+        with vbs.Checkpoint(tmp_path, model=optimizer.model, optimizer=optimizer, stream=updates) as checkpoint:  # type: ignore[attr-defined, arg-type]
+            used = train(optimizer, updates, until=3)
+            checkpoint.save()
+        return used
+
+    def second(backend: vbs.backend.Backend) -> Used:
+        optimizer = source(backend, SIZES)
+        updates = vbs.updates(Chunks(STREAMS[backend.world.rank], 5), optimizer)
+        with vbs.Checkpoint(tmp_path, model=optimizer.model, optimizer=optimizer, stream=updates) as checkpoint:  # type: ignore[attr-defined, arg-type]
+            checkpoint.restore()
+        return train(optimizer, updates)
+
+    begun, resumed = vbs.testing.run_ranks(first, 2), vbs.testing.run_ranks(second, 2)
+    assert [one + other for one, other in zip(begun, resumed, strict=True)] == expected
+
+
+def states(world: int, **options: Any) -> list[dict[str, Any]]:
+    def one(backend: vbs.backend.Backend) -> dict[str, Any]:
+        optimizer = source(backend, SIZES, **options)
+        updates = vbs.updates(Chunks(STREAMS[0], 1), optimizer)
+        train(optimizer, updates, until=3)
+        return {"optimizer": optimizer.state_dict(), "updates": updates.state_dict()}
+
+    return vbs.testing.run_ranks(one, world)
+
+
+def test_streams_of_ranks_do_not_resume_in_another_world() -> None:
+    state = states(2)[0]["updates"]
+    optimizer = source(vbs.backend.LocalBackend(), SIZES)
+    updates = vbs.updates(Chunks(STREAMS[0], 1), optimizer)
+    with pytest.raises(
+        ValueError, match=r"go on with 2 ranks, as they were saved, .*1 ranks; resume on as many, or read"
+    ):
+        updates.load_state_dict(state)
+
+
+def test_a_stream_that_all_ranks_read_resumes_in_any_world() -> None:
+    def alone(backend: vbs.backend.Backend) -> Used:
+        optimizer = source(backend, SIZES)
+        return train(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer))
+
+    expected = alone(vbs.backend.LocalBackend())
+    state = states(2, shared=True)[1]
+
+    def one(backend: vbs.backend.Backend) -> Used:
+        optimizer = source(backend, SIZES, shared=True)
+        updates = vbs.updates(Chunks(STREAMS[0], 9), optimizer)
+        optimizer.load_state_dict(state["optimizer"])
+        updates.load_state_dict(state["updates"])
+        return train(optimizer, updates)
+
+    ranks = vbs.testing.run_ranks(one, 3)
+    together = [[*itertools.chain(*(used[step] for used in ranks))] for step in range(len(ranks[0]))]
+    assert together == expected[3:]
+
+
+def test_an_iterator_goes_on_after_a_break() -> None:
+    optimizer = source(vbs.backend.LocalBackend(), SIZES)
+    rows = iter(Chunks(STREAMS[0], 1))
+    used = train(optimizer, vbs.updates(rows, optimizer), until=2) + train(optimizer, vbs.updates(rows, optimizer))
+    check([used], SIZES[: len(used)], STREAMS[:1])
+
+
+def test_a_trace_may_end_the_loop() -> None:
+    optimizer = source(vbs.backend.LocalBackend(), vbs.BatchTrace.of([4, 5], on_end="stop"))
+    used = train(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer))
+    assert used == [[*range(4)], [*range(4, 9)]]
+    optimizer = source(vbs.backend.LocalBackend(), [4, 5])
+    with pytest.raises(IndexError, match=r"step must be < 2, because trace has 2 steps"):
+        train(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer))
+
+
+def test_rows_are_taken_by_what_they_count() -> None:
+    """As few as count each rank's part of the batch, in tokens."""
+    lengths = [3, 0, 4, 1, 1, 6, 2, 2, 5, 1]
+    optimizer = source(vbs.backend.LocalBackend(), 6, counts=lambda rows: [lengths[row] for row in rows.tolist()])
+    used = train(optimizer, vbs.updates([torch.arange(0, 4), torch.arange(4, 10)], optimizer))
+    assert used == [[0, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert optimizer.samples == sum(lengths)
+
+
+def test_only_streams_have_a_state() -> None:
+    place = {"num_replicas": 1, "rank": 0}
+    optimizer = vbs.ConstantOptimizer(
+        torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), vbs.ArrivingBatches(**place)
+    )
+    with pytest.raises(RuntimeError, match=r"a state needs streams of rows, but these batches are made as they arrive"):
+        vbs.updates([], optimizer).state_dict()
+    with pytest.raises(ValueError, match=r"a state of streams must be of version 1"):
+        vbs.updates([], source(vbs.backend.LocalBackend(), 3)).load_state_dict({"version": 2})
+    with pytest.raises(TypeError, match=r"trace must be a batch trace"):
+        vbs.ArrivingBatches(trace=vbs.AdaptiveTrace(vbs.adaptive.ConstantBatch(4)), **place)
+
+
+class Numbers(IterableDataset[int]):
+    """The numbers of this worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(50)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow("starts workers"))])
+def test_a_stateful_loader_resumes(workers: int) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(Numbers(), batch_size=8, num_workers=workers)
+
+    optimizer = source(vbs.backend.LocalBackend(), SIZES)
+    updates = vbs.updates(loader(), optimizer)
+    used = train(optimizer, updates, until=3)
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "stream": updates.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    optimizer = source(vbs.backend.LocalBackend(), [*SIZES, *[30] * 9])
+    updates = vbs.updates(loader(), optimizer)
+    optimizer.load_state_dict(state["optimizer"])
+    updates.load_state_dict(state["stream"])
+    used += train(optimizer, updates)
+    assert sorted(itertools.chain(*used)) == sorted([*range(50)] * max(1, workers))
+    assert [len(rows) for rows in used[:5]] == SIZES[:5]

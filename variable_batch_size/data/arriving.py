@@ -1,0 +1,215 @@
+"""Batches that arrive while the training runs: what feeds an optimizer without a dataset and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from torch import Tensor
+
+from variable_batch_size._validation import MAX_INT, IntArray, check_int, type_error, value_error
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.backend.detection import resolve_world
+from variable_batch_size.data import rows
+from variable_batch_size.data.arrival import Arrival, Brought, first_fit_decreasing, in_order, rounds_of_all
+from variable_batch_size.data.feed import Feed
+from variable_batch_size.data.plan import Epoch, Plan
+from variable_batch_size.data.planning import PlanState
+from variable_batch_size.data.sampler import TraceLike
+from variable_batch_size.data.source import Source
+from variable_batch_size.data.stream import Stream
+from variable_batch_size.microbatching import count_microbatches
+from variable_batch_size.trace.batch_trace import BatchTrace
+
+_ENDLESS = Epoch(0, 0, MAX_INT, MAX_INT, trace_offset=0, samples_before=0)
+
+Measure = Callable[[Any], "Sequence[int] | IntArray | Tensor"]
+
+
+@final
+class Own(NamedTuple):
+    """The rows of this rank in a step; `ArrivingBatches` cuts them."""
+
+    batch: Any
+    chosen: IntArray  # (rows,): those that count
+    counts: IntArray  # (rows,)
+    packed: list[IntArray] | None  # the rows of each microbatch, as indices into `chosen`; None if they follow in order
+    brought: Brought
+
+
+@final
+class ArrivingBatches(Source):
+    """Batches that arrive while the training runs, in the place of a sampler: no dataset, no plan and no epochs.
+
+    Each item that `vbs.updates(batches, optimizer)` reads is one global batch, of which each rank brings its rows: any
+    number, also none (`None`, or no rows), and another number than other ranks. Their sum B is the batch size of the
+    update, by which the rule scales. The rows of a rank are cut into microbatches; each item must be a tensor whose
+    first dimension is the rows, a tuple, list or dict of such, or, with `collate_fn`, a list of rows. The loop ends
+    when the batches of all ranks have ended. A step without rows on any rank is left out.
+
+    Ranks exchange their numbers of rows before each step, through the store. Where they compute equally many
+    microbatches, and where a rank has no rows, it repeats one with weight 0: `optimizer.microbatch.samples` is 0 then.
+
+    Args:
+        minibatch_size: maximum number of rows of a microbatch. Default: 32, or any number with `max_tokens`.
+        max_tokens: maximum sum of the lengths of the rows of a microbatch; rows are packed first-fit decreasing.
+        lengths: function of an item, which returns the length of each row, >= 0. Default: its `counts`.
+        counts: function of an item, which returns what each row counts, an integer >= 0, such as its tokens with a
+            label: then the loss of a microbatch is a mean over what its rows count, and batch sizes, `ref_batchsize`
+            and `optimizer.samples` are in that unit. Rows that count 0 are left out. Default: each row counts 1.
+        collate_fn: function of a list of rows, which returns a microbatch.
+        shared: whether each rank is given the whole batch, or the whole stream, and takes its part of it.
+        trace: batch sizes, as for a `CustomSampler`: the items are parts of a stream then, of any number of rows, and
+            an update takes B of them, as many on each rank; where a stream ends, the others give more, and the last
+            update has what is left. With `counts` it takes as few rows as count B / world on each rank. `on_end="stop"`
+            ends the loop with the trace.
+        num_replicas: number of ranks. Default, together with `rank`: that of `torch.distributed` or PyTorch/XLA.
+        rank: this rank.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, some of them repeated. Default: whether
+            the parameters of the optimizer that attaches live on a device that compiles shapes, xla or tpu.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if a number is out of range, or `max_tokens` lacks lengths, or has a fixed shape.
+    """
+
+    def __init__(
+        self,
+        minibatch_size: int | None = None,
+        *,
+        max_tokens: int | None = None,
+        lengths: Measure | None = None,
+        counts: Measure | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shared: bool = False,
+        trace: TraceLike | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        fixed_shape: bool | None = None,
+    ) -> None:
+        for name, function in {"lengths": lengths, "counts": counts, "collate_fn": collate_fn}.items():
+            if function is not None and not callable(function):
+                raise type_error(f"{name} must be a function of an item", function, "pass a function")
+        limit = 32 if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1)
+        if max_tokens is not None:
+            max_tokens = check_int(max_tokens, "max_tokens", 1)
+            if lengths is None and counts is None:
+                raise value_error("max_tokens= needs the lengths of the rows", "none", "pass lengths= or counts=")
+            if minibatch_size is not None or fixed_shape:
+                found = "minibatch_size=" if minibatch_size is not None else "fixed_shape=True"
+                raise value_error("max_tokens= bounds microbatches of any number of rows", found, "pass only one")
+        self._max_tokens, self._lengths, self._counts = max_tokens, lengths or counts, counts
+        self._collate, self.shared = collate_fn, shared
+        if isinstance(trace, AdaptiveTrace):
+            raise type_error("trace must be a batch trace", trace, "pass one; a controller needs a vbs.CustomSampler")
+        self._trace = None if trace is None else BatchTrace.of(trace)
+        self._stream: Stream | None = None  # that was read last
+        plan = Plan(BatchTrace.constant(1), MAX_INT, limit, fixed_shape=bool(fixed_shape), begin=_ENDLESS)
+        self._feed = Feed(
+            resolve_world(rank, num_replicas),
+            PlanState(plan, None),
+            0,
+            shuffle=False,
+            epochs=None,
+            cut_is_known=fixed_shape is not None,
+            equal_rounds=False,
+            speeds=(),
+            arriving=True,
+        )
+
+    @property
+    def has_trace(self) -> bool:
+        """Whether a trace says how many rows of a stream an update takes."""
+        return self._trace is not None
+
+    @property
+    def trace(self) -> BatchTrace:
+        """The batch trace.
+
+        Raises:
+            AttributeError: if there is none.
+        """
+        if self._trace is None:
+            raise AttributeError("batches that arrive have no trace; read optimizer.samples and optimizer.updates")
+        return self._trace
+
+    def ends_at(self, updates: int) -> bool:
+        """Return whether the trace ends the training after this number of updates."""
+        trace = self._trace
+        return trace is not None and trace.on_end == "stop" and trace.steps is not None and updates >= trace.steps
+
+    def stream(self, items: Iterator[Any], kept: Any) -> Stream:
+        """Return the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
+        if self._stream is None or self._stream.items is not items or kept is not None:
+            self._stream = Stream(items, self._counts_of, collated=self._collate is not None, kept=kept)
+        return self._stream
+
+    def _counts_of(self, batch: Any) -> IntArray:
+        number = rows.count(batch) if self._collate is None else len(batch or ())
+        if self._counts is None or not number:
+            return np.ones(number, dtype=np.int64)
+        return _numbers("counts", self._counts(batch), number)
+
+    def bring(self, batch: Any, *, ended: bool, can_replay: bool) -> Own:
+        """Return the rows of this rank in the next step."""
+        counts, world = self._counts_of(batch), self.world
+        number = len(counts)
+        bounds = (number * world.rank // world.size, number * (world.rank + 1) // world.size)
+        index = np.arange(*bounds) if self.shared else np.arange(number)  # (rows,)
+        index = index[counts[index] > 0]
+        counts, packed = counts[index], None
+        plan = self.plan
+        necessary = count_microbatches(np.array(len(index)), plan.minibatch_size, fixed_shape=plan.fixed_shape)
+        if self._max_tokens is not None:
+            assert self._lengths is not None
+            lengths = _numbers("lengths", self._lengths(batch), number)[index] if number else index
+            packed = first_fit_decreasing(lengths, self._max_tokens)
+            necessary = np.array(len(packed))
+        brought = Brought(len(index), int(counts.sum()), int(necessary), ended, can_replay or len(index) > 0, number)
+        return Own(batch, index, counts, packed, brought)
+
+    def arrange(self, own: Own, brought: Sequence[Brought]) -> tuple[Arrival, list[IntArray]]:
+        """Return the next step, and the rows of each microbatch of this rank; `brought`: by all ranks."""
+        plan, feed = self.plan, self._feed
+        equal = feed.dealing.padded
+        fixed = plan.fixed_shape or own.packed is not None
+        by_rank = rounds_of_all(brought, fixed=fixed, equal=equal)
+        mine, most = by_rank[self.world.rank], max(by_rank)
+        if feed.equal_rounds and min(by_rank) < most:
+            rank = by_rank.index(min(by_rank))
+            raise value_error(
+                f"every rank must compute {most} microbatches in update {self.clock.step}, because a layer "
+                f"communicates in forward",
+                f"{brought[rank].rows} rows on rank {rank}",
+                "bring at least as many rows on every rank, or leave the update out on all of them",
+            )
+        how = {"fixed_shape": plan.fixed_shape, "rounds": max(1, mine)}
+        parts = in_order(len(own.chosen), plan.minibatch_size, **how) if own.packed is None else own.packed  # type: ignore[arg-type]
+        distinct = [np.unique(part) for part in parts] if plan.fixed_shape else parts
+        samples = [int(own.counts[part].sum()) for part in distinct]
+        repeats = [len(part) // len(once) for part, once in zip(parts, distinct, strict=True)]
+        arrival = Arrival(
+            step=self.clock.step,
+            batch_size=sum(one.samples for one in brought),
+            num_microbatches=sum(by_rank),
+            samples=tuple(samples),
+            rows=tuple(n * times for n, times in zip(samples, repeats, strict=True)),
+            replays=max(most if equal else 1, mine) - mine,
+        )
+        return arrival, [own.chosen[part] for part in parts]
+
+    def microbatch(self, batch: Any, index: IntArray) -> Any:
+        """Return these rows of an item as a microbatch."""
+        if self._collate is not None:
+            return self._collate([batch[number] for number in index.tolist()])
+        return rows.take(batch, index)
+
+
+def _numbers(name: str, found: Any, number: int) -> IntArray:
+    """Return what a user's function has returned for each row, (rows,)."""
+    values = np.asarray(found.cpu() if isinstance(found, Tensor) else found)
+    if values.shape != (number,) or values.dtype.kind not in "iub" or (values < 0).any():
+        what = f"{values.dtype} of shape {values.shape}" if values.shape != (number,) else f"{values.min()}"
+        raise value_error(f"{name}= must return an integer >= 0 for each of {number} rows", what, "count its tokens")
+    return values.astype(np.int64)

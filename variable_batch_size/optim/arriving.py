@@ -1,0 +1,211 @@
+"""The loop over batches that arrive, or over streams of rows; `updates` returns it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, final
+
+import torch
+
+from variable_batch_size._validation import IntArray, type_error, value_error
+from variable_batch_size.data.arrival import Arrival, Brought
+from variable_batch_size.data.arriving import ArrivingBatches, Own
+from variable_batch_size.data.reading import Reading, Use
+from variable_batch_size.data.stream import Stream, shares
+from variable_batch_size.optim.handed import Update, incomplete, stale
+from variable_batch_size.optim.loop import Phase
+from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.trace.runs import TraceEndError
+
+T = TypeVar("T")
+
+_CALL = "the next update of vbs.updates"
+_STATE = "state_dict() of vbs.updates"
+_NONE: Any = object()
+
+
+@final
+class Arrivals(Generic[T]):
+    """The updates of batches that arrive; see `updates`.
+
+    With a trace its state, which can be a part of a `Checkpoint`, is that of the streams of all ranks.
+    """
+
+    def __init__(self, batches: Iterable[T], optimizer: CustomOptimizer, source: ArrivingBatches) -> None:
+        if not isinstance(batches, Iterable):
+            raise type_error("batches must be iterable", batches, "pass this rank's part of each batch, in their order")
+        self._batches, self._optimizer, self._source = batches, optimizer, source
+        self._last = _NONE  # a microbatch that this rank can repeat
+        self._stream: Stream | None = None
+        self._kept: Any = None  # rows that a restored state had read
+
+    def __iter__(self) -> Iterator[Update[T]]:
+        """Yield an update for each batch that has rows on any rank."""
+        optimizer, source, feed = self._optimizer, self._source, self._source._feed
+        last = feed.reading
+        untrained = last is not None and (last.counts.handed or 0) > last.counts.stepped
+        if last is not None and last.use is not Use.STALE and (untrained or optimizer.inside_step):
+            raise incomplete(optimizer.updates)
+        reading = Reading(feed.dealing, feed.clock.position)
+        feed.begin_reading(reading)
+        feed.reading, items, ended = reading, iter(self._batches), False
+        if source.has_trace:
+            self._stream, self._kept = source.stream(items, self._kept), None
+        while not source.ends_at(optimizer.updates):
+            batch = self._next(items) if not ended else _NONE
+            ended = batch is _NONE
+            own = source.bring(None if ended else batch, ended=ended, can_replay=self._last is not _NONE)
+            brought = self._exchange(own)
+            if all(one.ended for one in brought):
+                return
+            if not any(one.samples for one in brought):
+                continue
+            feed.arrival, parts = source.arrange(own, brought)
+            reading.dealing = feed.dealing
+            self._find_replay(own, parts, brought)
+            yield Update(self._hand_out(reading, feed.arrival, own, parts), feed.arrival.rounds)
+            if reading.use is Use.STALE:
+                raise stale()
+            if optimizer.updates == feed.arrival.step:
+                raise incomplete(optimizer.updates)
+
+    # What the ranks bring. ---------------------------------------------------------------------------------------
+
+    def _next(self, items: Iterator[T]) -> Any:
+        """Return the rows of this rank in the next step, None for none; `_NONE` if there will be no more."""
+        stream = self._stream
+        if stream is None:
+            return next(items, _NONE)
+        too_short = None
+        try:
+            size = self._source.trace.batch_size(self._optimizer.updates)
+        except TraceEndError as error:  # unless the streams have ended, too
+            size, too_short = 1, error
+        own = self._share_of(stream, size)
+        if too_short is not None and own is not None:
+            raise too_short
+        return _NONE if own is None else stream.take(own)
+
+    def _share_of(self, stream: Stream, size: int) -> int | None:
+        """Return what this rank takes of a step of this size, from its stream, which has it; None if all have ended."""
+        world = self._source.world
+        if self._source.shared:
+            stream.fill(size)
+            return min(size, stream.available) or None
+        wanted, read = shares(size, [size] * world.size), False
+        while not read:  # once, unless a stream ends
+            stream.fill(wanted[world.rank])
+            found = self._gather([stream.available, stream.ended])
+            wanted = shares(size, [available if ended else size for available, ended in found])
+            read = all(share <= available for share, (available, _) in zip(wanted, found, strict=True))
+        return wanted[world.rank] if any(wanted) else None
+
+    def _gather(self, own: Sequence[Any]) -> list[Any]:
+        """Return what each rank says, by rank; with tensor parallelism several have one, and must say the same."""
+        world, found = self._source.world, dict[int, Any]()
+        for text in self._optimizer.agreement.gather(_CALL, json.dumps([world.rank, own])):
+            rank, said = json.loads(text)
+            if found.setdefault(rank, said) != said:
+                raise RuntimeError(
+                    f"ranks that compute parts of the same samples must bring the same rows, but of rank {rank} one "
+                    f"has {found[rank][0]} and another {said[0]}; read the same batches on them"
+                )
+        return [found[rank] for rank in range(world.size)]
+
+    def _exchange(self, own: Own) -> list[Brought]:
+        """Return what each rank has brought, by rank."""
+        brought = [Brought(*numbers) for numbers in self._gather(own.brought)]
+        totals = [one.total for one in brought]
+        if self._source.shared and len(set(totals)) > 1:
+            raise value_error(
+                "with shared=True each rank must be given the whole batch",
+                f"{', '.join(map(str, totals))} rows on the ranks",
+                "read the same batches on all of them, or omit shared=",
+            )
+        return brought
+
+    def _find_replay(self, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> None:
+        """See to it that this rank has a microbatch to repeat; another rank sends one to those without."""
+        if self._last is _NONE and parts:
+            self._last = self._source.microbatch(own.batch, parts[0])
+        if all(one.can_replay for one in brought):
+            return
+        sends = self._source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
+        text = max(self._optimizer.agreement.gather(_CALL, _as_text(self._last) if sends else ""), key=len)
+        if self._last is _NONE:
+            try:
+                self._last = _from_text(text)
+            except pickle.UnpicklingError as error:
+                raise RuntimeError(
+                    "a rank without rows in its first update gets a microbatch of another rank, but this one has more "
+                    "than tensors, numbers and strings in it; bring a row on every rank in the first update"
+                ) from error
+
+    def _hand_out(self, reading: Reading, step: Arrival, own: Own, parts: Sequence[IntArray]) -> Iterator[T]:
+        """Yield the microbatches of an update, replays first, and count them as those that the loop has got."""
+        for number in range(step.rounds):
+            if self._optimizer.updates != step.step:
+                raise RuntimeError(
+                    f"an update yields its microbatches until it is made, but update {step.step} is read when "
+                    f"{self._optimizer.updates} updates are made; read it within its turn of the loop"
+                )
+            reading.counts.hand(begins_update=number == 0)
+            if number >= step.replays:
+                self._last = self._source.microbatch(own.batch, parts[number - step.replays])
+            yield self._last
+
+    # The state of streams. ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the streams of all ranks: their own, if they have one, and the rows read ahead.
+
+        Every rank has to call it, after the same update.
+
+        Raises:
+            RuntimeError: without a trace, or in the middle of a step; or if another rank does not call it.
+        """
+        if not self._source.has_trace:
+            raise RuntimeError(
+                "a state needs streams of rows, but these batches are made as they arrive; save the state of what "
+                "makes them, and of the optimizer"
+            )
+        self._optimizer._loop.check_phase(_STATE, Phase.BETWEEN_STEPS)
+        kept = self._kept if self._stream is None else self._stream.kept()
+        own = {"rows": kept}
+        if callable(state_of := getattr(self._batches, "state_dict", None)):
+            own["source"] = state_of()
+        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _as_text(own))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the streams were saved, from the next iteration on.
+
+        Raises:
+            ValueError: if they were saved on another number of ranks, unless they are shared; or if the state is not
+                one of streams.
+        """
+        if not isinstance(state_dict, dict) or state_dict.get("version") != 1:
+            raise value_error("a state of streams must be of version 1", f"{state_dict!r:.60}", "restore one as saved")
+        ranks, agreement = state_dict["ranks"], self._optimizer.agreement
+        if len(ranks) != agreement.world.size and not self._source.shared:
+            raise value_error(
+                f"streams of which each rank reads its own go on with {len(ranks)} ranks, as they were saved",
+                f"{agreement.world.size} ranks",
+                "resume on as many, or read one stream on all ranks, with shared=True",
+            )
+        own = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
+        if "source" in own:
+            self._batches.load_state_dict(own["source"])  # type: ignore[attr-defined]
+        self._stream, self._kept = None, own["rows"]
+
+
+def _as_text(value: Any) -> str:
+    torch.save(value, file := io.BytesIO())
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _from_text(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
