@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
+from variable_batch_size.data.source import Source
 from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.rules import Rule
 from variable_batch_size.rules.base import check_reference
@@ -71,7 +73,20 @@ class Settings:
         _check_apart(self.sampler_options, others, "sampler_options")
         return CustomSampler(dataset, self.trace, **others, **self.sampler_options)
 
-    def optimizer(self, inner: Optimizer, sampler: CustomSampler, **others: Any) -> CustomOptimizer:
+    def source(self, **others: Any) -> ArrivingBatches:
+        """Return what takes the place of a sampler for a dataset without an index.
+
+        Raises:
+            ValueError: if `sampler_options` has others than `fixed_shape`.
+        """
+        if unknown := sorted(self.sampler_options.keys() - {"fixed_shape"}):
+            remedy = "leave it out, or pass a map-style dataset"
+            raise value_error(
+                "sampler_options of samples without an index may have fixed_shape only", unknown[0], remedy
+            )
+        return ArrivingBatches(trace=self.trace, **others, **self.sampler_options)  # type: ignore[arg-type]
+
+    def optimizer(self, inner: Optimizer, sampler: Source, **others: Any) -> CustomOptimizer:
         """Return the optimizer around `inner`, for which every rank computes equally many microbatches of a step.
 
         Trainers and losses may then communicate in each of them. A rank that has fewer replays one with weight 0.

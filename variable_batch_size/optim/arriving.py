@@ -66,7 +66,7 @@ class Arrivals(Generic[T]):
                 continue
             feed.arrival, parts = source.arrange(own, brought)
             reading.dealing = feed.dealing
-            self._find_replay(own, parts, brought)
+            self._find_replay(feed.arrival, own, parts, brought)
             yield Update(self._hand_out(reading, feed.arrival, own, parts), feed.arrival.rounds)
             if reading.use is Use.STALE:
                 raise stale()
@@ -128,13 +128,14 @@ class Arrivals(Generic[T]):
             )
         return brought
 
-    def _find_replay(self, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> None:
+    def _find_replay(self, step: Arrival, own: Own, parts: Sequence[IntArray], brought: Sequence[Brought]) -> None:
         """See to it that this rank has a microbatch to repeat; another rank sends one to those without."""
-        if self._last is _NONE and parts:
+        known = all(one.can_replay for one in brought)
+        sends = not known and self._source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
+        if self._last is _NONE and parts and (sends or step.replays):
             self._last = self._source.microbatch(own.batch, parts[0])
-        if all(one.can_replay for one in brought):
+        if known:
             return
-        sends = self._source.world.rank == next(rank for rank, one in enumerate(brought) if one.rows)
         text = max(self._optimizer.agreement.gather(_CALL, _as_text(self._last) if sends else ""), key=len)
         if self._last is _NONE:
             try:

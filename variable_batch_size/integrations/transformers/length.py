@@ -86,8 +86,9 @@ class Position(TrainerCallback):
                 f"a training must resume with its optimizer, but the checkpoint of step {state.global_step} has none; "
                 f"resume from one that was saved with save_only_model=False"
             )
-        batches = -(-plan.dataset_size // (plan.minibatch_size * args.world_size))
-        warn_of_batches([self._trainer.lr_scheduler], plan, batches, state.max_steps)
+        if not optimizer.sampler._feed.arriving:
+            batches = -(-plan.dataset_size // (plan.minibatch_size * args.world_size))
+            warn_of_batches([self._trainer.lr_scheduler], plan, batches, state.max_steps)
         self._correct(args, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -108,6 +109,9 @@ class Position(TrainerCallback):
 
     def _correct(self, args: Any, state: Any) -> None:
         optimizer = self._trainer.variable_optimizer
+        if optimizer.sampler._feed.arriving:  # of a stream, which has none
+            state.epoch = optimizer.updates / args.max_steps
+            return
         state.epoch = epochs_passed(optimizer.sampler.clock)
         if args.max_steps > 0 or not is_adaptive(optimizer.sampler):
             return

@@ -27,6 +27,12 @@ def _saves_shards(state: Any) -> bool:
     return "SHARDED" in str(getattr(getattr(state, "fsdp_plugin", None), "state_dict_type", ""))
 
 
+def _known(args: Any) -> str:
+    """Return the order of samples; that by length is as good as another one where the number of updates is given."""
+    order: str = args.train_sampling_strategy
+    return "random" if order == "group_by_length" else order
+
+
 def _ends_by_estimate(trainer: Any) -> bool:
     settings = trainer._settings
     return isinstance(settings.trace, AdaptiveTrace) and trainer.args.max_steps <= 0 and settings.ref_batchsize is None
@@ -82,10 +88,10 @@ SETTINGS = (
     ),
     Setting(
         "train_sampling_strategy",
-        '"random" or "sequential", because the trace says which samples an update has',
-        "args.train_sampling_strategy",
+        '"random" or "sequential", or "group_by_length" with max_steps',
+        lambda trainer: trainer.args.train_sampling_strategy if trainer.args.max_steps <= 0 else _known(trainer.args),
         ("random", "sequential"),
-        "leave it out",
+        "leave it out, or pass max_steps",
     ),
     Setting(
         "load_best_model_at_end",

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from variable_batch_size._validation import type_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace
+from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.data.sampler import CustomSampler, TraceLike
 from variable_batch_size.integrations.facts import facts_of
 from variable_batch_size.integrations.settings import Settings, check_indexed, check_names
@@ -43,6 +44,7 @@ from variable_batch_size.integrations.transformers.internals import TrainerInter
 from variable_batch_size.integrations.transformers.labels import Share  # noqa: E402
 from variable_batch_size.integrations.transformers.length import Position, is_adaptive, length  # noqa: E402
 from variable_batch_size.integrations.transformers.loss_check import check_loss  # noqa: E402
+from variable_batch_size.integrations.transformers.stream_loader import StreamLoader, is_stream  # noqa: E402
 from variable_batch_size.integrations.transformers.supported import check_settings  # noqa: E402
 from variable_batch_size.integrations.transformers.update_loader import Update, UpdateLoader  # noqa: E402
 
@@ -71,6 +73,7 @@ class VariableBatchMixin(TrainerInternals):
         ValueError: if a training argument contradicts the trace or is not supported, or the trace is too short.
     """
 
+    update_loader: UpdateLoader | StreamLoader
     optimizer: Any  # these belong to Trainer
     lr_scheduler: Any
     control: Any
@@ -102,13 +105,14 @@ class VariableBatchMixin(TrainerInternals):
         self._epoch_is_read = False  # whether the loop must end, though no callback leaves the epoch
         self._check_loss = self._checks_loss = check_loss
         check_names(kwargs, Trainer.__init__)
-        if kwargs.get("train_dataset") is not None:
-            check_indexed(kwargs["train_dataset"])
+        dataset = kwargs.get("train_dataset")
+        if dataset is not None and not isinstance(dataset, IterableDataset):
+            check_indexed(dataset)
         super().__init__(*args, **kwargs)
         check_settings(self)
         self.callback_handler.callbacks.insert(0, Position(weakref.proxy(self)))  # before all that read the state
         self._counts_anyway = self.count_labels_right()
-        if self.train_dataset is not None:
+        if self.train_dataset is not None and not is_stream(self):
             length(self._new_sampler(), self.args)  # raises early
 
     @property
@@ -165,8 +169,15 @@ class VariableBatchMixin(TrainerInternals):
         loader = getattr(loader, "base_dataloader", loader)  # below accelerate's, which deals batches to the ranks
         if not isinstance(loader, DataLoader):
             raise type_error("get_train_dataloader() must return a DataLoader", loader, "return one of torch there")
-        sampler = self._new_sampler(**order_of(loader))
-        return UpdateLoader(loader, sampler, partial(getattr, weakref.proxy(self), "_variable"))
+        optimizer = partial(getattr, weakref.proxy(self), "_variable")
+        if is_stream(self):
+            return StreamLoader(self.args, loader, self._new_source, optimizer)
+        return UpdateLoader(loader, self._new_sampler(**order_of(loader)), optimizer)
+
+    def _new_source(self, collate_fn: Any) -> ArrivingBatches:
+        args, options = self.args, {"collate_fn": collate_fn, "shared": True}
+        world = {"num_replicas": args.world_size, "rank": args.process_index}
+        return self._settings.source(minibatch_size=self.rows_of_microbatch, **world, **options)
 
     def _new_sampler(self, **order: bool) -> CustomSampler:
         args, settings = self.args, self._settings
@@ -188,6 +199,10 @@ class VariableBatchMixin(TrainerInternals):
         Raises:
             TypeError: if `get_train_dataloader` of another class was called.
         """
+        if isinstance(dataloader, StreamLoader):
+            self.update_loader, largest = dataloader, dataloader.sampler.trace.max_batch_size
+            samples = args.max_steps * largest
+            return 1, args.max_steps, samples, samples, largest, args.max_steps, args.max_steps
         if not isinstance(dataloader, UpdateLoader):
             remedy = "override it in a class below: class Mine(VariableBatchMixin, TrainerWithALoader)"
             raise type_error("the loader must be that of VariableBatchMixin", dataloader, remedy)
