@@ -135,6 +135,7 @@ docs: $(VENV)/.has-docs
 fuzz: $(VENV)/.has-test
 	PYTHONPATH=test $(VENV)/bin/python -m fuzz --number $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 	PYTHONPATH=test $(VENV)/bin/python -m fuzz.sums --number $(N) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=test $(VENV)/bin/python -m fuzz.arrivals --number $(N) $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/.has-bench
 	@set -e; for script in $(SCRIPTS); do echo "$$script"; PYTHONPATH=test $(VENV)/bin/python "$$script" $(ARGS); done
