@@ -10,17 +10,19 @@ of packed and padded updates are those of the GPT of examples/packed_documents.p
 from __future__ import annotations
 
 import argparse
-import sys
+import runpy
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 import variable_batch_size as vbs
 from records import spread
@@ -28,7 +30,7 @@ from results import record
 from step import ROWS, perceptron
 from variable_batch_size.data.arrival import first_fit_decreasing
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+EXAMPLE = Path(__file__).parents[1] / "examples" / "packed_documents.py"
 MODELS = {"1M parameters": 512, "10M parameters": 2048}
 BLOCK, UPDATE = 16, 4 * ROWS  # updates; rows of a rank
 CAPACITY = 2048  # tokens of a microbatch
@@ -89,10 +91,9 @@ def process(rank: int, folder: str, pairs: int) -> None:
 
 def pack_documents(updates: int) -> None:
     """Record the padding of real texts, and the time of an update with and without it."""
-    from packed_documents import PackedGPT, loss_of, pack, paragraphs, predicted
-
-    documents = [one for chunk in paragraphs(0, 1) for one in chunk]
-    lengths = np.array(predicted(documents))
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
+    documents = [one for chunk in example.paragraphs(0, 1) for one in chunk]
+    lengths = np.array(example.predicted(documents))
     text = f"{len(lengths)} paragraphs"
     for what, order in {"rows of 8, in order": lengths, "rows of 8, sorted by length": np.sort(lengths)}.items():
         padded = sum(len(rows) * rows.max() for rows in np.array_split(order, len(order) // 8))
@@ -101,25 +102,28 @@ def pack_documents(updates: int) -> None:
     packed = sum(len(first_fit_decreasing(group, CAPACITY)) for group in groups) * CAPACITY
     record(PADDING, f"packed into {CAPACITY} tokens", 1 - lengths.sum() / packed, "share", on=text)
 
-    def padded_loss(model: PackedGPT, rows: list[bytes]) -> torch.Tensor:
+    def padded_loss(model: nn.Module, rows: list[bytes]) -> torch.Tensor:
         longest = max(map(len, rows))
-        batch = pack([row.ljust(longest, b"\0") for row in rows])
+        batch = example.pack([row.ljust(longest, b"\0") for row in rows])
         kept = torch.cat([torch.arange(longest - 1) < len(row) - 1 for row in rows])
         batch["labels"] = batch["labels"].where(kept, -100)
-        return loss_of(model, batch)
+        loss: torch.Tensor = example.loss_of(model, batch)
+        return loss
 
-    def seconds(parts: list[list[bytes]], loss: Callable[[PackedGPT, Any], torch.Tensor]) -> float:
+    def seconds(parts: list[list[bytes]], loss: Callable[[nn.Module, Any], torch.Tensor]) -> float:
         began = time.perf_counter()
         for part in parts:
             loss(model, part).backward()  # type: ignore[no-untyped-call]
         return time.perf_counter() - began
 
-    model, ratios = PackedGPT(), list[float]()
+    model, ratios = example.PackedGPT(), list[float]()
     for begin in range(0, 256 * updates, 256):
         own = documents[begin : begin + 256]
         rows = [own[at : at + 8] for at in range(0, 256, 8)]
         bins = [[own[row] for row in part] for part in first_fit_decreasing(lengths[begin : begin + 256], CAPACITY)]
-        ratios.append(seconds(bins, lambda model, part: loss_of(model, pack(part))) / seconds(rows, padded_loss))
+        ratios.append(
+            seconds(bins, lambda model, part: example.loss_of(model, example.pack(part))) / seconds(rows, padded_loss)
+        )
     record(TIME, "packed / padded", spread(ratios), on="GPT of bytes", where="CPU")
 
 

@@ -7,7 +7,7 @@ seeds, and it is judged on ten others: by the share of rollouts that succeed in 
 from __future__ import annotations
 
 import argparse
-import sys
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from joblib import Parallel, delayed
 from records import spread
 from results import record
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
 RATES = (0.01, 0.02, 0.04, 0.08, 0.16)
 WAYS = {
     "all groups, constant": ("constant", "none"),
@@ -32,11 +32,9 @@ TUNING, JUDGING = range(3), range(10, 20)
 
 def score(way: str, lr: float, seed: int, updates: int) -> float:
     """Return the share of rollouts that succeed in the last ten updates."""
-    from rollouts import train
-
     torch.set_num_threads(1)
     rule, cut = WAYS[way]
-    shares, _ = train(rule, lr, seed, updates=updates, cut=cut)
+    shares, _ = runpy.run_path(str(EXAMPLE))["train"](rule, lr, seed, updates=updates, cut=cut)
     return float(np.mean(shares[-10:]))
 
 

@@ -32,6 +32,7 @@ from .optim.normalization import check_batch_norm as check_batch_norm
 from .optim.optimizer import CustomOptimizer as CustomOptimizer
 from .optim.updates import remaining_epochs as remaining_epochs
 from .optim.updates import updates as updates
+from .optim.weight_average import WeightAverage as WeightAverage
 from .preemption import Preemption as Preemption
 from .trace.batch_trace import BatchTrace as BatchTrace
 from .tracker import Tracker as Tracker
