@@ -34,6 +34,7 @@ def stream() -> Any:
     return datasets.Dataset.from_dict({"x": [[0.0] * 6], "labels": [0]}).to_iterable_dataset()
 
 
+ADAPTIVE = vbs.AdaptiveTrace(vbs.adaptive.ConstantBatch(8))
 LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}
 
 
@@ -53,8 +54,15 @@ LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": ["net"]}
             {"num_train_epochs": 0},
             r"num_train_epochs must be > 0 without max_steps, got 0; pass one, or max_steps \(see docs/trainers/transf",
         ),
-        ({"train_dataset": Stream()}, r"the dataset must have an index.*pass a map-style dataset"),
-        ({"train_dataset": stream(), "max_steps": 5}, r"(?s)the dataset must have an index.*pass a map-style dataset"),
+        ({"train_dataset": Stream()}, r"max_steps has to be specified"),
+        (
+            {"train_dataset": stream(), "max_steps": 5, "trace": [24] * 4},
+            r"must last .*max_steps=5, got one of 4",
+        ),
+        (
+            {"train_dataset": stream(), "max_steps": 5, "trace": ADAPTIVE},
+            r"trace must be a batch trace",
+        ),
         ({"trace": 500}, r"at most the dataset's size of 203 samples, but the trace has a batch size of 500"),
         ({"trace": [24] * 5}, r"the trace must last until the training ends.*or pass on_end"),
         ({"trace": [24] * 5, "max_steps": 20}, r"the trace must last until the training ends.*or pass on_end"),

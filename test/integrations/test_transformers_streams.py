@@ -133,8 +133,5 @@ def test_what_streams_lack_is_refused(tmp_path: Path) -> None:
         trainer_of(tmp_path, train_sampling_strategy="group_by_length")
     with pytest.raises(ValueError, match=r"max_steps has to be specified|max_steps"):
         trainer_of(tmp_path, train_dataset=Stream())
-    trainer = trainer_of(
-        tmp_path, train_dataset=Stream(), max_steps=3, trace=[3, 3, 3], sampler_options={"shuffle": True}
-    )
     with pytest.raises(ValueError, match=r"may have fixed_shape only"):
-        trainer.train()
+        trainer_of(tmp_path, train_dataset=Stream(), max_steps=3, trace=[3] * 3, sampler_options={"shuffle": True})

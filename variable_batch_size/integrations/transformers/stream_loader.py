@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from variable_batch_size._validation import value_error
 from variable_batch_size.data.arriving import ArrivingBatches
 from variable_batch_size.integrations.transformers.update_loader import Update
 from variable_batch_size.optim.optimizer import CustomOptimizer
@@ -18,6 +19,14 @@ def is_stream(trainer: Any) -> bool:
     """Return whether the samples of a trainer come in an order of their own, and are not dealt by their index."""
     grouped = trainer.args.train_sampling_strategy == "group_by_length"
     return isinstance(trainer.train_dataset, IterableDataset) or grouped
+
+
+def check_length(args: Any, source: ArrivingBatches) -> None:
+    """Raise ValueError if a trace that must be long enough is not."""
+    steps = source.trace.steps
+    if steps is not None and source.trace.on_end == "error" and steps < args.max_steps:
+        requirement = f"the trace must last until the training ends, after max_steps={args.max_steps}"
+        raise value_error(requirement, f"one of {steps} steps", 'add steps, or pass a BatchTrace with on_end="hold"')
 
 
 @final

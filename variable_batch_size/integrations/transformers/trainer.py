@@ -44,7 +44,7 @@ from variable_batch_size.integrations.transformers.internals import TrainerInter
 from variable_batch_size.integrations.transformers.labels import Share  # noqa: E402
 from variable_batch_size.integrations.transformers.length import Position, is_adaptive, length  # noqa: E402
 from variable_batch_size.integrations.transformers.loss_check import check_loss  # noqa: E402
-from variable_batch_size.integrations.transformers.stream_loader import StreamLoader, is_stream  # noqa: E402
+from variable_batch_size.integrations.transformers.stream_loader import StreamLoader, check_length, is_stream  # noqa: E402
 from variable_batch_size.integrations.transformers.supported import check_settings  # noqa: E402
 from variable_batch_size.integrations.transformers.update_loader import Update, UpdateLoader  # noqa: E402
 
@@ -112,8 +112,11 @@ class VariableBatchMixin(TrainerInternals):
         check_settings(self)
         self.callback_handler.callbacks.insert(0, Position(weakref.proxy(self)))  # before all that read the state
         self._counts_anyway = self.count_labels_right()
-        if self.train_dataset is not None and not is_stream(self):
-            length(self._new_sampler(), self.args)  # raises early
+        if self.train_dataset is not None:  # raises early
+            if is_stream(self):
+                check_length(self.args, self._new_source())
+            else:
+                length(self._new_sampler(), self.args)
 
     @property
     def variable_optimizer(self) -> CustomOptimizer:
@@ -174,7 +177,7 @@ class VariableBatchMixin(TrainerInternals):
             return StreamLoader(self.args, loader, self._new_source, optimizer)
         return UpdateLoader(loader, self._new_sampler(**order_of(loader)), optimizer)
 
-    def _new_source(self, collate_fn: Any) -> ArrivingBatches:
+    def _new_source(self, collate_fn: Any = None) -> ArrivingBatches:
         args, options = self.args, {"collate_fn": collate_fn, "shared": True}
         world = {"num_replicas": args.world_size, "rank": args.process_index}
         return self._settings.source(minibatch_size=self.rows_of_microbatch, **world, **options)
