@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from variable_batch_size.backend import BrokenStepError, ElasticBackend, World
+from variable_batch_size.backend.elastic import describe
+from variable_batch_size.optim.optimizer import CustomOptimizer
 
 TIMEOUT = 60.0
 
@@ -71,20 +73,33 @@ class Script:
 
 
 class ElasticThreads(ElasticBackend):
-    """One of the threads."""
+    """One of the threads; after a sum that held it deals for the last world, and looks at the next one before the sum."""
 
     def __init__(self, script: Script, number: int) -> None:
         super().__init__()
         self._script, self._number, self._next = script, number, 0
         self._meeting: _Meeting | None = None
+        self._ready = False  # whether an update may be dealt
+        self._waits, self._steady = False, False  # whether the world is still to be looked at; whether the last sum held
+        self._facts, self._shapes, self._flats = "", list[object](), list[Tensor]()
         self.parts: list[Any] = []
+        self.early = self.stale = 0  # sums that were begun before step(); updates that the world has left
 
     def meet(self, updates: int) -> bool:
-        if self._meeting is not None:
+        if self._ready:
             return False
-        while self._number not in (meeting := self._script.meeting(self._next)).attempt.members:
+        self._ready = True
+        if self._meeting is None:
+            while self._number not in self._script.meeting(self._next).attempt.members:
+                self._next += 1
+            self._meeting = self._script.meeting(self._next)
             self._next += 1
-        self._next += 1
+            self._waits = self._steady
+            if self._waits:
+                return False
+        return self._enter(self._meeting)
+
+    def _enter(self, meeting: _Meeting) -> bool:
         members, holders = meeting.attempt.members, meeting.holders
         if self._number == holders[0]:
             meeting.state = copy.deepcopy([part.state_dict() for part in self.parts])
@@ -93,17 +108,39 @@ class ElasticThreads(ElasticBackend):
         if loads:
             for part, state in zip(self.parts, meeting.state, strict=True):
                 part.load_state_dict(copy.deepcopy(state))
-        self.world, self._meeting = World(members.index(self._number), len(members)), meeting
+        self.world = World(members.index(self._number), len(members))
         return loads
 
-    def announce(self, facts: Mapping[str, Any]) -> None:
-        assert self._meeting is not None
-        self._meeting.facts[self.world.rank] = str(facts)
+    def _look(self, meeting: _Meeting) -> None:
+        members, holders = meeting.attempt.members, meeting.holders
+        asked = self._number == holders[0] and len(holders) < len(members)  # for the state
+        moved = self.world != World(members.index(self._number), len(members))
+        self._waits = self._steady = False
+        if asked or moved or self._number not in holders:
+            self._ready, self.stale = False, self.stale + 1
+            raise BrokenStepError("the world has changed")
+        meeting.barrier.wait()
 
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        meeting, self._meeting = self._meeting, None
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        self._facts = str(facts)
+
+    def begin_sum(self, like: Tensor, shapes: Sequence[object]) -> None:
+        self._shapes, self._flats = [*shapes], []
+        self.early += not any(isinstance(part, CustomOptimizer) and part._loop.running for part in self.parts)
+
+    def send(self, flat: Tensor) -> None:
+        self._flats.append(flat)
+
+    def end_sum(self, tensors: Sequence[Tensor], *, holds: bool = True) -> None:
+        meeting, flag = self._meeting, tensors[0].new_full((1,), float(not holds))
         assert meeting is not None
-        meeting.inputs[self.world.rank] = [tensor.detach() for tensor in tensors]
+        if self._waits:
+            self._look(meeting)
+        self._meeting, self._ready, self._steady = None, False, False
+        own = [*self._flats, *tensors, flag]
+        assert self._shapes == [describe(tensor) for tensor in own[:-1]]
+        meeting.inputs[self.world.rank] = [tensor.detach() for tensor in own]
+        meeting.facts[self.world.rank] = self._facts
         if self.leads:
             meeting.text = self.posted
         self.posted = ""
@@ -114,11 +151,11 @@ class ElasticThreads(ElasticBackend):
         assert all(own == shapes[0] for own in shapes), shapes
         sums = [sum(summands[1:], start=summands[0].clone()) for summands in zip(*rows, strict=True)]
         meeting.barrier.wait()
-        for tensor, total in zip(tensors, sums, strict=True):
+        for tensor, total in zip(own, sums, strict=True):
             tensor.detach().copy_(total)
-        if not meeting.attempt.holds:
+        if flag.item() or not meeting.attempt.holds:
             raise BrokenStepError("the script says so")
-        self.received = meeting.text
+        self.received, self._steady = meeting.text, True
 
 
 def run_script(train: Callable[[ElasticThreads], Any], script: Script) -> list[Any]:

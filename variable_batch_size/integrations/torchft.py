@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from logging import WARNING
+from queue import SimpleQueue
 from typing import Any, final
 
 import torch
@@ -25,11 +27,13 @@ from variable_batch_size.world import World
 require_version("torchft", "0.2.0", "torchft")
 
 from torchft import Manager  # noqa: E402
+from torchft.utils import get_stream_context  # noqa: E402
 
 # Bytes of the parts of a letter: of the first group, and of each one.
 _NONCE, _LENGTH, _TEXT = 8, 2, 4096
 _CHAIN, _FACT, _FACTS = 8, 2, 128  # the last one is the number of facts that are told apart
 _OWN = _CHAIN + _FACT * _FACTS
+_LENGTHS = "what is summed (gradients, and the names of log())"
 
 
 @final
@@ -39,6 +43,10 @@ class TorchftBackend(ElasticBackend):
     The quorum of an update says which group computes which microbatches of its batch, which depends on (seed, epoch,
     trace, update) alone. If a group is lost before the others have the sum, they make the update again. Loop over
     `vbs.updates`, which asks for the quorum.
+
+    The quorum of an update is found while it is computed, for the groups of the last one. If they have changed, or one
+    of them needs the state, the update is dealt anew. The sum begins in the last `optimizer.backward()`. A thread
+    of this class makes all calls of the manager that wait for others; until `end_sum` it is the only one to use it.
 
     Two groups may have committed different sums as update t, if one was frozen in between. Each sum therefore carries
     a random number, and every group a hash of those of all its updates: where they differ, the update is made again,
@@ -64,13 +72,21 @@ class TorchftBackend(ElasticBackend):
             raise value_error("a replica group must be one process", found, "pass world_size=1 to each Manager")
         self._manager, self._messages = manager, FlatMessages()
         self._parts: dict[str, Stateful] = {}
-        self._met = False  # whether the quorum of the next update is there
-        self._loaded = False  # whether it has brought a state
+        self._met = False  # whether an update may be computed
+        self._steady = False  # whether the last sum held, so that the next quorum is likely to be the same
+        self._thread = ThreadPoolExecutor(1, "torchft_sum")
+        self._quorum: Future[World] | None = None  # asked for, and not known to be that of `world`
+        self._found: World | None = None  # that of the last quorum
+        self._state: dict[str, Any] | None = None  # it has brought, which is still to be loaded
+        self._requests: SimpleQueue[Future[dict[str, Any]] | None] = SimpleQueue()  # for a state; None: the quorum is there
+        self._tasks = list[Future[None]]()  # of the sum under way
+        self._works = list[Any]()
+        self._message, self._differing = b"", list[str]()
         self._chain = bytes(_CHAIN)  # of all sums that this model has taken
         self._differs = False  # whether other groups have taken others
         self._facts: Mapping[str, Any] = {}
         self._names: list[str] = []
-        self._failure: Exception | None = None  # of a state_dict or a load_state_dict
+        self._failure: Exception | None = None  # of a state_dict
 
     def register(self, **parts: Stateful) -> None:
         """Name what a group that comes back takes over, in this order: at least `model=` and `optimizer=`.
@@ -81,13 +97,13 @@ class TorchftBackend(ElasticBackend):
         for name, part in parts.items():
             if not isinstance(part, Stateful):
                 raise type_error(f"{name} must have state_dict() and load_state_dict()", part, "leave it out")
-        self._manager.register_state_dict_fn("variable_batch_size", self._load, self._save)
+        self._manager.register_state_dict_fn("variable_batch_size", self._take, self._save)
         self._parts = parts
 
     # The world. ------------------------------------------------------------------------------------------------------
 
     def meet(self, updates: int) -> bool:
-        """Wait for the quorum of the next update, and for the state of another group if this one is behind.
+        """Ask for the quorum of the next update; wait for it, and for a state if this group is behind, after a change.
 
         Raises:
             RuntimeError: if there is none: too few groups, or no lighthouse.
@@ -99,47 +115,71 @@ class TorchftBackend(ElasticBackend):
                 "a group that comes back must get the state of another one, but none is registered; call "
                 "backend.register(model=model, optimizer=optimizer) before the loop"
             )
+        if self._quorum is None:
+            self._quorum = self._thread.submit(self._ask, updates)
+            self._quorum.add_done_callback(lambda _: self._requests.put(None))
+            if self._steady:
+                self._met = True
+                return False
+        while (request := self._requests.get()) is not None:
+            self._answer(request)
+        quorum, self._quorum = self._quorum, None
+        self.world, self._met = quorum.result(), True
+        state, self._state = self._state, None
+        if state is not None:
+            self._load(state)
+        return state is not None
+
+    def _confirm(self) -> None:
+        """Wait for the quorum, if it is not there; raise BrokenStepError unless the update may go on."""
+        if self._quorum is None:
+            return
+        request = self._requests.get()
+        if request is None and self._found == self.world and self._state is None:
+            self._quorum = None
+            return
+        for task in self._tasks:  # which the thread would make in a quorum that is known later
+            if not task.cancel():
+                task.result()
+        self._requests.put(request)
+        self._met, self._steady, self.posted = False, False, ""
+        raise BrokenStepError("the groups have changed, or one of them needs the state")
+
+    def _ask(self, updates: int) -> World:
+        """Return the world of the next quorum, in the thread."""
+        self._found = None
         self._count(0 if self._differs else updates)  # torchft sends a state to the groups that are behind
-        self._loaded = False
-        self._wait_for_quorum()
-        rank, size = self._manager.participating_rank(), self._manager.num_participants()
-        if rank is None:
-            raise RuntimeError(
-                "every group of a quorum must take part, but this one is a spare; pass "
-                "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
-            )
-        if self._differs and not self._loaded:  # the others are gone
-            self._count(updates)
-        self.world, self._met, self._differs = World(rank, size), True, False
-        return self._loaded
-
-    def _count(self, updates: int) -> None:
-        """Let torchft count updates from here."""
-        self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
-
-    def _wait_for_quorum(self) -> None:
         try:
             self._manager.start_quorum()
             while self._manager.errored() is not None and self._failure is None:  # a group was lost meanwhile
                 self._manager.should_commit()  # False: the next quorum is a new one
                 self._manager.start_quorum()
         except Exception as error:
-            if self._failure is None:
-                raise RuntimeError(
-                    f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
-                    f"and at least min_replica_size groups run, and restore the newest checkpoint"
-                ) from error
-        if self._failure is not None:
             raise RuntimeError(
-                f"what is registered must be saved by one group and loaded by another, but that failed with "
-                f"{type(self._failure).__name__}: {self._failure}; build the same objects in every group"
-            ) from self._failure
+                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
+                f"and at least min_replica_size groups run, and restore the newest checkpoint"
+            ) from error
+        rank, size = self._manager.participating_rank(), self._manager.num_participants()
+        if rank is None:
+            raise RuntimeError(
+                "every group of a quorum must take part, but this one is a spare; pass "
+                "world_size_mode=WorldSizeMode.DYNAMIC to the Manager"
+            )
+        if self._differs and self._state is None:  # the others are gone
+            self._count(updates)
+        self._differs, self._found = False, World(rank, size)
+        return self._found
+
+    def _count(self, updates: int) -> None:
+        """Let torchft count updates from here."""
+        self._manager.load_state_dict({"step": updates, "batches_committed": self._manager.batches_committed()})
 
     def part(self, updates: int) -> None:
         """Wait until the groups that have missed the last update have taken over the state."""
         try:
+            self._steady = False
             self.meet(updates)
-            self._sum(torch.zeros(1))
+            self._sum(torch.zeros(1)).wait()
         except RuntimeError as error:  # the others have ended
             log(f"Ends without the others: {error}", update=updates)
 
@@ -149,14 +189,11 @@ class TorchftBackend(ElasticBackend):
         """Say what all groups of the next sum must have in common."""
         self._facts = facts
 
-    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum the tensors over the groups of the quorum, in place, and agree that the update counts.
-
-        A letter goes before them, because gloo ends the process of a group that gets a message of another length.
+    def begin_sum(self, like: Tensor, shapes: Sequence[object]) -> None:
+        """Send a letter to all groups, before all else: gloo ends the process of one that gets another length.
 
         Raises:
-            BrokenStepError: if it does not count: a group was lost, or has another model or other settings.
-            RuntimeError: if this group has other settings than most, or no quorum was asked for.
+            RuntimeError: if no quorum was asked for.
         """
         if not self._met:
             raise RuntimeError(
@@ -164,32 +201,67 @@ class TorchftBackend(ElasticBackend):
                 "for; loop over vbs.updates(loader, optimizer), with one optimizer for a sampler, and evaluate with "
                 "backend=vbs.backend.LocalBackend()"
             )
-        shapes = [(str(tensor.dtype), tensor.numel()) for tensor in tensors]
-        letter = self._letter({**self._facts, "what is summed (gradients, and the names of log())": shapes})
-        letter = letter.to(tensors[0].device)
-        self._sum(letter)
-        message, differing = letter.cpu().round().to(torch.uint8).numpy().tobytes(), list[str]()
-        if self._manager.errored() is None:
-            differing = self._check(message)
-        if self._manager.errored() is None:
-            self._messages.reduce(tensors, self._sum)
-        self._met = False
+        self._works, self._message, self._differing = [], b"", []
+        self._tasks = [self._thread.submit(self._compare, like.device, {**self._facts, _LENGTHS: shapes})]
+
+    def send(self, flat: Tensor) -> None:
+        """Begin to sum a flat message over the groups, in place, after the letter and those before."""
+        stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+        self._tasks.append(self._thread.submit(self._send, flat, stream))
+
+    def end_sum(self, tensors: Sequence[Tensor], *, holds: bool = True) -> None:
+        """Sum the last tensors over the groups of the quorum, in place, and agree that the update counts.
+
+        Raises:
+            BrokenStepError: if it does not count: a group was lost, or has another model or other settings.
+            RuntimeError: if this group has other settings than most.
+        """
+        self._confirm()
+        for task in self._tasks:
+            task.result()
+        broken = tensors[0].new_full((1,), float(not holds))  # the number of groups whose sum is
+        if self._message and self._manager.errored() is None:
+            self._messages.reduce([*tensors, broken], lambda flat: self._sum(flat).wait())
+            for work in self._works:
+                work.wait()
+            if self._manager.errored() is None and broken.item():
+                self._manager.report_error(RuntimeError("a replica group has sent what it should not"))
+        self._met = self._steady = False
         counts = self._manager.should_commit()
-        if differing:
+        if self._differing:
             raise RuntimeError(
-                f"all replica groups must train alike, but this one differs from the others in {', '.join(differing)}; "
-                f"start it with the same script and arguments, and register what changes with the updates, such as a "
-                f"scheduler"
+                f"all replica groups must train alike, but this one differs from the others in "
+                f"{', '.join(self._differing)}; start it with the same script and arguments, and register what changes "
+                f"with the updates, such as a scheduler"
             )
         if not counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
-        begin = _NONCE + _LENGTH
+        begin, message = _NONCE + _LENGTH, self._message
         length = int.from_bytes(message[_NONCE:begin], "big")
-        self.received = message[begin : begin + length].decode()
+        self.received, self._steady = message[begin : begin + length].decode(), True
         self._chain = hashlib.sha256(self._chain + message).digest()[:_CHAIN]
 
-    def _sum(self, flat: Tensor) -> None:
-        self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()  # an error is kept by the manager
+    # In the thread, if the quorum is that of `world`, until an error: then nothing more is sent.
+
+    def _compare(self, device: torch.device, facts: Mapping[str, Any]) -> None:
+        if self._found != self.world or self._state is not None:
+            return
+        stream = torch.Stream(device) if device.type != "cpu" else None  # for which backward() need not have ended
+        with get_stream_context(stream):
+            letter = self._letter(facts).to(device)
+            self._sum(letter).wait()
+            read = letter.cpu()
+        if self._manager.errored() is None:
+            self._message = read.round().to(torch.uint8).numpy().tobytes()
+            self._differing = self._check(self._message)
+
+    def _send(self, flat: Tensor, stream: torch.Stream | None) -> None:
+        if self._message and self._manager.errored() is None:
+            with get_stream_context(stream):
+                self._works.append(self._sum(flat))
+
+    def _sum(self, flat: Tensor) -> Any:
+        return self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)  # which keeps an error of the work
 
     def _letter(self, facts: Mapping[str, Any]) -> Tensor:
         """Return bytes, of which each group writes its own, as numbers."""
@@ -226,26 +298,43 @@ class TorchftBackend(ElasticBackend):
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
         return []
 
-    # The state. ------------------------------------------------------------------------------------------------------
+    # The state, which the thread of the loop saves and loads, between two updates. ------------------------------------
 
     def _save(self) -> dict[str, Any]:
-        with self._kept():
-            return {"chain": self._chain.hex(), **{name: part.state_dict() for name, part in self._parts.items()}}
+        """Return the state, in a thread of torchft."""
+        request: Future[dict[str, Any]] = Future()
+        self._requests.put(request)
+        while not wait([request], 1.0).done:
+            if not threading.main_thread().is_alive():  # it may have ended by an exception
+                raise RuntimeError("the loop has ended")
+        return request.result()
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def _answer(self, request: Future[dict[str, Any]]) -> None:
+        try:
+            state = {"chain": self._chain.hex(), **{name: part.state_dict() for name, part in self._parts.items()}}
+        except Exception as error:
+            self._failure = error  # torchft takes it for a group that is lost
+            request.set_exception(error)
+            raise _failed(error) from error
+        request.set_result(state)
 
     def _load(self, state: dict[str, Any]) -> None:
-        with self._kept():
+        try:
             for name, part in self._parts.items():
                 part.load_state_dict(state[name])
-        self._chain, self._loaded = bytes.fromhex(state["chain"]), True
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Keep an exception for the thread of the loop: torchft would take it for a group that is lost."""
-        try:
-            yield
         except Exception as error:
-            self._failure = error
-            raise
+            raise _failed(error) from error
+        self._chain = bytes.fromhex(state["chain"])
+
+
+def _failed(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"what is registered must be saved by one group and loaded by another, but that failed with "
+        f"{type(error).__name__}: {error}; build the same objects in every group"
+    )
 
 
 def _most(rows: Sequence[bytes]) -> bytes:

@@ -251,9 +251,9 @@ class CustomOptimizer(ObservedOptimizer):
             if not loop.begun:  # an earlier backward() was that of a loop that was left
                 gradients.drop_current(inside_step=False)
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        if gradients.sync.loss_weighed:  # by that of the microbatch which step() will count
-            gradients.sync.scaled = scaler is not None and scaler.is_enabled()
-            self._announce()
+        gradients.sync.scaled = scaler is not None and scaler.is_enabled()
+        if gradients.sync.loss_weighed or (gradients.sync.early and not gradients.sync.scaled):
+            self._announce()  # the microbatch that step() will count
         gradients.backward(loss, scaler, gradient=gradient, **options)
 
     @uncompiled

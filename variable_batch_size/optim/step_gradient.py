@@ -250,10 +250,14 @@ class StepGradient:
         used = self.accumulation.has_gradient
         self._add_square()
         self.check.forget()
-        if self.sync.in_backward:
+        members = self.participation.select(used)
+        early = self.sync.shares(members, used, self.accumulation.aside())
+        if early is not None:
+            shares = early
+        elif self.sync.in_backward:
             shares = local(collect_gradients(self.parameters))
         else:
-            shares = local(self.accumulation.finish(factor, self.participation.select(used)))
+            shares = local(self.accumulation.finish(factor, members))
         if not shares:
             raise RuntimeError(
                 "an update needs a gradient of at least one parameter, but backward() gave none to the parameters of "
@@ -265,13 +269,13 @@ class StepGradient:
         if squares is not None and self._noise is not None:
             squares.append(self._noise.local_squares(shares))
         self.sync.sum(shares, [*(squares or ()), *found_inf, *message, *counts, *means])
-        if self.sync.in_backward:
+        if self.sync.in_backward or early is not None:
             factor = (1.0 if factor is None else factor) * self.sync.sum_weight(step.batch_size)
             multiply(shares, factor, self._backend)
-        members = self.participation.settle(message)
+        found = self.participation.settle(message)
         self.step_means.settle(means, self.token_count.total(counts))
-        if members is not None:
-            self.accumulation.exclude(members)
+        if found is not None:
+            self.accumulation.exclude(found)
         gradients = collect_gradients(self.parameters)
         counted = self.token_count.settle(counts, gradients, step.batch_size)
         if not counted or any(self._backend.host(found).item() for found in found_inf):

@@ -12,9 +12,10 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from variable_batch_size._validation import type_error
-from variable_batch_size.backend import Backend, DistributedBackend, LocalBackend, detect
+from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.source import Source
+from variable_batch_size.optim.bucketed_sync import BucketedSync
 from variable_batch_size.optim.ddp_sync import DDPSync, HookedDDPSync, is_reduced
 from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
 from variable_batch_size.optim.sync import PlainSync, Sync
@@ -81,4 +82,4 @@ def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: b
     sharded: object = module
     if isinstance(sharded, FSDPModule):
         return ShardedSync(backend, sharded, accumulates_shards=sharded_accumulation)
-    return PlainSync(backend)
+    return BucketedSync(backend) if isinstance(backend, ElasticBackend) else PlainSync(backend)
