@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from variable_batch_size.backend import BrokenStepError, ElasticBackend, World
@@ -73,17 +74,19 @@ class Script:
 
 
 class ElasticThreads(ElasticBackend):
-    """One of the threads; after a sum that held it deals for the last world, and looks at the next one before the sum."""
+    """One of the threads; after a sum that held it deals for the last world, and looks at the next one later."""
 
     def __init__(self, script: Script, number: int) -> None:
         super().__init__()
         self._script, self._number, self._next = script, number, 0
         self._meeting: _Meeting | None = None
         self._ready = False  # whether an update may be dealt
-        self._waits, self._steady = False, False  # whether the world is still to be looked at; whether the last sum held
+        self._waits = self._steady = False  # whether the world is still to be looked at; whether the last sum held
         self._facts, self._shapes, self._flats = "", list[object](), list[Tensor]()
+        self._copies: list[Tensor] = []  # of the messages when they were sent
         self.parts: list[Any] = []
-        self.early = self.stale = 0  # sums that were begun before step(); updates that the world has left
+        self.early = self.late = 0  # sums that were begun before step(), and in it
+        self.stale = 0  # updates that were dealt for another world
 
     def meet(self, updates: int) -> bool:
         if self._ready:
@@ -125,11 +128,13 @@ class ElasticThreads(ElasticBackend):
         self._facts = str(facts)
 
     def begin_sum(self, like: Tensor, shapes: Sequence[object]) -> None:
-        self._shapes, self._flats = [*shapes], []
-        self.early += not any(isinstance(part, CustomOptimizer) and part._loop.running for part in self.parts)
+        self._shapes, self._flats, self._copies = [*shapes], [], []
+        late = any(isinstance(part, CustomOptimizer) and part._loop.running for part in self.parts)
+        self.early, self.late = self.early + (not late), self.late + late
 
     def send(self, flat: Tensor) -> None:
         self._flats.append(flat)
+        self._copies.append(flat.clone())
 
     def end_sum(self, tensors: Sequence[Tensor], *, holds: bool = True) -> None:
         meeting, flag = self._meeting, tensors[0].new_full((1,), float(not holds))
@@ -138,6 +143,7 @@ class ElasticThreads(ElasticBackend):
             self._look(meeting)
         self._meeting, self._ready, self._steady = None, False, False
         own = [*self._flats, *tensors, flag]
+        assert all(map(torch.equal, self._flats, self._copies))
         assert self._shapes == [describe(tensor) for tensor in own[:-1]]
         meeting.inputs[self.world.rank] = [tensor.detach() for tensor in own]
         meeting.facts[self.world.rank] = self._facts

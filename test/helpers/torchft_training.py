@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
+from variable_batch_size.optim import bucketed_sync
 
 SAMPLES, WIDTH, ROWS, REFERENCE = 61, 8, 4, 8
 TRACE = [13, 7, 1, 29, 11] * 4000
@@ -131,6 +132,16 @@ def train(folder: Path, number: int, settings: Settings) -> None:
     backend = TorchftBackend(manager)
     model, optimizer = make(settings, TRACES[settings["trace"]], number, backend=backend)
     backend.register(model=model, optimizer=optimizer)
+    bucketed_sync._BUCKET = 100  # bytes: several buckets
+    deal: dict[str, Any] = {}
+    confirm = backend._confirm
+
+    def confirmed() -> None:  # the quorum is known then, and the sum cannot be complete before
+        ahead = backend._quorum is not None
+        confirm()
+        note("deal", quorum=manager._quorum_id, ahead=ahead, **deal)
+
+    backend._confirm = confirmed  # type: ignore[method-assign]
     checkpoint = None
     if settings.get("checkpoint") and number == 0:
         checkpoint = vbs.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, every=10, run="torchft")
@@ -148,7 +159,7 @@ def train(folder: Path, number: int, settings: Settings) -> None:
                     note("held", step=step)
                 while is_held(folder, number, step):
                     time.sleep(0.02)
-                world, quorum = [backend.world.rank, backend.world.size], manager._quorum_id
+                world = [backend.world.rank, backend.world.size]
                 for index, x, y in update:
                     microbatch = optimizer._loop.upcoming()
                     assert microbatch is not None
@@ -159,11 +170,13 @@ def train(folder: Path, number: int, settings: Settings) -> None:
                     if step % settings.get("period", step + 1) == 0:
                         optimizer.log(often=1.0)
                     if microbatch.ends_step:
-                        note("deal", step=step, quorum=quorum, world=world, used=used)
+                        early = optimizer._updater.gradient.sync._open  # type: ignore[attr-defined]
+                        deal = {"step": step, "world": world, "used": used, "early": early}
                         if step + 1 == settings.get("misses"):
                             miss_once(manager)
                     made = optimizer.step()
-                note("commit" if made else "broken", step=step, quorum=quorum, world=world, weights=digest(model))
+                facts = {"quorum": manager._quorum_id, "world": world, "weights": digest(model)}
+                note("commit" if made else "broken", step=step, **facts)
                 if checkpoint is not None:
                     checkpoint.step()
                 if optimizer.updates >= end(folder):

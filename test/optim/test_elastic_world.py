@@ -5,8 +5,11 @@ test/integrations/test_torchft.py has real processes that are killed.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ import variable_batch_size as vbs
 from helpers.elastic_threads import Attempt, ElasticThreads, Script, run_script
 from helpers.properties import examples
 from variable_batch_size.backend import Backend, LocalBackend
+from variable_batch_size.optim import bucketed_sync
 
 SAMPLES, UPDATES = 41, 18
 TRACES: dict[str, Any] = {
@@ -25,36 +29,62 @@ TRACES: dict[str, Any] = {
     "noise": vbs.AdaptiveTrace(vbs.adaptive.NoiseScale(), start=8, bounds=(8, 40), every=3, delay=5),
 }
 ALL = Attempt((0, 1, 2, 3))
+# The loop: as documented; with two losses; with loss.backward(); with a layer that few updates use; and with a step
+# that is discarded when its sum has begun.
+WAYS = ["plain", "twice", "torch", "unused", "fails"]
 DATASET = TensorDataset(
     torch.arange(SAMPLES), torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 )
 
 
-def train(backend: Backend, trace: Any, rule: str) -> dict[str, Any]:
-    """Train, and return what was made."""
+@pytest.fixture(scope="module", autouse=True)
+def _several_buckets() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucketed_sync, "_BUCKET", 30)  # bytes
+        yield
+
+
+def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[str, Any]:
+    """Train, and return what was made; see `WAYS`."""
     drawn = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1), nn.Linear(1, 1)).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn, dtype=torch.float64))
     sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, 4, max_updates=UPDATES)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = vbs.CustomOptimizer(inner, sampler, 8, rule=rule, backend=backend)
+    options: dict[str, Any] = {"find_unused_parameters": True} if way == "unused" else {}
+    optimizer = vbs.CustomOptimizer(inner, sampler, 8, rule=rule, backend=backend, **options)
     if isinstance(backend, ElasticThreads):
         backend.parts = [model, optimizer]
-    loader, used = DataLoader(DATASET, batch_sampler=sampler), dict[int, list[int]]()
+    loader, used, fails = DataLoader(DATASET, batch_sampler=sampler), dict[int, list[int]](), way == "fails"
     while not optimizer.done:
         for update in vbs.updates(loader, optimizer):
             step, own = optimizer.updates, []
             for index, x in update:
                 upcoming = optimizer._loop.upcoming()
-                own += index.tolist() if upcoming is not None and upcoming.samples else []
-                loss = model(x).square().mean()
-                optimizer.backward(loss)
+                assert upcoming is not None
+                own += index.tolist() if upcoming.samples else []
+                hidden = model[:3](x)
+                loss = (hidden if way == "unused" and step % 3 else model[3](hidden)).square().mean()
+                if not upcoming.samples:  # a replay, which has no weight
+                    loss = loss * math.inf
+                if way == "twice":
+                    optimizer.backward(loss / 4, retain_graph=True)
+                    loss = loss * 3 / 4
+                if way == "torch":
+                    loss.backward()
+                else:
+                    optimizer.backward(loss)
+                if fails and upcoming.ends_step and step == 5 and optimizer.backend.leads:
+                    fails = False
+                    optimizer.discard_step()
+                    break
                 optimizer.log(loss=loss)
                 made = optimizer.step()
             if made:
                 used[step] = own
+            made = False
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return {"weights": weights, "used": used, "trace": sampler.trace, "progress": float(optimizer.progress)}
 
@@ -70,13 +100,16 @@ def attempts(size: int) -> st.SearchStrategy[list[Attempt]]:
     st.integers(1, 4).flatmap(lambda size: st.tuples(st.just(size), attempts(size))),
     st.sampled_from(list(TRACES)),
     st.sampled_from(["linear", "adascale"]),
+    st.sampled_from(WAYS),
 )
-@example((4, [ALL, ALL, Attempt((2,), holds=False)]), "fixed", "adascale")  # then 2 has a replay, of 1 sample
-@example((3, [Attempt((1, 2), holds=False), Attempt((0, 2))]), "per device", "linear")  # 0 has decided for itself
-def test_the_updates_are_those_of_one_process(case: tuple[int, list[Attempt]], name: str, rule: str) -> None:
+@example((4, [ALL, ALL, Attempt((2,), holds=False)]), "fixed", "adascale", "plain")  # then 2 has a replay, of 1 sample
+@example(
+    (3, [Attempt((1, 2), holds=False), Attempt((0, 2))]), "per device", "linear", "plain"
+)  # 0 has decided for itself
+def test_the_updates_are_those_of_one_process(case: tuple[int, list[Attempt]], name: str, rule: str, way: str) -> None:
     size, script = case
-    found = run_script(lambda backend: train(backend, TRACES[name], rule), Script(size, script))
-    alone = train(LocalBackend(), found[0]["trace"], rule)
+    found = run_script(lambda backend: train(backend, TRACES[name], rule, way), Script(size, script))
+    alone = train(LocalBackend(), found[0]["trace"], rule, way if way == "unused" else "torch")
     for one in found:
         assert one["trace"] == found[0]["trace"]
         assert one["progress"] == found[0]["progress"]
@@ -85,3 +118,16 @@ def test_the_updates_are_those_of_one_process(case: tuple[int, list[Attempt]], n
             torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
     for step, expected in alone["used"].items():
         assert sorted(index for one in found for index in one["used"].get(step, [])) == sorted(expected), step
+
+
+def test_sums_begin_in_backward_and_the_world_is_looked_at_beside_the_update() -> None:
+    backends: list[ElasticThreads] = []
+
+    def run(backend: ElasticThreads) -> None:
+        backends.append(backend)
+        train(backend, TRACES["fixed"], "linear")
+
+    run_script(run, Script(3, [Attempt((0, 1, 2))] * 5 + [Attempt((0, 2))] * 5))
+    for backend in sorted(backends, key=lambda one: one._number):
+        stays = backend._number != 1
+        assert (backend.late, backend.early, backend.stale) == ((1, UPDATES + 1, 2) if stays else (2, 12, 1))

@@ -77,8 +77,9 @@ class TorchftBackend(ElasticBackend):
         self._thread = ThreadPoolExecutor(1, "torchft_sum")
         self._quorum: Future[World] | None = None  # asked for, and not known to be that of `world`
         self._found: World | None = None  # that of the last quorum
-        self._state: dict[str, Any] | None = None  # it has brought, which is still to be loaded
-        self._requests: SimpleQueue[Future[dict[str, Any]] | None] = SimpleQueue()  # for a state; None: the quorum is there
+        self._state: dict[str, Any] | None = None  # that it has brought, still to be loaded
+        # For a state, while the quorum is found; None: it is there.
+        self._requests: SimpleQueue[Future[dict[str, Any]] | None] = SimpleQueue()
         self._tasks = list[Future[None]]()  # of the sum under way
         self._works = list[Any]()
         self._message, self._differing = b"", list[str]()

@@ -54,7 +54,8 @@ class BucketedSync(Sync):
         self._elastic = backend
         self._parameters, self._hooks = list[Tensor](), list[RemovableHandle]()
         self._buckets, self._others = list[_Bucket](), list[Tensor]()
-        self._open, self._changes = False, False  # whether a sum is under way; whether gradients change after backward()
+        self._open = False  # whether a sum is under way
+        self._changes = False  # whether what was sent did not hold once, because the loop changes it
         self._weight, self._aside = 1.0, NOTHING
         self._sent = 0  # buckets of the sum under way
         self._seen: dict[int, tuple[Tensor, int]] = {}  # by index, the gradients that were copied, and their versions
