@@ -65,7 +65,7 @@ class TorchftBackend(ElasticBackend):
         if not isinstance(manager, Manager):
             raise type_error("manager must be a torchft.Manager", manager, "pass the one of this replica group")
         if manager._use_async_quorum:
-            requirement = "a group must know its share of an update before it computes it"
+            requirement = "a group that comes back must take part at once"
             raise value_error(requirement, "use_async_quorum=True", "pass use_async_quorum=False to the Manager")
         if manager._group_world_size > 1:
             found = f"{manager._group_world_size} processes"
@@ -207,7 +207,7 @@ class TorchftBackend(ElasticBackend):
 
     def send(self, flat: Tensor) -> None:
         """Begin to sum a flat message over the groups, in place, after the letter and those before."""
-        stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+        stream = None if flat.device.type == "cpu" else torch.accelerator.current_stream(flat.device)
         self._tasks.append(self._thread.submit(self._send, flat, stream))
 
     def end_sum(self, tensors: Sequence[Tensor], *, holds: bool = True) -> None:
