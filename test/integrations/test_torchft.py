@@ -122,6 +122,24 @@ def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path: Pat
     assert ends[0]["updates"] == ends[1]["updates"] == 12
 
 
+def test_a_group_that_sends_its_state_drops_the_update_under_way(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := LINEAR | {"only": {"1": {"misses": 60}}}, 2) as groups:
+        for number in range(3):
+            (tmp_path / f"hold-{number}").write_text("10")
+            groups.start(number)
+        groups.wait(lambda: sum(event["event"] == "up" for event in groups.events()) == 3, "all")
+        for number in range(3):
+            (tmp_path / f"hold-{number}").unlink()
+        groups.wait(lambda: len(groups.holders) == 3, "all")
+        assert groups.reached() < 59
+        groups.wait(lambda: groups.reached() > 62, "the next updates")
+        events = groups.finish()
+    check(events, settings)
+    broken = [(event["step"], event["group"]) for event in events if event["event"] == "broken"]
+    assert (59, 1) in broken
+    assert [group for step, group in broken if step == 60] in ([0], [2])  # the world stays
+
+
 def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := LINEAR | {"period": 10}, 2) as groups:
         for number in range(3):
