@@ -223,6 +223,9 @@ def test_an_update_is_read_within_its_turn() -> None:
     [
         ({}, (torch.ones(3), torch.ones(2)), r"same number of rows, but it is \[2, 3\]|found|got"),
         ({}, 5, r"each field of a batch must have rows"),
+        ({}, "text", r"each field of a batch must have rows"),
+        ({}, [{"x": torch.ones(3)}], r"a list of rows needs a collate_fn"),
+        ({"collate_fn": list}, torch.ones(3), r"with collate_fn= each item must be a list of rows"),
         ({}, (torch.ones(3), torch.tensor(1.0)), r"each field of a batch must have rows"),
         ({"counts": lambda batch: [1, 2]}, torch.ones(3), r"counts= must return an integer >= 0 for each of 3 rows"),
         ({"counts": lambda batch: [1, -2, 0]}, torch.ones(3), r"counts= must return an integer >= 0 .*-2"),
@@ -253,11 +256,29 @@ def test_a_batch_that_cannot_be_cut_raises(options: dict[str, Any], batch: Any, 
         ),
         ({"counts": "tokens"}, TypeError, r"counts must be a function"),
         ({"collate_fn": 1}, TypeError, r"collate_fn must be a function"),
+        ({"shared": "no"}, TypeError, r"shared must be a bool"),
     ],
 )
 def test_arguments_that_cannot_be_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         vbs.ArrivingBatches(**{"minibatch_size": 4, "num_replicas": 1, "rank": 0, **options})
+
+
+def test_there_is_one_epoch() -> None:
+    _, optimizer = arriving()
+    optimizer.set_epoch(0)
+    for part in (optimizer, optimizer.sampler):
+        with pytest.raises(ValueError, match=r"batches that arrive have one epoch, 0, got 1; loop over vbs\.updates"):
+            part.set_epoch(1)
+
+
+def test_a_message_has_a_microbatch_and_not_its_batch() -> None:
+    from variable_batch_size.optim.arriving import _as_text, _from_text
+
+    batch = torch.zeros(10**6, dtype=torch.float64)
+    text = _as_text([batch[:4]])
+    assert len(text) < 10_000
+    assert torch.equal(_from_text(text)[0], batch[:4])
 
 
 def test_what_has_no_epochs_is_refused() -> None:

@@ -175,6 +175,105 @@ def test_a_stream_that_all_ranks_read_resumes_in_any_world() -> None:
     assert together == expected[3:]
 
 
+@pytest.mark.parametrize("stop", [*range(1, 9)])
+def test_a_stream_that_has_ended_stays_so(stop: int) -> None:
+    """Where the stream of one rank has ended, and its source would begin again; or after the last update."""
+    expected = vbs.testing.run_ranks(run, 2)
+
+    def first(backend: vbs.backend.Backend) -> Any:
+        optimizer = source(backend, SIZES)
+        updates = vbs.updates(Chunks(STREAMS[backend.world.rank], 1), optimizer)
+        return train(optimizer, updates, until=stop), optimizer.state_dict(), updates.state_dict()
+
+    begun = vbs.testing.run_ranks(first, 2)
+
+    def second(backend: vbs.backend.Backend) -> Used:
+        _, own, stream = begun[backend.world.rank]
+        optimizer = source(backend, SIZES)
+        updates = vbs.updates(Chunks(STREAMS[backend.world.rank], 5), optimizer)
+        optimizer.load_state_dict(own)
+        updates.load_state_dict(stream)
+        return train(optimizer, updates)
+
+    resumed = vbs.testing.run_ranks(second, 2)
+    assert [one[0] + other for one, other in zip(begun, resumed, strict=True)] == expected
+
+
+def fail_in_update(optimizer: Any, updates: Any, number: int) -> dict[str, Any] | None:
+    """Leave the loop at the top of an update, and return the state as it is there."""
+    for update in updates:
+        if optimizer.updates == number:
+            return {"optimizer": optimizer.state_dict(), "stream": updates.state_dict()}
+        for rows in update:
+            optimizer.backward(optimizer.model(rows.double().view(-1, 1)).mean())
+            optimizer.step()
+    return None
+
+
+def test_rows_of_an_update_that_was_not_made_come_again() -> None:
+    expected = run(vbs.backend.LocalBackend())
+    optimizer = source(vbs.backend.LocalBackend(), SIZES)
+    rows = iter(Chunks(STREAMS[0], 1))
+    state = fail_in_update(optimizer, vbs.updates(rows, optimizer), 2)
+    assert train(optimizer, vbs.updates(rows, optimizer)) == expected[2:]  # a new loop over the iterator
+    assert state is not None
+
+    optimizer = source(vbs.backend.LocalBackend(), SIZES)
+    state = fail_in_update(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer), 2)
+    again = source(vbs.backend.LocalBackend(), SIZES)
+    updates = vbs.updates(Chunks(STREAMS[0], 1), again)
+    assert state is not None
+    again.load_state_dict(state["optimizer"])
+    updates.load_state_dict(state["stream"])
+    assert train(again, updates) == expected[2:]
+
+
+def test_rows_that_cannot_be_read_again_are_not_saved() -> None:
+    optimizer = source(vbs.backend.LocalBackend(), 4)
+    chunks = Chunks(STREAMS[0], 1)
+    arrays = type("Arrays", (), {
+        "__iter__": lambda self: (rows.numpy() for rows in chunks), "state_dict": lambda self: {},
+    })()  # fmt: skip
+    updates = vbs.updates(arrays, optimizer)
+    for update in updates:
+        for rows in update:
+            optimizer.backward(optimizer.model(torch.from_numpy(rows).double().view(-1, 1)).mean())  # type: ignore[attr-defined]
+            optimizer.step()
+        break
+    with pytest.raises(TypeError, match=r"rows that were read ahead, must be tensors, numbers and strings in dicts"):
+        updates.state_dict()
+
+
+def test_a_source_without_a_state_keeps_no_rows() -> None:
+    optimizer = source(vbs.backend.LocalBackend(), 4)
+    chunks = [torch.arange(10), torch.arange(10, 20)]
+    updates = vbs.updates(chunks, optimizer)
+    train(optimizer, updates, until=1)
+    again = source(vbs.backend.LocalBackend(), 4)
+    later = vbs.updates([torch.arange(optimizer.samples, 20)], again)  # the user skips
+    again.load_state_dict(optimizer.state_dict())
+    later.load_state_dict(updates.state_dict())
+    assert [*itertools.chain(*train(again, later))] == [*range(4, 20)]
+
+
+@pytest.mark.parametrize("traces", [(4, 6), (4, None), ([4, 4, 4], [4, 6, 2])])
+def test_ranks_must_have_one_trace(traces: Any) -> None:
+    def one(backend: vbs.backend.Backend) -> Used:
+        optimizer = source(backend, traces[backend.world.rank])
+        return train(optimizer, vbs.updates(Chunks(range(12), 1), optimizer))
+
+    with pytest.raises((ValueError, RuntimeError), match=r"the same trace|the same calls in the same order"):
+        vbs.testing.run_ranks(one, 2)
+
+
+def test_parts_that_cannot_be_joined_are_named() -> None:
+    one = torch.ones(2)
+    for parts in ([torch.ones(2, 3), torch.ones(2, 4)], [{"a": one}, {"a": one, "b": one}]):
+        optimizer = source(vbs.backend.LocalBackend(), 4)
+        with pytest.raises(ValueError, match=r"the same fields, of the same shape but for the rows, .*collate_fn="):
+            train(optimizer, vbs.updates(parts, optimizer))
+
+
 def test_an_iterator_goes_on_after_a_break() -> None:
     optimizer = source(vbs.backend.LocalBackend(), SIZES)
     rows = iter(Chunks(STREAMS[0], 1))

@@ -65,7 +65,7 @@ def test_a_mean_of_means_counts_the_smaller_part_more(dtype: torch.dtype) -> Non
     [
         ("short_last_microbatch", {}, ["rows 0 to 23: 0.8125", "rows 24 to 25: 3.25"]),
         ("dropped_rows", {}, ["rows 24 to 25: ", "not used: rows 24 to 25"]),
-        ("padded_by_repeated_rows", {}, ["rows 0 to 1: 1.857", "used twice: rows 0 to 1"]),
+        ("padded_by_repeated_rows", {}, ["rows 0 to 1: 1.857", "twice as much as most: rows 0 to 1"]),
         ("cleared_within", {}, ["not used: rows 0 to 23"]),
         ("one_rank_alone", {"parts": RANKS}, ["rows 0 to 15: 1.625", "not used: rows 16 to 25"]),
         ("rows_where_tokens_are_meant", {"counts": tokens()}, ["not exact: rows weigh from "]),
@@ -169,6 +169,88 @@ def test_what_sums_over_processes_is_explained(tmp_path: Path) -> None:
             assert (exact, factor, parts) == (True, pytest.approx(1), pytest.approx([1, 1])), text
 
 
+def test_a_closure_is_called_before_its_gradients_are_read() -> None:
+    for kind in (torch.optim.SGD, torch.optim.LBFGS):
+        loop = Loop()
+        optimizer = kind(loop.model.parameters(), lr=0.1)
+
+        def closure(loop: Loop = loop, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loop.mean(0, ROWS)
+            loss.backward()
+            return loss
+
+        report = check_gradient(loop.model, loss_fn, loop.batch, lambda: optimizer.step(closure))  # noqa: B023
+        assert report.exact, report
+
+
+def test_a_small_part_of_another_loss_is_not_explained() -> None:
+    loop = Loop()
+
+    def step() -> None:
+        (loop.mean(0, ROWS) + 1e-4 * sum(p.square().sum() for p in loop.model.parameters())).backward()
+        loop.optimizer.step()
+
+    report = check_gradient(loop.model, loss_fn, loop.batch, step)
+    assert not report.exact
+    assert "is no weighted sum of" in str(report)
+
+
+def test_only_what_an_optimizer_has_is_compared() -> None:
+    loop = Loop()
+    head = torch.optim.SGD(loop.model[-1].parameters(), lr=0.1)  # type: ignore[index]
+
+    def step() -> None:
+        loop.mean(0, ROWS).backward()
+        head.step()
+
+    assert check_gradient(loop.model, loss_fn, loop.batch, step).exact
+
+
+class Sequences(nn.Module):
+    """A large embedding, of which few rows are used, and attention with dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30_000, 16, sparse=False)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.3, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(self.embedding(ids))
+        return hidden.square().mean()
+
+
+def test_large_embeddings_and_attention_with_dropout_are_explained() -> None:
+    torch.manual_seed(0)
+    model, ids = Sequences().double(), torch.randint(30_000, (12, 5))
+    weight = torch.randn(16, dtype=torch.float64)
+
+    def mean(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (model.layer(model.embedding(ids)) * weight).square().mean()  # type: ignore[operator]
+        return found
+
+    def step() -> None:
+        ((mean(model, ids[:8]) + mean(model, ids[8:])) / 2).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    report = check_gradient(model, mean, ids, step)
+    assert report.parts == pytest.approx({"rows 0 to 7": 0.75, "rows 8 to 11": 1.5})
+    assert model.layer.self_attn.dropout == 0.3
+
+
+def test_half_precision_is_compared_as_far_as_it_goes() -> None:
+    loop, rounded = Loop(torch.float32), model_of(torch.bfloat16)
+    optimizer = torch.optim.SGD(rounded.parameters(), lr=0.1)
+
+    def step() -> None:
+        nn.functional.cross_entropy(rounded(loop.batch[0].bfloat16()), loop.batch[1]).backward()
+        optimizer.step()
+
+    report = check_gradient(loop.model, loss_fn, loop.batch, step, trained=rounded, parts=RANKS)
+    assert report.exact, report
+    assert str(report) == "exact: each row weighs what it has to"
+
+
 # -------------------------------------------------------------------------------------------------------- wrong usage
 
 
@@ -199,12 +281,14 @@ def test_what_cannot_be_found_is_refused() -> None:
         mean(model, x).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    with pytest.raises(ValueError, match=r"must differ in more coordinates than there are rows, .* pass parts="):
+    with pytest.raises(ValueError, match=r"must be told apart by their gradients, .* pass parts="):
         check_gradient(model, mean, x, step)
     with pytest.raises(ValueError, match=r"the sizes of parts must sum to the 8 rows"):
         check_gradient(model, mean, x, step, parts=[3, 4])
     with pytest.raises(ValueError, match=r"must have rows that count something"):
         check_gradient(model, mean, x, step, counts=[0] * 8)
+    with pytest.raises(ValueError, match=r"all gradients must be finite"):
+        check_gradient(model, lambda model, rows: mean(model, rows) * torch.nan, x, step)
     with pytest.raises(ValueError, match=r"the loss must be deterministic"):
         check_gradient(model, lambda model, rows: mean(model, rows) * torch.rand(()), x, step)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):

@@ -88,6 +88,8 @@ class ArrivingBatches(Source):
         rank: int | None = None,
         fixed_shape: bool | None = None,
     ) -> None:
+        if not isinstance(shared, bool):
+            raise type_error("shared must be a bool", shared, "pass True if each rank is given the whole batch")
         for name, function in {"lengths": lengths, "counts": counts, "collate_fn": collate_fn}.items():
             if function is not None and not callable(function):
                 raise type_error(f"{name} must be a function of an item", function, "pass a function")
@@ -117,6 +119,8 @@ class ArrivingBatches(Source):
             speeds=(),
             arriving=True,
         )
+        named = {"max_tokens": max_tokens, "shared": shared, "counts=": counts is not None}
+        self._feed.facts = {**named, "trace=": None if self._trace is None else self._trace.fingerprint}
 
     @property
     def has_trace(self) -> bool:
@@ -143,16 +147,25 @@ class ArrivingBatches(Source):
         """Return the stream of this rank, which begins with rows that were kept, or goes on with an iterator."""
         if self._stream is None or self._stream.items is not items or kept is not None:
             self._stream = Stream(items, self._counts_of, collated=self._collate is not None, kept=kept)
+        self._stream.take_back(self.clock.step)
         return self._stream
 
     def _counts_of(self, batch: Any) -> IntArray:
-        number = rows.count(batch) if self._collate is None else len(batch or ())
+        if self._collate is None:
+            number = rows.count(batch)
+        elif batch is None or (isinstance(batch, Sequence) and not isinstance(batch, str)):
+            number = len(batch or ())
+        else:
+            raise type_error("with collate_fn= each item must be a list of rows", batch, "pass a list, or omit it")
         if self._counts is None or not number:
             return np.ones(number, dtype=np.int64)
         return _numbers("counts", self._counts(batch), number)
 
     def bring(self, batch: Any, *, ended: bool, can_replay: bool) -> Own:
         """Return the rows of this rank in the next step."""
+        if self._max_tokens is not None and self.plan.fixed_shape:
+            found = "a device that compiles shapes"
+            raise value_error("max_tokens= makes microbatches of any shape", found, "pass minibatch_size=")
         counts, world = self._counts_of(batch), self.world
         number = len(counts)
         bounds = (number * world.rank // world.size, number * (world.rank + 1) // world.size)

@@ -107,6 +107,7 @@ class Feed:
         self.world, self.plans, self.seed, self.shuffle, self.epochs = world, plans, seed, shuffle, epochs
         self.equal_rounds, self.speeds, self._cut_is_known = equal_rounds, speeds, cut_is_known
         self.arriving = arriving
+        self.facts: dict[str, Any] = {}  # further ones that all ranks must have in common, by name
         self.arrival: Arrival | None = None
         self.reading: Reading | None = None
         self.before_reading = BeforeReading()
@@ -178,6 +179,8 @@ class Feed:
         if compiles_shapes and not self._cut_is_known:
             self.plans.fix_shape(self.world.size)
         self._cut_is_known = True
+        # Where each of several optimizers has a DistributedDataParallel, its first forward after a sum is a collective.
+        padded |= self.arriving and self._attached
         self._attached, self._elastic = True, elastic
         self._spread, self._padded = self._spread and spread, self._padded or padded
         self.equal_rounds |= equal_rounds
@@ -221,10 +224,16 @@ class Feed:
 
     def set_epoch(self, epoch: int) -> None:
         """See `CustomSampler.set_epoch`."""
+        self.check_epoch(epoch)
         if epoch > self.clock.epoch.number:
             self.check_stepped()  # otherwise the next iteration yields again what did not reach step()
         skipped, self.reading = self.clock.set_epoch(epoch), None  # it was checked
         self.plans.skip_to(self.clock.step if skipped.updates else None)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise ValueError if batches arrive, which have no epoch but the first."""
+        if self.arriving and epoch > 0:
+            raise value_error("batches that arrive have one epoch, 0", epoch, "loop over vbs.updates without set_epoch")
 
     # Iterations. ------------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,13 @@ from variable_batch_size._validation import IntArray, type_error, value_error
 
 
 def _is_leaf(batch: object) -> bool:
-    """Return whether the items of an object are rows; those of a tuple, a dict or a list of tensors are fields."""
+    """Return whether the items of an object are rows; those of a tuple, a dict or a list of tensors are fields.
+
+    A TensorDict, which is a dict, has a batch size and is indexed by rows.
+    """
     if isinstance(batch, list):
-        return not (batch and all(isinstance(item, (Tensor, np.ndarray, Mapping, tuple)) for item in batch))
-    return not isinstance(batch, (tuple, Mapping))
+        return not (batch and all(isinstance(item, (Tensor, np.ndarray)) for item in batch))
+    return hasattr(batch, "batch_size") or not isinstance(batch, (tuple, Mapping))
 
 
 def _map(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -47,7 +50,14 @@ def count(batch: Any) -> int:
         return 0
     sizes = []
     for leaf in _leaves(batch):
-        if not hasattr(leaf, "__len__") or not hasattr(leaf, "__getitem__") or getattr(leaf, "ndim", 1) == 0:
+        if isinstance(leaf, list) and leaf and isinstance(leaf[0], (Mapping, tuple)):
+            raise type_error("a list of rows needs a collate_fn", leaf[0], "pass collate_fn=, such as default_collate")
+        if (
+            isinstance(leaf, str)
+            or not hasattr(leaf, "__len__")
+            or not hasattr(leaf, "__getitem__")
+            or getattr(leaf, "ndim", 1) == 0
+        ):
             remedy = "pass tensors whose first dimension is the rows, in tuples or dicts, or a list and collate_fn="
             raise type_error("each field of a batch must have rows", leaf, remedy)
         sizes.append(len(leaf))
@@ -58,17 +68,34 @@ def count(batch: Any) -> int:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Return the rows of several batches, one after another: one batch as it is."""
-    first, *others = batches
-    if not others:
-        return first
-    if isinstance(first, Mapping):
-        return type(first)({name: join([batch[name] for batch in batches]) for name in first})  # type: ignore[call-arg]
+    """Return the rows of several batches, one after another: one batch as it is.
+
+    Raises:
+        ValueError: if their fields differ, or the sizes of these besides the rows.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return _join(batches)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise value_error(
+            "parts of a stream must have the same fields, of the same shape but for the rows",
+            str(error),
+            "yield lists of rows, and pass collate_fn=",
+        ) from error
+
+
+def _join(batches: Sequence[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, Mapping) and not _is_leaf(first):
+        if any(batch.keys() != first.keys() for batch in batches):
+            raise ValueError(f"{sorted({name for batch in batches for name in batch})} in some")
+        return type(first)({name: _join([batch[name] for batch in batches]) for name in first})  # type: ignore[call-arg]
     if _is_leaf(first):
         if isinstance(first, list):
             return [row for batch in batches for row in batch]
         return np.concatenate(batches) if isinstance(first, np.ndarray) else torch.cat(list(batches))
-    fields = [join(parts) for parts in zip(*batches, strict=True)]
+    fields = [_join(parts) for parts in zip(*batches, strict=True)]
     return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
 
 
@@ -80,6 +107,8 @@ def take(batch: Any, index: IntArray) -> Any:
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[torch.from_numpy(index).to(leaf.device)]
-        return leaf[index] if isinstance(leaf, np.ndarray) else [leaf[number] for number in index.tolist()]
+        if isinstance(leaf, np.ndarray) or hasattr(leaf, "batch_size"):
+            return leaf[index]
+        return [leaf[number] for number in index.tolist()]
 
     return _map(of_leaf, batch)

@@ -53,6 +53,7 @@ class Stream:
     ) -> None:
         self.items, self._counts, self._collated = items, counts, collated
         self._chunks = deque[_Chunk]()
+        self._lent: tuple[int, Any] = (-1, None)  # the update for which rows were taken last, and these
         self.available, self.ended = 0, False
         if kept is not None:
             self._add(kept)
@@ -73,8 +74,8 @@ class Stream:
             else:
                 self._add(item)
 
-    def take(self, size: int) -> Any:
-        """Return the first rows that count at least `size`, as few as possible; None for none."""
+    def take(self, size: int, update: int) -> Any:
+        """Return the first rows that count at least `size`, as few as possible, for an update; None for none."""
         parts = []
         while size > 0 and self._chunks:
             batch, counts = self._chunks.popleft()
@@ -85,11 +86,23 @@ class Stream:
                 self._chunks.appendleft(_Chunk(self._part(batch, number, len(counts)), counts[number:]))
                 batch = self._part(batch, 0, number)
             parts.append(batch)
-        return self._joined(parts)
+        self._lent = update, self._joined(parts)
+        return self._lent[1]
 
-    def kept(self) -> Any:
-        """Return the rows that are read and not taken; None for none."""
-        return self._joined([chunk.batch for chunk in self._chunks])
+    def take_back(self, updates: int) -> None:
+        """Take back the rows of an update that was not made, after this number of updates."""
+        update, batch = self._lent
+        self._lent = (-1, None)
+        if update == updates and batch is not None:
+            chunk = _Chunk(batch, self._counts(batch))
+            self._chunks.appendleft(chunk)
+            self.available += int(chunk.counts.sum())
+
+    def kept(self, updates: int) -> Any:
+        """Return the rows that are read and not used in this number of updates; None for none."""
+        update, batch = self._lent
+        lent = [batch] if update == updates and batch is not None else []
+        return self._joined([*lent, *(chunk.batch for chunk in self._chunks)])
 
     def _part(self, batch: Any, begin: int, end: int) -> Any:
         return batch[begin:end] if self._collated else rows.take(batch, np.arange(begin, end))

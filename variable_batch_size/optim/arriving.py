@@ -6,10 +6,11 @@ import base64
 import io
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import torch
+from torch import Tensor
 
 from variable_batch_size._validation import IntArray, type_error, value_error
 from variable_batch_size.data.arrival import Arrival, Brought
@@ -24,6 +25,7 @@ from variable_batch_size.trace.runs import TraceEndError
 T = TypeVar("T")
 
 _CALL = "the next update of vbs.updates"
+_SHARES = "the next update of vbs.updates, of streams with a trace"
 _STATE = "state_dict() of vbs.updates"
 _NONE: Any = object()
 
@@ -42,6 +44,7 @@ class Arrivals(Generic[T]):
         self._last = _NONE  # a microbatch that this rank can repeat
         self._stream: Stream | None = None
         self._kept: Any = None  # rows that a restored state had read
+        self._ended = False  # whether its stream had no more
 
     def __iter__(self) -> Iterator[Update[T]]:
         """Yield an update for each batch that has rows on any rank."""
@@ -55,6 +58,8 @@ class Arrivals(Generic[T]):
         feed.reading, items, ended = reading, iter(self._batches), False
         if source.has_trace:
             self._stream, self._kept = source.stream(items, self._kept), None
+            self._stream.ended |= self._ended
+            self._ended = False
         while not source.ends_at(optimizer.updates):
             batch = self._next(items) if not ended else _NONE
             ended = batch is _NONE
@@ -88,7 +93,7 @@ class Arrivals(Generic[T]):
         own = self._share_of(stream, size)
         if too_short is not None and own is not None:
             raise too_short
-        return _NONE if own is None else stream.take(own)
+        return _NONE if own is None else stream.take(own, self._optimizer.updates)
 
     def _share_of(self, stream: Stream, size: int) -> int | None:
         """Return what this rank takes of a step of this size, from its stream, which has it; None if all have ended."""
@@ -99,15 +104,20 @@ class Arrivals(Generic[T]):
         wanted, read = shares(size, [size] * world.size), False
         while not read:  # once, unless a stream ends
             stream.fill(wanted[world.rank])
-            found = self._gather([stream.available, stream.ended])
-            wanted = shares(size, [available if ended else size for available, ended in found])
-            read = all(share <= available for share, (available, _) in zip(wanted, found, strict=True))
+            found = self._gather(_SHARES, [stream.available, stream.ended, size])
+            if {said[2] for said in found} != {size}:
+                sizes = ", ".join(str(said[2]) for said in found)
+                raise value_error(
+                    "all ranks must have the same trace", f"sizes {sizes} of an update", "pass one trace on all ranks"
+                )
+            wanted = shares(size, [available if ended else size for available, ended, _ in found])
+            read = all(share <= available for share, (available, *_) in zip(wanted, found, strict=True))
         return wanted[world.rank] if any(wanted) else None
 
-    def _gather(self, own: Sequence[Any]) -> list[Any]:
+    def _gather(self, call: str, own: Sequence[Any]) -> list[Any]:
         """Return what each rank says, by rank; with tensor parallelism several have one, and must say the same."""
         world, found = self._source.world, dict[int, Any]()
-        for text in self._optimizer.agreement.gather(_CALL, json.dumps([world.rank, own])):
+        for text in self._optimizer.agreement.gather(call, json.dumps([world.rank, own])):
             rank, said = json.loads(text)
             if found.setdefault(rank, said) != said:
                 raise RuntimeError(
@@ -118,7 +128,7 @@ class Arrivals(Generic[T]):
 
     def _exchange(self, own: Own) -> list[Brought]:
         """Return what each rank has brought, by rank."""
-        brought = [Brought(*numbers) for numbers in self._gather(own.brought)]
+        brought = [Brought(*numbers) for numbers in self._gather(_CALL, own.brought)]
         totals = [one.total for one in brought]
         if self._source.shared and len(set(totals)) > 1:
             raise value_error(
@@ -139,7 +149,7 @@ class Arrivals(Generic[T]):
         text = max(self._optimizer.agreement.gather(_CALL, _as_text(self._last) if sends else ""), key=len)
         if self._last is _NONE:
             try:
-                self._last = _from_text(text)
+                self._last = _from_text(text, self._optimizer.param_groups[0]["params"][0].device)
             except pickle.UnpicklingError as error:
                 raise RuntimeError(
                     "a rank without rows in its first update gets a microbatch of another rank, but this one has more "
@@ -175,11 +185,17 @@ class Arrivals(Generic[T]):
                 "makes them, and of the optimizer"
             )
         self._optimizer._loop.check_phase(_STATE, Phase.BETWEEN_STEPS)
-        kept = self._kept if self._stream is None else self._stream.kept()
-        own = {"rows": kept}
+        own: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
+        if self._stream is not None:
+            self._stream.fill(
+                self._stream.available + 1
+            )  # the state of a source at its end may be that of its beginning
+            own = {"ended": self._stream.ended, "rows": self._stream.kept(self._optimizer.updates)}
         if callable(state_of := getattr(self._batches, "state_dict", None)):
             own["source"] = state_of()
-        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _as_text(own))}
+        else:
+            own["rows"] = None  # which come again
+        return {"version": 1, "ranks": self._optimizer.agreement.gather(_STATE, _checked(own))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the streams were saved, from the next iteration on.
@@ -198,15 +214,43 @@ class Arrivals(Generic[T]):
                 "resume on as many, or read one stream on all ranks, with shared=True",
             )
         own = _from_text(ranks[0 if self._source.shared else agreement.world.rank])
-        if "source" in own:
+        if "source" in own and not own["ended"]:
             self._batches.load_state_dict(own["source"])  # type: ignore[attr-defined]
-        self._stream, self._kept = None, own["rows"]
+        self._stream, self._kept, self._ended = None, own["rows"], own["ended"] and "source" in own
+
+
+def _compact(value: Any) -> Any:
+    """Return the same tree with copies of the tensors, whose memory has nothing else in it."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {name: _compact(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(_compact, value))
+    return value
 
 
 def _as_text(value: Any) -> str:
-    torch.save(value, file := io.BytesIO())
+    torch.save(_compact(value), file := io.BytesIO())
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _from_text(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+def _checked(state: Any) -> str:
+    """Return a state as text; raise TypeError if it could not be read again, which executes nothing."""
+    text = _as_text(state)
+    try:
+        _from_text(text)
+    except pickle.UnpicklingError as error:
+        raise TypeError(
+            "the state of a stream, and the rows that were read ahead, must be tensors, numbers and strings in dicts, "
+            "lists and tuples, to be saved; yield such rows, not NumPy arrays or named tuples"
+        ) from error
+    return text
+
+
+def _from_text(text: str, device: torch.device | None = None) -> Any:
+    """Return the value; `device`: of tensors that were on an accelerator, otherwise the CPU."""
+    place: Any = "cpu"
+    if device is not None and device.type != "cpu":
+        place = {f"{device.type}:{number}": str(device) for number in range(torch.accelerator.device_count())}
+    return torch.load(io.BytesIO(base64.b64decode(text)), place, weights_only=True)

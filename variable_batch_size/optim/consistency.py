@@ -172,6 +172,7 @@ def sampler_facts(sampler: Source) -> dict[str, Any]:
         "divisor of the number of microbatches": sampler.dealing.multiple_of,
         "equal_rounds": sampler._feed.equal_rounds,
         "speeds": sampler._feed.speeds,
+        **sampler._feed.facts,
     }
 
 

@@ -267,6 +267,7 @@ class Loop:
 
     def set_epoch(self, epoch: int) -> None:
         """Move the clock, see `Clock.set_epoch`, and return to the first microbatch of its step."""
+        self.feed.check_epoch(epoch)
         before = self.clock.position
         skipped = self.clock.set_epoch(epoch)
         self.restart()

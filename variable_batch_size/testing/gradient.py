@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import MultiheadAttention
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.rnn import RNNBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from variable_batch_size._validation import FloatArray, IntArray, type_error, value_error
@@ -27,8 +29,6 @@ from variable_batch_size.data import rows
 _SHOWN = 12  # parts
 _COORDINATES = 4096  # of the gradient that are compared, at least; four for each row
 _RESOLVED = 1e-3  # largest standard error of a relative weight that is reported
-_SAME = 1e-4  # relative weights that differ by less are equal, unless they are known worse
-_EXPLAINED = 1e-2  # largest part of the gradient that no row explains
 
 Parts = Mapping[str, Sequence[int]]
 
@@ -45,6 +45,7 @@ class GradientReport:
         parts: those of parts, by name.
         residual: norm of v - sum_i w_i r_i over that of v: what no weights of rows explain.
         error: standard error of the weights that are reported.
+        resolution: what rounding of this precision may change: a larger residual is not explained.
     """
 
     exact: bool
@@ -53,22 +54,24 @@ class GradientReport:
     parts: Mapping[str, float]
     residual: float
     error: float
+    resolution: float
 
     def __str__(self) -> str:
-        if self.residual > _EXPLAINED:
+        if self.residual > self.resolution:
             return (
-                f"not explained: {self.residual:.0%} of the gradient is no weighted sum of the gradients of the rows. "
+                f"not explained: {self.residual:.2g} of the gradient is no weighted sum of the gradients of the rows. "
                 f"It has other rows in it, or those of an earlier step (zero_grad() is missing); or the loss mixes "
                 f"rows, as batch normalization does, or is another one"
             )
-        factor = "" if abs(self.factor - 1) < _SAME else f", all times {self.factor:.4g} (clipped, scaled or summed?)"
+        same = abs(self.factor - 1) < max(self.resolution, 5 * self.error)
+        factor = "" if same else f", all times {self.factor:.4g} (clipped, scaled or summed?)"
         if self.exact:
             return f"exact: each row weighs what it has to{factor}"
         lines = [f"not exact: rows weigh from {self._range} of what they have to{factor}"]
         lines += [f"  {name}: {_short(weight)}" for name, weight in self.parts.items()]
         used = self.weights[np.abs(self.weights) > _RESOLVED]
         usual = float(np.median(used)) if len(used) else 1.0
-        for what, number in {"not used": 0, "used twice": 2}.items():
+        for what, number in {"not used": 0, "twice as much as most": 2}.items():
             found = np.flatnonzero(np.abs(self.weights / usual - number) < _RESOLVED)
             if 0 < len(found) < len(self.weights):
                 lines.append(f"  {what}: rows {_ranges(found)}")
@@ -82,7 +85,7 @@ class GradientReport:
 
 
 def _short(weight: float) -> str:
-    return f"{round(weight, 6) + 0.0:.4g}"
+    return f"{round(weight, 6) + 0.0:.5g}"
 
 
 def check_gradient(
@@ -125,8 +128,8 @@ def check_gradient(
     ...     (0.5 * (model(x[:6]).square().mean() + model(x[6:]).square().mean())).backward()
     ...     optimizer.step()
     >>> print(check_gradient(model, lambda model, x: model(x).square().mean(), x, step, parts=[6, 2]))
-    not exact: rows weigh from 0.6667 to 2 of what they have to
-      rows 0 to 5: 0.6667
+    not exact: rows weigh from 0.66667 to 2 of what they have to
+      rows 0 to 5: 0.66667
       rows 6 to 7: 2
     """
     if not isinstance(model, torch.nn.Module):
@@ -135,23 +138,35 @@ def check_gradient(
     required = _required(counts, number)
     chosen, named = np.flatnonzero(required), _named_parts(parts, number)
     trained, reference = model if trained is None else trained, copy.deepcopy(model)
-    drawn = _draw(reference, max(_COORDINATES, 4 * number), seed)
 
-    def gradient(row: int) -> FloatArray:
-        reference.zero_grad()
+    def backward(row: int) -> None:
         loss_fn(reference, rows.take(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
-        return np.concatenate([*_values(reference, drawn).values()])
+
+    def gradient(row: int) -> dict[str, FloatArray]:
+        reference.zero_grad()
+        backward(row)
+        return _values(reference, drawn)
 
     with _no_dropout(reference), _no_dropout(trained):
-        of_rows = np.stack([gradient(row) for row in chosen.tolist()])  # (rows, coordinates)
-        if not np.array_equal(gradient(int(chosen[0])), of_rows[0]):
+        reference.zero_grad()
+        for row in chosen.tolist():  # whose sum tells which coordinates are of use
+            backward(row)
+        drawn = _draw(reference, max(_COORDINATES, 4 * number), seed)
+        by_row = [gradient(row) for row in chosen.tolist()]
+        again = gradient(int(chosen[0]))
+        if any(not np.array_equal(again[name], by_row[0][name], equal_nan=True) for name in drawn):
             raise value_error(
                 "the loss must be deterministic",
                 "another gradient of a row when it was computed again",
                 "switch off dropout and other random layers",
             )
         reached = _run(step, trained, drawn)
-    return _explain(of_rows, reached, required, chosen, named)
+    of_rows = np.stack([np.concatenate([own[name] for name in reached]) for own in by_row])  # (rows, coordinates)
+    found = np.concatenate([*reached.values()])
+    if not (np.isfinite(of_rows).all() and np.isfinite(found).all()):
+        raise value_error("all gradients must be finite", "some that are not", "check the loss, and the scale of it")
+    resolution = 3 * max(torch.finfo(one.dtype).eps for one in trained.parameters() if one.is_floating_point()) ** 0.5
+    return _explain(of_rows, found, required, chosen, named, resolution)
 
 
 def _required(counts: Sequence[float] | Tensor | None, number: int) -> FloatArray:
@@ -188,14 +203,16 @@ def _ranges(numbers: IntArray) -> str:
 
 @contextmanager
 def _no_dropout(model: torch.nn.Module) -> Iterator[None]:
-    before = {part: part.p for part in model.modules() if isinstance(part, _DropoutNd)}
+    parts: list[Any] = [*model.modules()]
+    before: list[tuple[Any, str, float]] = [(part, "p", part.p) for part in parts if isinstance(part, _DropoutNd)]
+    before += [(part, "dropout", part.dropout) for part in parts if isinstance(part, (MultiheadAttention, RNNBase))]
     try:
-        for part in before:
-            part.p = 0.0
+        for part, name, _ in before:
+            setattr(part, name, 0.0)
         yield
     finally:
-        for part, p in before.items():
-            part.p = p
+        for part, name, p in before:
+            setattr(part, name, p)
 
 
 # The gradients. ------------------------------------------------------------------------------------------------------
@@ -209,18 +226,30 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _draw(model: torch.nn.Module, most: int, seed: int) -> dict[str, IntArray]:
-    """Return coordinates of parameters by name: all, or `most` of them."""
-    sizes = {name: parameter.numel() for name, parameter in _named(model)}
+    """Return coordinates of parameters by name: those whose gradient is not 0, or `most` of them."""
+    gradients = {name: _whole(parameter.grad) for name, parameter in _named(model)}
+    used = {name: None if one is None else one.reshape(-1).nonzero()[:, 0].cpu() for name, one in gradients.items()}
+    sizes = {name: 0 if one is None else len(one) for name, one in used.items()}
     total = sum(sizes.values())
     numbers = np.arange(total)
     if total > most:
         numbers = np.sort(np.random.default_rng(seed).choice(total, most, replace=False))
     ends = np.cumsum([*sizes.values()])
     bounds = np.searchsorted(numbers, [0, *ends])
-    return {
-        name: numbers[begin:end] - (last - sizes[name])
-        for name, begin, end, last in zip(sizes, bounds, bounds[1:], ends, strict=False)
-    }
+    drawn = {}
+    for name, begin, end, last in zip(sizes, bounds, bounds[1:], ends, strict=False):
+        index = used[name]
+        if index is not None and end > begin:
+            drawn[name] = index.numpy()[numbers[begin:end] - (last - sizes[name])]
+    return drawn
+
+
+def _whole(gradient: Any) -> Any:
+    """Return a gradient as a dense tensor, of all ranks."""
+    if gradient is None:
+        return None
+    gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
 def _values(model: torch.nn.Module, drawn: Mapping[str, IntArray], of: set[int] | None = None) -> dict[str, FloatArray]:
@@ -228,8 +257,7 @@ def _values(model: torch.nn.Module, drawn: Mapping[str, IntArray], of: set[int] 
     found = {}
     for name, parameter in _named(model):
         if name in drawn and (of is None or id(parameter) in of):
-            gradient: Any = parameter.grad
-            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradient = _whole(parameter.grad)
             if gradient is None:
                 found[name] = np.zeros(len(drawn[name]))
             else:
@@ -238,18 +266,34 @@ def _values(model: torch.nn.Module, drawn: Mapping[str, IntArray], of: set[int] 
     return found
 
 
-def _run(step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[str, IntArray]) -> FloatArray:
-    """Return the gradient with which `step` calls its optimizers, (coordinates,)."""
+def _run(step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[str, IntArray]) -> dict[str, FloatArray]:
+    """Return the gradients with which `step` calls its optimizers, of the parameters that these have."""
     reached = dict[str, FloatArray]()
 
-    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def look(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> Any:
+        closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if not callable(closure):
+            keep(optimizer)
+            return None
+        calls: list[object] = []
+
+        def first_kept() -> object:  # the gradients are there after it
+            loss = closure()
+            if not calls:
+                keep(optimizer)
+            calls.append(loss)
+            return loss
+
+        return (arguments[0], first_kept), {name: one for name, one in options.items() if name != "closure"}
+
+    def keep(optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = _values(trained, drawn, own)
         if found.keys() & reached.keys():
             raise RuntimeError("step must make one update, but it makes several; let it end after the first")
         reached.update(found)
 
-    hook = register_optimizer_step_pre_hook(keep)
+    hook = register_optimizer_step_pre_hook(look)
     try:
         step()
     finally:
@@ -259,22 +303,27 @@ def _run(step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[st
             "step must call step() of an optimizer that has parameters of the model, but no call was seen; pass "
             "trained= if the model that it trains is another one, and a step that makes a whole update"
         )
-    return np.concatenate([reached.get(name, np.zeros(len(index))) for name, index in drawn.items()])
+    return reached
 
 
 # The weights. --------------------------------------------------------------------------------------------------------
 
 
 def _explain(
-    of_rows: FloatArray, reached: FloatArray, required: FloatArray, chosen: IntArray, named: Mapping[str, IntArray]
+    of_rows: FloatArray,
+    reached: FloatArray,
+    required: FloatArray,
+    chosen: IntArray,
+    named: Mapping[str, IntArray],
+    resolution: float,
 ) -> GradientReport:
     """Return the report of a gradient, (coordinates,), by those of the chosen rows, (chosen, coordinates)."""
     weights = np.full(len(required), np.nan)  # (rows,), over those that are required
     found, error, residual = _fit(of_rows * required[chosen, None], reached)
-    if error < _RESOLVED or (residual > _EXPLAINED and not named):
+    if error < _RESOLVED or (residual > resolution and not named):
         weights[chosen] = found
         factor = float((found * required[chosen]).sum())
-        parts = named or _runs(weights, found.std() * 1e-6 + 5 * error + _SAME)
+        parts = named or _runs(weights, 5 * error + 10 * resolution)
         by_part = {
             name: float(np.nansum((weights * required)[own]) / required[own].sum()) for name, own in parts.items()
         }
@@ -283,21 +332,21 @@ def _explain(
         columns = [[place[row] for row in own.tolist() if row in place] for own in named.values()]
         sums = np.stack([(of_rows[own] * required[chosen[own], None]).sum(axis=0) for own in columns])
         found, error, residual = _fit(sums, reached)
-        if not error < _RESOLVED:
+        if not error < _RESOLVED and residual < resolution:
             raise value_error("the gradients of the parts must differ", "parts that are alike", "pass another batch")
         by_part = dict(zip(named, found.tolist(), strict=True))
         factor = float(sum(weight * required[own].sum() for weight, own in zip(found, named.values(), strict=True)))
     else:
         raise value_error(
-            "the gradients of the rows must differ in more coordinates than there are rows",
-            f"{of_rows.shape[1]} coordinates of {len(of_rows)} rows",
-            "pass parts=, such as the rows of each rank, fewer rows, or a larger model",
+            "the weights of the rows must be told apart by their gradients",
+            f"{len(of_rows)} rows of which some are alike, have a gradient of 0, or of more than {of_rows.shape[1]} "
+            f"coordinates",
+            "pass parts=, such as the rows of each rank, other rows, or a larger model",
         )
     factor = factor or 1.0
-    exact = residual < _EXPLAINED and bool((np.abs(found / factor - 1) < max(_SAME, 5 * error)).all())
-    return GradientReport(
-        exact, factor, weights / factor, {name: one / factor for name, one in by_part.items()}, residual, error
-    )
+    exact = residual <= resolution and bool((np.abs(found / factor - 1) <= max(resolution, 5 * error)).all())
+    by_part = {name: one / factor for name, one in by_part.items()}
+    return GradientReport(exact, factor, weights / factor, by_part, residual, error, resolution)
 
 
 def _fit(columns: FloatArray, reached: FloatArray) -> tuple[FloatArray, float, float]:
