@@ -158,3 +158,30 @@ def run_cases(rank: int, folder: Path, size: int) -> None:
             found.setdefault(way, []).append((weights, optimizer.samples, optimizer.updates))
     torch.save(found, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
+
+
+PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
+
+
+def run_two(rank: int, folder: Path) -> None:
+    """Train two models in DistributedDataParallel, an actor and a critic, one after the other in each microbatch."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    source = vbs.ArrivingBatches(2)
+    pairs = []
+    for _ in range(2):
+        model = DistributedDataParallel(network())
+        inner = torch.optim.SGD(model.parameters(), **SGD)
+        pairs.append((model, vbs.LinearRuleOptimizer(inner, source, REF, model=model)))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(sum(pair), 3, generator=generator, dtype=torch.float64) for pair in PAIRS]
+    own = [one[first:] if rank else one[:first] for one, (first, _) in zip(rows, PAIRS, strict=True)]
+    for update in vbs.updates(own, pairs[0][1]):
+        for x in update:
+            for model, optimizer in pairs:
+                optimizer.backward(model(x).square().sum(dim=1).mean())
+                optimizer.step()
+    found = [[parameter.detach() for parameter in model.parameters()] for model, _ in pairs]
+    torch.save((rows, found), folder / f"two{rank}.pt")
+    dist.destroy_process_group()

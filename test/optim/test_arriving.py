@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import variable_batch_size as vbs
-from helpers.arrivals import CASES, REF, SGD, WAYS, Arriving, run_cases
+from helpers.arrivals import CASES, REF, SGD, WAYS, Arriving, run_cases, run_two
 from helpers.processes import spawn
 from helpers.properties import examples
 from helpers.reference import assert_equal, data, network, training
@@ -48,6 +48,22 @@ def test_processes_make_the_same_updates_whatever_sums(size: int, tmp_path: Path
                 found, *counted = rank[way][seed]
                 assert_equal([one.numpy() for one in found], weights)
                 assert counted == [samples, updates], (way, seed)
+
+
+@pytest.mark.slow("starts processes")
+def test_two_optimizers_whose_models_wait_in_forward_and_backward(tmp_path: Path) -> None:
+    spawn(run_two, (tmp_path,), nprocs=2)
+    for rank in range(2):
+        rows, found = torch.load(tmp_path / f"two{rank}.pt", weights_only=False)
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), **SGD)
+        for x in rows:
+            inner.zero_grad()
+            model(x).square().sum(dim=1).mean().backward()
+            inner.param_groups[0]["lr"] = SGD["lr"] * len(x) / REF
+            inner.step()
+        for weights in found:
+            assert_equal([one.numpy() for one in weights], weights_of(model))
 
 
 def arriving(kind: Any = vbs.LinearRuleOptimizer, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
