@@ -103,7 +103,7 @@ def test_only_rank_0_works_and_every_rank_gets_its_result() -> None:
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_come_is_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("variable_batch_size.testing._TIMEOUT", 0.3)
+    monkeypatch.setattr("variable_batch_size.testing.ranks._TIMEOUT", 0.3)
     kept = []  # else a rank that has raised has ended
 
     def run(backend: Backend) -> Any:

@@ -176,7 +176,7 @@ def test_a_rule_with_an_address_in_its_repr_equals_itself_on_all_ranks(rule: Cal
 
 
 def test_a_rank_that_fails_or_returns_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("variable_batch_size.testing._TIMEOUT", 0.3)
+    monkeypatch.setattr("variable_batch_size.testing.ranks._TIMEOUT", 0.3)
 
     def fail(backend: Backend) -> None:
         if backend.world.rank == 1:
