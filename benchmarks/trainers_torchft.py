@@ -188,6 +188,7 @@ def by_torchft(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="number of failures, and of pairs")
+    parser.add_argument("--only-price", action="store_true", help="of an update, without failures")
     parser.add_argument("--worker", choices=["torchft", "ddp"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -196,5 +197,6 @@ if __name__ == "__main__":
         timed(flags.folder, flags.worker, flags.rank)
     else:
         price(flags.repeats)
-        recoveries(flags.repeats)
-        restart(flags.repeats)
+        if not flags.only_price:
+            recoveries(flags.repeats)
+            restart(flags.repeats)
