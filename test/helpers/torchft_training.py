@@ -59,7 +59,7 @@ def make(settings: Settings, trace: Any, seed: int, **options: Any) -> tuple[nn.
     """Return a model and its optimizer, in a world of one."""
     model = network(seed)
     sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, ROWS, max_updates=settings.get("max_updates"))
-    inner = torch.optim.SGD(model.parameters(), lr=2e-3, momentum=0.9, weight_decay=1e-3)
+    inner = torch.optim.SGD(model.parameters(), lr=5e-4, momentum=0.9, weight_decay=1e-3)
     return model, vbs.CustomOptimizer(inner, sampler, REFERENCE, rule=settings["rule"], **options)
 
 
