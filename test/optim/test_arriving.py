@@ -240,7 +240,7 @@ def test_an_update_is_read_within_its_turn() -> None:
         ({}, (torch.ones(3), torch.ones(2)), r"same number of rows, but it is \[2, 3\]|found|got"),
         ({}, 5, r"each field of a batch must have rows"),
         ({}, "text", r"each field of a batch must have rows"),
-        ({}, [{"x": torch.ones(3)}], r"a list of rows needs a collate_fn"),
+        ({}, [{"x": torch.ones(3)}], r"and a list of rows needs a collate_fn"),
         ({"collate_fn": list}, torch.ones(3), r"with collate_fn= each item must be a list of rows"),
         ({}, (torch.ones(3), torch.tensor(1.0)), r"each field of a batch must have rows"),
         ({"counts": lambda batch: [1, 2]}, torch.ones(3), r"counts= must return an integer >= 0 for each of 3 rows"),

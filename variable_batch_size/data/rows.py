@@ -50,8 +50,9 @@ def count(batch: Any) -> int:
         return 0
     sizes = []
     for leaf in _leaves(batch):
+        remedy = "pass tensors in tuples or dicts, or collate_fn= to ArrivingBatches"
         if isinstance(leaf, list) and leaf and isinstance(leaf[0], (Mapping, tuple)):
-            raise type_error("a list of rows needs a collate_fn", leaf[0], "pass collate_fn=, such as default_collate")
+            raise type_error("a batch must have fields of rows, and a list of rows needs a collate_fn", leaf[0], remedy)
         if (
             isinstance(leaf, str)
             or not hasattr(leaf, "__len__")

@@ -109,7 +109,7 @@ def check_gradient(
         model: a bare model with the weights that the step begins with; it may be the one that is trained.
         loss_fn: returns the mean loss over some rows of the batch, 0-D, given a model and these rows.
         batch: all rows of the update, of all ranks and microbatches: tensors whose first dimension is the rows, in a
-            tuple or dict, or a list of rows.
+            tuple or dict.
         step: runs one update of the loop, with one call of `optimizer.step()`.
         trained: the model that `step` trains, with parameters of the same names. Default: `model`.
         counts: what each row has to count, such as its tokens, (rows,). Default: all alike.
