@@ -94,9 +94,8 @@ class Stream:
         update, batch = self._lent
         self._lent = (-1, None)
         if update == updates and batch is not None:
-            chunk = _Chunk(batch, self._counts(batch))
-            self._chunks.appendleft(chunk)
-            self.available += int(chunk.counts.sum())
+            self._add(batch)
+            self._chunks.rotate(1)  # before the others
 
     def kept(self, updates: int) -> Any:
         """Return the rows that are read and not used in this number of updates; None for none."""

@@ -187,9 +187,6 @@ class Arrivals(Generic[T]):
         self._optimizer._loop.check_phase(_STATE, Phase.BETWEEN_STEPS)
         own: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
         if self._stream is not None:
-            self._stream.fill(
-                self._stream.available + 1
-            )  # the state of a source at its end may be that of its beginning
             own = {"ended": self._stream.ended, "rows": self._stream.kept(self._optimizer.updates)}
         if callable(state_of := getattr(self._batches, "state_dict", None)):
             own["source"] = state_of()
