@@ -1,6 +1,7 @@
 """Policy gradients by groups, as in GRPO, on a small maze: every update has the groups that teach something.
 
 python examples/rollouts.py --rule adamscale
+torchrun --nproc-per-node=2 examples/rollouts.py --rule adamscale
 
 Each context, a start and a goal, is tried by several rollouts; a rollout is better than its group, or worse. A group
 whose rollouts all succeed, or all fail, has no gradient and is left out, so that the batch size varies by a factor of
@@ -8,11 +9,13 @@ ten while the policy learns. Loops that need batches of one size trim them, or p
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
@@ -81,32 +84,34 @@ def loss_of(policy: Policy, groups: Groups) -> Tensor:
     return loss
 
 
-def batches(policy: Policy, rng: np.random.Generator, updates: int, cut: str, shares: list[float]) -> Iterator[Groups]:
-    """Yield the groups of each update; `cut`: "none", "trim" or "pad"."""
+def batches(
+    policy: Policy, rng: np.random.Generator, updates: int, contexts: int, cut: str, shares: list[float]
+) -> Iterator[Groups]:
+    """Yield this rank's groups of each update; `cut`: "none", "trim" or "pad"."""
     for _ in range(updates):
-        groups, success = roll_out(policy, rng, CONTEXTS)
+        groups, success = roll_out(policy, rng, contexts)
         shares.append(success)
         number = len(groups.moves)
         if cut == "trim":  # whole microbatches
             groups = Groups(*(field[: number // 8 * 8] for field in groups))
         if cut == "pad":  # with rollouts that no move counts of
-            groups = Groups(*(torch.cat([f, f.new_zeros(CONTEXTS - number, *f.shape[1:])]) for f in groups))
+            groups = Groups(*(torch.cat([f, f.new_zeros(contexts - number, *f.shape[1:])]) for f in groups))
         yield groups
 
 
 def train(rule: str, lr: float, seed: int, *, updates: int = 60, cut: str = "none") -> tuple[list[float], list[int]]:
-    """Return the share of rollouts that succeed before each update, and the groups of each update."""
-    torch.manual_seed(seed)
-    policy, rng, shares, sizes = Policy(), np.random.default_rng(seed), list[float](), list[int]()
-    arriving = vbs.ArrivingBatches(minibatch_size=8, num_replicas=1, rank=0)
+    """Return this rank's share of rollouts that succeed before each update, and the groups of each update."""
+    torch.manual_seed(seed)  # the same weights on every rank
+    arriving = vbs.ArrivingBatches(minibatch_size=8)
+    world, shares, sizes = arriving.world, list[float](), list[int]()
+    policy, rng, contexts = Policy(), np.random.default_rng(seed + 1000 * world.rank), CONTEXTS // world.size
     inner = torch.optim.Adam(policy.parameters(), lr=lr)
     optimizer = vbs.CustomOptimizer(inner, arriving, REF, rule=rule)
-    for update in vbs.updates(batches(policy, rng, updates, cut, shares), optimizer):
-        sizes.append(0)
+    for update in vbs.updates(batches(policy, rng, updates, contexts, cut, shares), optimizer):
         for groups in update:
-            sizes[-1] += len(groups.moves)
             optimizer.backward(loss_of(policy, groups))
             optimizer.step()
+        sizes.append(optimizer.samples - sum(sizes))
     return shares, sizes
 
 
@@ -119,9 +124,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=60)
     flags = parser.parse_args()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
     shares, sizes = train(flags.rule, flags.lr, flags.seed, updates=flags.updates, cut=flags.cut)
-    for update in range(0, len(sizes), 10):
-        print(f"update {update}: {shares[update]:.0%} of the rollouts succeed, {sizes[update]} groups")
+    if os.environ.get("RANK", "0") == "0":
+        for update in range(0, len(sizes), 10):
+            print(f"update {update}: {shares[update]:.0%} of the rollouts succeed, {sizes[update]} groups")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "python examples/packed_documents.py": "test_arriving_page.py runs it with fewer documents",
     "torchrun --nproc-per-node=2 examples/packed_documents.py": "test_arriving_page.py runs it with fewer documents",
     "python examples/rollouts.py": "test_arriving_page.py runs it with fewer updates",
+    "torchrun --nproc-per-node=2 examples/rollouts.py": "test_arriving_page.py runs it with fewer updates",
     "torchrun --nproc-per-node=2 examples/ddp.py": "test_ddp_page.py runs it",
     "torchrun --nproc-per-node=2 examples/fsdp.py": "test_sharded_page.py runs it",
     "PJRT_DEVICE=TPU python examples/xla.py": "a TPU; test_devices.py runs the next line",
