@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
 from helpers.arrivals import CASES, REF, SGD, WAYS, Arriving, run_cases, run_two
 from helpers.processes import spawn
 from helpers.properties import examples
 from helpers.reference import assert_equal, data, network, training
+from variable_batch_size.data.rows import join, take
 
 
 def weights_of(model: nn.Module) -> list[Any]:
@@ -327,6 +330,48 @@ def test_rows_may_be_lists_that_are_collated() -> None:
             optimizer.step()
     assert shapes == [(1, 3), (2, 3), (2, 3), (1, 3)]
     assert optimizer.samples == 6
+
+
+class Pairs(Dataset[Any]):
+    """Rows whose fields a loader collates to a list of tensors, tuples and dicts, in any order."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        fields = (torch.full((3,), float(index)), f"row {index}", (torch.ones(2), index), {"id": index})
+        return tuple(fields[field] for field in self.order)
+
+
+@pytest.mark.parametrize("trace", [None, "0:40"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 2), (2, 0), (3, 0), (0, 1, 2, 3), (1, 3, 0, 2)])
+def test_the_rows_of_a_loader_are_counted_whatever_its_fields(order: tuple[int, ...], trace: str | None) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = vbs.ConstantOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), vbs.ArrivingBatches(64, trace=trace, num_replicas=1, rank=0)
+    )
+    used = []
+    for update in vbs.updates(DataLoader(Pairs(order), batch_size=32), optimizer):
+        for batch in update:
+            field = dict(zip(order, batch, strict=True))
+            numbers = field[0][:, 0].tolist()
+            used += numbers
+            assert [*field.get(1, ())] in ([], [f"row {number:.0f}" for number in numbers])
+            assert field[2][1].tolist() == numbers if 2 in field else True
+            assert field[3]["id"].tolist() == numbers if 3 in field else True
+            optimizer.backward(model(field[0]).mean())
+            optimizer.step()
+    assert used == [*range(96)]
+    assert (optimizer.updates, optimizer.samples) == (3, 96)
+
+
+def test_a_defaultdict_keeps_its_type() -> None:
+    batch = defaultdict(list, {"x": torch.arange(4)})
+    taken = take(join([batch, batch]), np.array([0, 5]))
+    assert (type(taken), taken["x"].tolist(), taken["y"]) == (defaultdict, [0, 1], [])
 
 
 def test_a_rank_without_rows_at_first_gets_a_microbatch_that_can_be_sent() -> None:

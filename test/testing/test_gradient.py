@@ -251,6 +251,70 @@ def test_half_precision_is_compared_as_far_as_it_goes() -> None:
     assert str(report) == "exact: each row weighs what it has to"
 
 
+@pytest.mark.parametrize("parts", [None, [4, 4]])
+@pytest.mark.parametrize("rows", [8, 24])
+def test_half_precision_tells_rows_that_are_left_out(rows: int, parts: list[int] | None) -> None:
+    torch.manual_seed(rows)
+    trained = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    model.load_state_dict(trained.state_dict())
+    x, labels = torch.randn(rows, 6), torch.randint(4, (rows,))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.0)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        logits = model(batch[0].to(next(model.parameters()).dtype)).float()
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def report(used: int) -> GradientReport:
+        def step() -> None:
+            optimizer.zero_grad()
+            loss(trained, (x[:used], labels[:used])).backward()
+            optimizer.step()
+
+        sizes = parts and [rows // 2, rows // 2]
+        return check_gradient(model, loss, (x, labels), step, trained=trained, parts=sizes)
+
+    assert report(rows).exact, report(rows)
+    wrong = report(rows // 2)
+    assert not wrong.exact
+    assert f"not used: rows {rows // 2} to {rows - 1}" in str(wrong)
+    assert list(wrong.parts.values()) == pytest.approx([2, 0], abs=0.05)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_gradient_where_no_row_has_one_is_not_explained(sparse: bool) -> None:
+    model = nn.ModuleList([nn.Embedding(50, 8, sparse=sparse), nn.Embedding(50, 8, sparse=sparse)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, pairs: Any) -> torch.Tensor:
+        products: torch.Tensor = (model[0](pairs[0]) * model[1](pairs[1])).sum(1)
+        return products.sigmoid().mean()
+
+    def report(first: int) -> GradientReport:
+        optimizer.zero_grad()
+        before, batch = torch.arange(first, first + 10), torch.arange(10)
+        loss(model, (before, before)).backward()  # no zero_grad() follows
+
+        def step() -> None:
+            loss(model, (batch, batch)).backward()
+            optimizer.step()
+
+        return check_gradient(model, loss, (batch, batch), step)
+
+    assert str(report(20)).startswith("not explained: 0.")
+    assert report(0).factor == pytest.approx(2)  # the same rows twice
+
+
+def test_random_layers_are_refused() -> None:
+    loop, calls = Loop(), iter(range(1000))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch) * (1 + (next(calls) == 30))  # once in two passes over 26 rows
+
+    with pytest.raises(ValueError, match=r"the loss must be deterministic, got another loss of row 4"):
+        check_gradient(loop.model, loss, loop.batch, loop.whole_batch)
+
+
 # -------------------------------------------------------------------------------------------------------- wrong usage
 
 

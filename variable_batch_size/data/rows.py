@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from variable_batch_size._validation import IntArray, type_error, value_error
 
 
 def _is_leaf(batch: object) -> bool:
-    """Return whether the items of an object are rows; those of a tuple, a dict or a list of tensors are fields.
+    """Return whether the items of an object are rows; those of a tuple, a dict or a list with a tensor are fields.
 
     A TensorDict, which is a dict, has a batch size and is indexed by rows.
     """
-    if isinstance(batch, list):
-        return not (batch and all(isinstance(item, (Tensor, np.ndarray)) for item in batch))
+    if isinstance(batch, list):  # a loader makes a list of the fields of tuples
+        return not any(isinstance(item, (Tensor, np.ndarray)) for item in _flat(batch))
+    if isinstance(batch, tuple) and batch and all(isinstance(item, str) for item in batch):
+        return True  # as a loader collates strings
     return hasattr(batch, "batch_size") or not isinstance(batch, (tuple, Mapping))
 
 
@@ -26,9 +29,27 @@ def _map(function: Callable[[Any], Any], batch: Any) -> Any:
     if _is_leaf(batch):
         return function(batch)
     if isinstance(batch, Mapping):
-        return type(batch)({name: _map(function, field) for name, field in batch.items()})  # type: ignore[call-arg]
+        return _mapping(batch, {name: _map(function, field) for name, field in batch.items()})
     fields = [_map(function, field) for field in batch]
     return type(batch)(*fields) if hasattr(batch, "_fields") else type(batch)(fields)
+
+
+def _flat(batch: object) -> Iterator[object]:
+    """Yield what is in a list, and in those within it."""
+    if isinstance(batch, list):
+        for item in batch:
+            yield from _flat(item)
+    else:
+        yield batch
+
+
+def _mapping(like: Mapping[str, Any], fields: dict[str, Any]) -> Any:
+    """Return a mapping of the same type, such as a defaultdict, with other fields."""
+    if isinstance(like, MutableMapping):
+        made = copy.copy(like)
+        made.update(fields)
+        return made
+    return type(like)(fields)  # type: ignore[call-arg]
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
@@ -51,8 +72,10 @@ def count(batch: Any) -> int:
     sizes = []
     for leaf in _leaves(batch):
         remedy = "pass tensors in tuples or dicts, or collate_fn= to ArrivingBatches"
-        if isinstance(leaf, list) and leaf and isinstance(leaf[0], (Mapping, tuple)):
-            raise type_error("a batch must have fields of rows, and a list of rows needs a collate_fn", leaf[0], remedy)
+        nested = [row for row in leaf if isinstance(row, (Mapping, tuple, list))] if isinstance(leaf, list) else []
+        if nested:
+            requirement = "a batch must have fields of rows, and a list of rows needs a collate_fn"
+            raise type_error(requirement, nested[0], remedy)
         if (
             isinstance(leaf, str)
             or not hasattr(leaf, "__len__")
@@ -91,9 +114,9 @@ def _join(batches: Sequence[Any]) -> Any:
     if isinstance(first, Mapping) and not _is_leaf(first):
         if any(batch.keys() != first.keys() for batch in batches):
             raise ValueError(f"{sorted({name for batch in batches for name in batch})} in some")
-        return type(first)({name: _join([batch[name] for batch in batches]) for name in first})  # type: ignore[call-arg]
+        return _mapping(first, {name: _join([batch[name] for batch in batches]) for name in first})
     if _is_leaf(first):
-        if isinstance(first, list):
+        if isinstance(first, (list, tuple)):
             return [row for batch in batches for row in batch]
         return np.concatenate(batches) if isinstance(first, np.ndarray) else torch.cat(list(batches))
     fields = [_join(parts) for parts in zip(*batches, strict=True)]

@@ -28,7 +28,7 @@ from variable_batch_size.data import rows
 
 _SHOWN = 12  # parts
 _COORDINATES = 4096  # of the gradient that are compared, at least; four for each row
-_RESOLVED = 1e-3  # largest standard error of a relative weight that is reported
+_RESOLVED = 1e-3  # largest standard error of a relative weight that is reported, but for half precision
 
 Parts = Mapping[str, Sequence[int]]
 
@@ -61,7 +61,7 @@ class GradientReport:
             return (
                 f"not explained: {self.residual:.2g} of the gradient is no weighted sum of the gradients of the rows. "
                 f"It has other rows in it, or those of an earlier step (zero_grad() is missing); or the loss mixes "
-                f"rows, as batch normalization does, or is another one"
+                f"rows, as batch normalization does, is random, or is another one"
             )
         same = abs(self.factor - 1) < max(self.resolution, 5 * self.error)
         factor = "" if same else f", all times {self.factor:.4g} (clipped, scaled or summed?)"
@@ -69,10 +69,11 @@ class GradientReport:
             return f"exact: each row weighs what it has to{factor}"
         lines = [f"not exact: rows weigh from {self._range} of what they have to{factor}"]
         lines += [f"  {name}: {_short(weight)}" for name, weight in self.parts.items()]
-        used = self.weights[np.abs(self.weights) > _RESOLVED]
+        near = max(_RESOLVED, self.resolution)
+        used = self.weights[np.abs(self.weights) > near]
         usual = float(np.median(used)) if len(used) else 1.0
         for what, number in {"not used": 0, "twice as much as most": 2}.items():
-            found = np.flatnonzero(np.abs(self.weights / usual - number) < _RESOLVED)
+            found = np.flatnonzero(np.abs(self.weights / usual - number) < near)
             if 0 < len(found) < len(self.weights):
                 lines.append(f"  {what}: rows {_ranges(found)}")
         return "\n".join(lines)
@@ -139,34 +140,33 @@ def check_gradient(
     chosen, named = np.flatnonzero(required), _named_parts(parts, number)
     trained, reference = model if trained is None else trained, copy.deepcopy(model)
 
-    def backward(row: int) -> None:
-        loss_fn(reference, rows.take(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
-
-    def gradient(row: int) -> dict[str, FloatArray]:
+    def backward(row: int) -> float:
         reference.zero_grad()
-        backward(row)
-        return _values(reference, drawn)
+        loss = loss_fn(reference, rows.take(batch, np.array([row])))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
 
+    touched, losses, by_row = dict[str, Tensor](), list[float](), list[dict[str, FloatArray]]()
     with _no_dropout(reference), _no_dropout(trained):
-        reference.zero_grad()
-        for row in chosen.tolist():  # whose sum tells which coordinates are of use
-            backward(row)
-        drawn = _draw(reference, max(_COORDINATES, 4 * number), seed)
-        by_row = [gradient(row) for row in chosen.tolist()]
-        again = gradient(int(chosen[0]))
-        if any(not np.array_equal(again[name], by_row[0][name], equal_nan=True) for name in drawn):
-            raise value_error(
-                "the loss must be deterministic",
-                "another gradient of a row when it was computed again",
-                "switch off dropout and other random layers",
-            )
-        reached = _run(step, trained, drawn)
+        for row in chosen.tolist():  # which coordinates are of use?
+            losses.append(backward(row))
+            _touch(touched, reference)
+        drawn = _draw(touched, max(_COORDINATES, 4 * number), seed)
+        for row, loss in zip(chosen.tolist(), losses, strict=True):
+            if not np.isclose(backward(row), loss, rtol=1e-5, equal_nan=True):
+                raise value_error(
+                    "the loss must be deterministic",
+                    f"another loss of row {row} when it was computed again",
+                    "switch off dropout and other random layers",
+                )
+            by_row.append(_values(reference, drawn))
+        reached, elsewhere = _run(step, trained, drawn, touched)
     of_rows = np.stack([np.concatenate([own[name] for name in reached]) for own in by_row])  # (rows, coordinates)
     found = np.concatenate([*reached.values()])
     if not (np.isfinite(of_rows).all() and np.isfinite(found).all()):
         raise value_error("all gradients must be finite", "some that are not", "check the loss, and the scale of it")
     resolution = 3 * max(torch.finfo(one.dtype).eps for one in trained.parameters() if one.is_floating_point()) ** 0.5
-    return _explain(of_rows, found, required, chosen, named, resolution)
+    return _explain(of_rows, found, required, chosen, named, resolution, elsewhere)
 
 
 def _required(counts: Sequence[float] | Tensor | None, number: int) -> FloatArray:
@@ -225,11 +225,19 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield re.sub(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.", "", name), parameter
 
 
-def _draw(model: torch.nn.Module, most: int, seed: int) -> dict[str, IntArray]:
-    """Return coordinates of parameters by name: those whose gradient is not 0, or `most` of them."""
-    gradients = {name: _whole(parameter.grad) for name, parameter in _named(model)}
-    used = {name: None if one is None else one.reshape(-1).nonzero()[:, 0].cpu() for name, one in gradients.items()}
-    sizes = {name: 0 if one is None else len(one) for name, one in used.items()}
+def _touch(touched: dict[str, Tensor], model: torch.nn.Module) -> None:
+    """Add the coordinates of parameters, (size,), bool, at which the gradients of a model are not 0."""
+    for name, parameter in _named(model):
+        gradient = _whole(parameter.grad)
+        if gradient is not None:
+            own = gradient.reshape(-1) != 0
+            touched[name] = touched[name].logical_or_(own) if name in touched else own
+
+
+def _draw(touched: Mapping[str, Tensor], most: int, seed: int) -> dict[str, IntArray]:
+    """Return coordinates of parameters by name: all that some row touches, or `most` of them."""
+    used = {name: one.nonzero()[:, 0].cpu().numpy() for name, one in touched.items()}
+    sizes = {name: len(one) for name, one in used.items()}
     total = sum(sizes.values())
     numbers = np.arange(total)
     if total > most:
@@ -238,9 +246,8 @@ def _draw(model: torch.nn.Module, most: int, seed: int) -> dict[str, IntArray]:
     bounds = np.searchsorted(numbers, [0, *ends])
     drawn = {}
     for name, begin, end, last in zip(sizes, bounds, bounds[1:], ends, strict=False):
-        index = used[name]
-        if index is not None and end > begin:
-            drawn[name] = index.numpy()[numbers[begin:end] - (last - sizes[name])]
+        if end > begin:
+            drawn[name] = used[name][numbers[begin:end] - (last - sizes[name])]
     return drawn
 
 
@@ -266,9 +273,14 @@ def _values(model: torch.nn.Module, drawn: Mapping[str, IntArray], of: set[int] 
     return found
 
 
-def _run(step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[str, IntArray]) -> dict[str, FloatArray]:
-    """Return the gradients with which `step` calls its optimizers, of the parameters that these have."""
-    reached = dict[str, FloatArray]()
+def _run(
+    step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[str, IntArray], touched: Mapping[str, Tensor]
+) -> tuple[dict[str, FloatArray], float]:
+    """Return the gradients with which `step` calls its optimizers, of the parameters that these have.
+
+    And the share of their norm that is where no row has a gradient.
+    """
+    reached, squares = dict[str, FloatArray](), np.zeros(2)  # elsewhere, and in all
 
     def look(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> Any:
         closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)
@@ -292,6 +304,12 @@ def _run(step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[st
         if found.keys() & reached.keys():
             raise RuntimeError("step must make one update, but it makes several; let it end after the first")
         reached.update(found)
+        for name, parameter in _named(trained):
+            gradient = _whole(parameter.grad) if id(parameter) in own else None
+            if gradient is not None:
+                every = gradient.detach().reshape(-1).double().square()
+                elsewhere = every[~touched[name].to(every.device)] if name in touched else every
+                squares[:] += [float(elsewhere.sum()), float(every.sum())]
 
     hook = register_optimizer_step_pre_hook(look)
     try:
@@ -303,7 +321,7 @@ def _run(step: Callable[[], object], trained: torch.nn.Module, drawn: Mapping[st
             "step must call step() of an optimizer that has parameters of the model, but no call was seen; pass "
             "trained= if the model that it trains is another one, and a step that makes a whole update"
         )
-    return reached
+    return reached, float((squares[0] / (squares[1] or 1.0)) ** 0.5)
 
 
 # The weights. --------------------------------------------------------------------------------------------------------
@@ -316,14 +334,17 @@ def _explain(
     chosen: IntArray,
     named: Mapping[str, IntArray],
     resolution: float,
+    elsewhere: float,
 ) -> GradientReport:
     """Return the report of a gradient, (coordinates,), by those of the chosen rows, (chosen, coordinates)."""
+    resolved = max(_RESOLVED, resolution / 5)
     weights = np.full(len(required), np.nan)  # (rows,), over those that are required
     found, error, residual = _fit(of_rows * required[chosen, None], reached)
-    if error < _RESOLVED or (residual > resolution and not named):
+    residual = float(np.hypot(residual, elsewhere))
+    if error < resolved or (residual > resolution and not named):
         weights[chosen] = found
         factor = float((found * required[chosen]).sum())
-        parts = named or _runs(weights, 5 * error + 10 * resolution)
+        parts = named or _runs(weights, min(5 * error + 10 * resolution, 0.5))
         by_part = {
             name: float(np.nansum((weights * required)[own]) / required[own].sum()) for name, own in parts.items()
         }
@@ -332,15 +353,16 @@ def _explain(
         columns = [[place[row] for row in own.tolist() if row in place] for own in named.values()]
         sums = np.stack([(of_rows[own] * required[chosen[own], None]).sum(axis=0) for own in columns])
         found, error, residual = _fit(sums, reached)
-        if not error < _RESOLVED and residual < resolution:
+        residual = float(np.hypot(residual, elsewhere))
+        if not error < resolved and residual < resolution:
             raise value_error("the gradients of the parts must differ", "parts that are alike", "pass another batch")
         by_part = dict(zip(named, found.tolist(), strict=True))
         factor = float(sum(weight * required[own].sum() for weight, own in zip(found, named.values(), strict=True)))
     else:
         raise value_error(
             "the weights of the rows must be told apart by their gradients",
-            f"{len(of_rows)} rows of which some are alike, have a gradient of 0, or of more than {of_rows.shape[1]} "
-            f"coordinates",
+            f"{len(of_rows)} rows of which some are alike up to rounding, have a gradient of 0, or of more than "
+            f"{of_rows.shape[1]} coordinates",
             "pass parts=, such as the rows of each rank, other rows, or a larger model",
         )
     factor = factor or 1.0
