@@ -27,7 +27,13 @@ from helpers import mnist
 from variable_batch_size.backend import xla
 
 TRACES = Path(__file__).parent.parent / "traces"
-RULES_FOR_ADAM = {"sqrt-sde", "root-half-life", "adamscale", "surge"}  # this script pairs all other rules with SGD
+RULES_FOR_ADAM = {
+    "sqrt-sde",
+    "root-half-life",
+    "invariant-adam",
+    "adamscale",
+    "surge",
+}  # this script pairs all other rules with SGD
 
 
 def train(flags: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from .optim.lr_scheduler import ProgressScheduler as ProgressScheduler
 from .optim.named import AdamScaleOptimizer as AdamScaleOptimizer
 from .optim.named import AdaScaleOptimizer as AdaScaleOptimizer
 from .optim.named import ConstantOptimizer as ConstantOptimizer
+from .optim.named import InvariantAdamRuleOptimizer as InvariantAdamRuleOptimizer
 from .optim.named import LEGWRuleOptimizer as LEGWRuleOptimizer
 from .optim.named import LinearRuleMomentumOptimizer as LinearRuleMomentumOptimizer
 from .optim.named import LinearRuleOptimizer as LinearRuleOptimizer

@@ -77,6 +77,16 @@ def contract(ddp: bool) -> dict[str, list[Array]]:
     return found
 
 
+def second_moment(ddp: bool) -> dict[str, list[Array]]:
+    """Batch-size-invariant Adam above its reference."""
+    found = {}
+    for number, options in enumerate(OPTIONS):
+        module, own = either(network(), ddp, **WRAPPERS[number % len(WRAPPERS)]), options | {"ref_batchsize": 4}
+        run = training(vbs.InvariantAdamRuleOptimizer, ODD, model=module, backend=here(), **own)
+        found[str(options)] = results(run.run(len(ODD)))
+    return found
+
+
 def unused_and_tied(ddp: bool) -> dict[str, list[Array]]:
     """A layer for rare samples and one for none, and one that is called twice."""
     found = {}
@@ -309,8 +319,8 @@ def replayed() -> list[bool]:
 
 
 SAME: tuple[Callable[[bool], dict[str, Any]], ...] = (
-    contract, unused_and_tied, scaled, counted, loops, hooked, laid_out, switched_off, resumed, two_optimizers,
-    left_within_a_step, gan, compiled,
+    contract, second_moment, unused_and_tied, scaled, counted, loops, hooked, laid_out, switched_off, resumed,
+    two_optimizers, left_within_a_step, gan, compiled,
 )  # fmt: skip
 
 

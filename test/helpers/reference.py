@@ -73,7 +73,12 @@ class Equation:
     inners: Sequence[type[torch.optim.Optimizer]] = (torch.optim.SGD, torch.optim.Adam)  # the first by default
     any_inner: bool = True  # whether it accepts any inner optimizer
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the constructor
-    noise: bool = False  # whether it depends on the microbatches
+    noise: bool = False  # whether it measures the noise
+    squares: bool = False  # whether it is batch-size-invariant Adam
+
+    @property
+    def depends_on_cut(self) -> bool:
+        return self.noise or self.squares
 
 
 WARMUP = 5.5  # epochs
@@ -117,6 +122,18 @@ EQUATIONS: dict[type[vbs.CustomOptimizer], Equation] = {
         lambda at: vbs.rules.Scaling(lr=at.k**0.5, beta2_power=at.k, progress=at.k),
         inners=(torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop),
         any_inner=False,
+    ),
+    vbs.InvariantAdamRuleOptimizer: Equation(  # Wang and Aitchison 2024; below the reference, Malladi et al. 2022
+        lambda at: vbs.rules.Scaling(
+            lr=at.k if at.k > 1 else at.k**0.5,
+            eps=1 if at.k > 1 else at.k**-0.5,
+            beta1_power=at.k,
+            beta2_power=at.k,
+            progress=at.k,
+        ),
+        inners=(torch.optim.Adam, torch.optim.AdamW),
+        any_inner=False,
+        squares=True,
     ),
     vbs.LEGWRuleOptimizer: Equation(  # You et al. 2019: a batch k times as large warms up for k times the epochs
         lambda at: vbs.rules.Scaling(
@@ -343,7 +360,8 @@ def twin(
     factors, inner = factors or EQUATIONS[kind].factors, inner or EQUATIONS[kind].inners[0]
     weights = dict(enumerate(p.detach().double().numpy() for p in network(dtype).parameters()))
     optimizer = InnerTwin(inner, weights, [(list(weights), HYPERPARAMETERS[inner] | hyperparameters)])
-    plain = PlainTraining(weights, optimizer.step, max_grad_norm, NoiseTwin(REF))
+    squares_at = REF if EQUATIONS[kind].squares else None
+    plain = PlainTraining(weights, optimizer.step, max_grad_norm, NoiseTwin(REF), squares_at)
 
     def mean_gradient(samples: NDArray[np.int64]) -> Gradients:
         return dict(enumerate(gradient(list(weights.values()), x[samples], target[samples])))

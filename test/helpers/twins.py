@@ -47,17 +47,19 @@ def adam(
     decoupled: bool = False,
     amsgrad: bool = False,
     maximize: bool = False,
+    excess: Array | float = 0.0,
 ) -> Array:
     """Kingma & Ba 2015, algorithm 1, with betas that change: 1 - beta^t becomes 1 - the product of past betas.
 
     `decoupled`: AdamW (Loshchilov & Hutter 2019, algorithm 2). `amsgrad` as in torch: the largest v, then corrected.
+    `excess` is added to the square of the gradient, see `excess_squares`.
     """
     g = -g if maximize else g
     if decoupled:
         w = w - lr * weight_decay * w
     else:
         g = g + weight_decay * w
-    for moment, power, beta in (("m", g, betas[0]), ("v", g**2, betas[1])):
+    for moment, power, beta in (("m", g, betas[0]), ("v", g**2 + excess, betas[1])):
         state[moment] = beta * state.get(moment, 0.0) + (1 - beta) * power
         state[f"product {moment}"] = state.get(f"product {moment}", 1.0) * beta
     state["largest"] = np.maximum(state.get("largest", 0.0), state["v"])
@@ -120,14 +122,15 @@ class InnerTwin:
         self.equation, self.weights, self.groups = TWINS[kind], weights, groups
         self.states: dict[Any, State] = {name: {} for name in weights}
 
-    def step(self, gradients: Gradients, factors: Sequence[vbs.rules.Scaling]) -> None:
+    def step(self, gradients: Gradients, factors: Sequence[vbs.rules.Scaling], excess: Gradients | None = None) -> None:
         """Update the weights."""
         for (names, reference), by in zip(self.groups, factors, strict=True):
             now = scaled(reference, by)
             for name in names:
                 if name in gradients:
                     w, g = self.weights[name], by.gradient * gradients[name]
-                    w[...] = self.equation(w, g, self.states[name], **now)
+                    own = {"excess": excess[name]} if excess else {}
+                    w[...] = self.equation(w, g, self.states[name], **now, **own)
 
 
 def scaled(reference: Mapping[str, Any], by: vbs.rules.Scaling) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def scaled(reference: Mapping[str, Any], by: vbs.rules.Scaling) -> dict[str, Any
         values["eps"] *= by.eps
     if "betas" in values:
         beta1, beta2 = (1 - by.one_minus_beta * (1 - beta) for beta in values["betas"])
-        values["betas"] = beta1, beta2**by.beta2_power
+        values["betas"] = beta1**by.beta1_power, beta2**by.beta2_power
     if "alpha" in values:
         values["alpha"] = (1 - by.one_minus_beta * (1 - values["alpha"])) ** by.beta2_power
     return values
@@ -230,6 +233,20 @@ def clipped(gradients: Gradients, max_norm: float | None) -> Gradients:
     return {name: g * min(1.0, max_norm / (norm + 1e-6)) for name, g in gradients.items()}
 
 
+def excess_squares(
+    microbatches: Sequence[tuple[int, Gradients]], ref_batchsize: int, max_norm: float | None
+) -> Gradients:
+    """a (A - G^2): what batch-size-invariant Adam adds to the square of G, which is clipped afterwards."""
+    size, number = sum(n for n, _ in microbatches), len(microbatches)
+    names = {name for _, own in microbatches for name in own}
+    whole = {name: sum(n / size * own[name] for n, own in microbatches if name in own) for name in names}
+    mean_square = {name: sum(n / size * own[name] ** 2 for n, own in microbatches if name in own) for name in names}
+    norm = np.sqrt(sum((g**2).sum() for g in whole.values()))
+    clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    weight = (size / ref_batchsize - 1) / (number - 1) if size > ref_batchsize else 0.0
+    return {name: weight * clip**2 * (mean_square[name] - whole[name] ** 2) for name in names}
+
+
 @dataclass
 class PlainTraining:
     """A training without ranks, microbatches and buffers: an update has one big batch.
@@ -239,12 +256,14 @@ class PlainTraining:
         step: what updates them, given the gradients and the factors of each rule.
         max_grad_norm: maximum norm of the gradient, before the factors.
         noise: what measures the noise; None for rules that do not use it.
+        squares_at: the reference of batch-size-invariant Adam; None for other rules.
     """
 
     weights: Mapping[Any, Array]
-    step: Callable[[Gradients, list[vbs.rules.Scaling]], None]
+    step: Callable[..., None]
     max_grad_norm: float | None = None
     noise: NoiseTwin | None = None
+    squares_at: int | None = None
 
     def update(
         self, gradients: Gradients, microbatches: Sequence[tuple[int, Gradients]], rules: Sequence[Rule]
@@ -262,7 +281,10 @@ class PlainTraining:
             gain = self.noise.update([(n, self.vector(own)) for n, own in microbatches])
             noise_scale = self.noise.noise_scale
         factors = [rule(gain, noise_scale) for rule in rules]
-        self.step(clipped(gradients, self.max_grad_norm), factors)
+        own: list[Gradients] = []
+        if self.squares_at is not None:
+            own = [excess_squares(microbatches, self.squares_at, self.max_grad_norm)]
+        self.step(clipped(gradients, self.max_grad_norm), factors, *own)
         return factors
 
     def vector(self, gradients: Gradients) -> Array:

@@ -77,6 +77,7 @@ def test_data_may_be_arrays_of_jax() -> None:
         ("linear-momentum", "gradient, weight_decay"),
         ("sqrt-sde", "eps, one_minus_beta"),
         ("root-half-life", "beta2_power"),
+        ("invariant-adam", "beta1_power, beta2_power"),
     ],
 )
 def test_a_rule_that_scales_more_than_the_learning_rate_is_refused(rule: str, factors: str) -> None:

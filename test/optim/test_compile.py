@@ -26,7 +26,12 @@ from helpers.reference import (
 SETTLED = 3  # updates after which nothing compiles
 every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
 # Rules that change the weight decay, betas or eps.
-CHANGE_OTHERS = {vbs.LinearRuleMomentumOptimizer, vbs.SqrtSDERuleOptimizer, vbs.RootHalfLifeRuleOptimizer}
+CHANGE_OTHERS = {
+    vbs.LinearRuleMomentumOptimizer,
+    vbs.SqrtSDERuleOptimizer,
+    vbs.RootHalfLifeRuleOptimizer,
+    vbs.InvariantAdamRuleOptimizer,
+}
 ADAMS = {torch.optim.Adam, torch.optim.AdamW}
 
 

@@ -35,6 +35,8 @@ SIZES = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9, 20
         Training(SIZES, "linear", "SGD", (torch.tensor(0.1), torch.tensor(0.2))),
         Training(SIZES, "root-half-life", "RMSprop", hyperparameters={"momentum": 0.9, "alpha": 0.9}),
         Training(SIZES, "surge", "AdamW"),
+        Training(SIZES, "invariant-adam", "AdamW", (0.01, 0.01)),
+        Training(SIZES, ("invariant-adam", "root"), "Adam", (0.01, 0.02), options={"max_grad_norm": 0.5}),
         Training(SIZES, "adascale"),
         Training(SIZES, "adamscale", "AdamW"),
         Training(SIZES, "adascale", options={"noise": "differenced"}),
@@ -63,7 +65,10 @@ def test_updates_of_as_many_microbatches_issue_the_same(training: Training) -> N
     st.sampled_from(
         [
             *(("SGD", rule) for rule in ("constant", "linear", "root", "linear-momentum", "adascale")),
-            *(("AdamW", rule) for rule in ("root", "sqrt-sde", "root-half-life", "adamscale", "surge")),
+            *(
+                ("AdamW", rule)
+                for rule in ("root", "sqrt-sde", "root-half-life", "invariant-adam", "adamscale", "surge")
+            ),
         ]
     ),
     st.sampled_from(["", "zero_grad", "log", "reads", "resumes"]),

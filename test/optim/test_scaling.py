@@ -112,11 +112,11 @@ def test_a_power_is_that_of_the_second_beta_or_of_alpha() -> None:
 
 
 @pytest.mark.parametrize("power", [0, -1, 1e-18])
-def test_rejects_a_power_that_takes_beta2_out_of_its_range(power: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"but the exponent .* of beta2 changes 0\.9 to .*; let the rule return a larg"
-    ):
-        scaled([{"lr": 0.1, "betas": (0.95, 0.9)}], Scaling(beta2_power=power))
+@pytest.mark.parametrize(("name", "beta"), [("beta1_power", 0.95), ("beta2_power", 0.9)])
+def test_rejects_a_power_that_takes_a_beta_out_of_its_range(name: str, beta: float, power: float) -> None:
+    match = rf"but .*{name}={power:g}.* changes {beta} to .*; let the rule return larger exponents"
+    with pytest.raises(ValueError, match=match):
+        scaled([{"lr": 0.1, "betas": (0.95, 0.9)}], Scaling(**{name: power}))
 
 
 def test_each_group_has_its_own_scaling() -> None:

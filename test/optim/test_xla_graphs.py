@@ -41,7 +41,7 @@ def trace(seed: int, cores: int) -> tuple[int, ...]:
     return (*rng.choices(one, k=10), *itertools.chain(*spells))
 
 
-@pytest.mark.slow("compiles graphs of eight trainings")
+@pytest.mark.slow("compiles graphs of nine trainings")
 @pytest.mark.parametrize("cores", [2])
 def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(cores: int, tmp_path: Path) -> None:
     variants = [
@@ -53,6 +53,7 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
         {"options": {"find_unused_parameters": True}, "dtype": torch.float64},
         {"controlled": True, "rule": "adascale"},
         {"controlled": True},
+        {"rule": "invariant-adam", "kind": "AdamW", "lrs": (0.01, 0.01)},
     ]
     trainings = [
         Training(trace(seed, cores), **variant)  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(co
     assert list(map(late, found)) == [{}] * len(found)
 
 
-@pytest.mark.slow("compiles graphs of eleven trainings")
+@pytest.mark.slow("compiles graphs of twelve trainings")
 def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -> None:
     sizes = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9)
     two_rules = ("linear", "root")
@@ -98,6 +99,7 @@ def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -
         Training(sizes, "sqrt-sde", "RMSprop", (0.1, 0.1), {"momentum": 0.9, "alpha": 0.9}),
         Training(sizes, ("root-half-life", "root"), "AdamW", (0.01, 0.01)),
         Training(sizes, "root-half-life", "RMSprop", (0.1, 0.1), {"momentum": 0.9, "alpha": 0.9}),
+        Training(sizes, ("invariant-adam", "root"), "AdamW", (0.01, 0.01), options={"max_grad_norm": 0.5}),
         Training(sizes, "surge", "AdamW"),  # numbers in the rule's own arithmetic
     ]
     found = run(trainings, 2, tmp_path)

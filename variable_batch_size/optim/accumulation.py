@@ -211,7 +211,7 @@ class BufferedAccumulation(Accumulation):
         self._take(weight, grad_scale)
 
     def _take(self, weight: float, grad_scale: Tensor | None = None) -> None:
-        new = {parameter: _widen(parameter.grad) for parameter in self.parameters if parameter.grad is not None}
+        new = {parameter: widen(parameter.grad) for parameter in self.parameters if parameter.grad is not None}
         for parameter in self.parameters:
             parameter.grad = None
         if not (weight or self._backend.static_graph):
@@ -239,7 +239,7 @@ class BufferedAccumulation(Accumulation):
         self.exclude(members)
         present = [p for p, member in zip(self.parameters, members, strict=True) if member]
         missing = [parameter for parameter in present if parameter not in self._buffer]
-        self._buffer |= {parameter: _widen(torch.zeros_like(parameter)) for parameter in missing}
+        self._buffer |= {parameter: widen(torch.zeros_like(parameter)) for parameter in missing}
         shares = [self._buffer[parameter] for parameter in present]
         self._backend.mark_step()
         if factor is not None or not self._backend.static_graph:  # there the weights have been applied
@@ -261,5 +261,6 @@ class BufferedAccumulation(Accumulation):
         self._weight = 1.0
 
 
-def _widen(gradient: Tensor) -> Tensor:
+def widen(gradient: Tensor) -> Tensor:
+    """Return a gradient in at least float32."""
     return gradient.float() if is_narrow(gradient) else gradient

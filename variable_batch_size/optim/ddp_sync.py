@@ -80,7 +80,7 @@ class DDPSync(Sync):
         sums = last and not self._summed  # not after the sum
         self.module.require_backward_grad_sync = sums
         if sums:
-            self._reduction.weight, self._aside, self._squares = weight, aside, []
+            self._reduction.weight, self._aside, self._squares, self.last = weight, aside, [], {}
             if self.module.find_unused_parameters:  # it takes a gradient that is missing for one that nobody has
                 for parameter in aside.gradients:
                     if parameter.grad is None:
@@ -159,6 +159,8 @@ class DDPSync(Sync):
         own = [gradient for parameter, gradient in members if id(parameter) in self._own]
         if self.measures and own and (self._reduction.weight or self._backend.static_graph):
             self._squares.append(squared_norm(own))
+        if self.keeps_last and (self._reduction.weight or self._backend.static_graph):
+            self.last |= {one: gradient.clone() for one, gradient in members if id(one) in self._own}
 
     def _note(self) -> None:
         self._versions = versions(self._parameters)
@@ -200,10 +202,10 @@ class HookedDDPSync(Sync):
     def use(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of these parameters from now on, all of the optimizer."""
         check_members(self.module, parameters)
-        if self.measures:
+        if self.measures or self.keeps_last:
             raise ValueError(
-                "a rule or a controller that reads the gradient noise needs a DistributedDataParallel without a "
-                "communication hook, because one takes the squares, but model= has one; create it without "
+                "a rule or a controller that reads the gradient noise, or squares, needs a DistributedDataParallel "
+                "without a communication hook, because one takes them, but model= has one; create it without "
                 "register_comm_hook()"
             )
 

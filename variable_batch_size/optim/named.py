@@ -126,6 +126,21 @@ class RootHalfLifeRuleOptimizer(NamedOptimizer):
 
 
 @final
+class InvariantAdamRuleOptimizer(NamedOptimizer):
+    """lr * k, beta^k with k = B / ref_batchsize, and Adam's second moment as at the reference, for Adam and AdamW.
+
+    Wang and Aitchison 2024, arXiv 2402.18824; see `rules.InvariantAdamRule`. With `max_grad_norm` the gradients of the
+    microbatches are clipped by the factor on that of the update. Arguments: see `CustomOptimizer`.
+
+    Raises:
+        TypeError: if the inner optimizer is not Adam or AdamW, or the model is sharded.
+        ValueError: if an update of more than `ref_batchsize` samples may have a single microbatch.
+    """
+
+    rule_name = "invariant-adam"
+
+
+@final
 class LEGWRuleOptimizer(CustomOptimizer):
     """lr * sqrt(B / ref_batchsize) * min(1, u / U) at update u = 1, 2, ...: LEGW (You et al. 2019, arXiv 1901.08256).
 

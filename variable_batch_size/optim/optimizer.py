@@ -120,7 +120,7 @@ class CustomOptimizer(ObservedOptimizer):
         sync = sync_for(module, self._backend, sharded_accumulation=sharded_accumulation)
         self._updater = Updater(inner, self._backend, rules, options, sync)
         check_applies_lr(inner, rules.rules)
-        kind = {"measured": self._updater.gradient_noise is not None, "alone": self._backend.alone}
+        kind = {"measured": self._updater.measures_microbatches, "alone": self._backend.alone}
         self._loop = Loop(sampler, self._backend, padded=sync.keeps_apart, **cut_for(module, parameters, **kind))
         self._replays = Replays(module, self._backend)
         call_before_forward(sync.module, self._announce)
@@ -315,7 +315,7 @@ class CustomOptimizer(ObservedOptimizer):
         self._loop.check_phase("state_dict()", Phase.BETWEEN_STEPS)
         self._loop.feed.check_left_over()
         kind: dict[str, Any] = {"optimizer": type(self.inner).__name__}
-        if self._updater.gradient_noise is not None:  # which depends on the microbatches
+        if self._updater.measures_microbatches:
             kind["minibatch_size"] = self.sampler.plan.minibatch_size
         own = kind | self._updater.state_dict() | self._controller.state_dict()
         return {**self.inner.state_dict(), "vbs": {"sampler": self._loop.feed.state_dict(self._loop.clock), **own}}

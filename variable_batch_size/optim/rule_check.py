@@ -16,6 +16,7 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.adaptive.base import check_rule_of
 from variable_batch_size.data.source import Source
 from variable_batch_size.optim.loop import check_sampler
+from variable_batch_size.optim.second_moment import check_microbatches
 from variable_batch_size.rules import ConstantRule, Noise, Rule, RuleContext, RuleInput, Scaling
 from variable_batch_size.rules.base import Factor, check_reference
 from variable_batch_size.rules.selection import rules_for_groups
@@ -36,6 +37,7 @@ def choose_rules(rule: Any, inner: Optimizer, ref_batchsize: int | None, sampler
     reference = [check_reference(one, ref_batchsize) for one in rules][0]  # noqa: RUF015 (checks all of them)
     per_group = isinstance(rule, Sequence) and not isinstance(rule, str)
     check_sampler(sampler)
+    check_microbatches(rules, reference, sampler)
     _check_rules(rule if per_group else [rule] * len(rules), rules, inner, reference, sampler)
     return Chosen(rules, reference, per_group)
 

@@ -182,7 +182,8 @@ def _outside(beta: float, scaled: float, scaling: Scaling) -> str:
         cause = f"the factor {scaling.one_minus_beta:g} on 1 - beta"
         remedy = "limit the largest batch size of the trace, or choose a beta closer to 1"
     else:
-        cause, remedy = f"the exponent {scaling.beta2_power:g} of beta2", "let the rule return a larger beta2_power"
+        cause = f"beta1_power={scaling.beta1_power:g} and beta2_power={scaling.beta2_power:g}"
+        remedy = "let the rule return larger exponents"
     return f"a rule must leave every beta in [0, 1), but {cause} changes {beta:g} to {scaled:g}; {remedy}"
 
 

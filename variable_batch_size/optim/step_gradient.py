@@ -26,6 +26,7 @@ from variable_batch_size.optim.gradient_noise import GradientNoise
 from variable_batch_size.optim.means import StepMeans, TokenCount
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.participation import AloneParticipation, Participation, create_participation
+from variable_batch_size.optim.second_moment import SecondMoment
 from variable_batch_size.optim.sync import Sync
 from variable_batch_size.optim.tensors import is_narrow, local
 
@@ -42,18 +43,19 @@ class StepGradient:
         backend: Backend,
         options: UpdateOptions,
         noise: GradientNoise | None,
+        second_moment: SecondMoment | None,
         sync: Sync,
     ) -> None:
         self.token_count, self.step_means = TokenCount(backend), StepMeans(backend)
         self.sync = sync
-        self._backend, self._options, self._noise = backend, options, noise
+        self._backend, self._options, self._noise, self._second_moment = backend, options, noise, second_moment
         self.refresh(parameters)
 
     def refresh(self, parameters: Sequence[Tensor], *, keep: bool = False) -> None:
         """Start over with these parameters; `keep`: the gradients of a first microbatch are in `.grad`."""
         backend, options = self._backend, self._options
         self.parameters = list(parameters)
-        buffered = self._noise is not None or options.accumulation == "buffered" or any(map(is_narrow, parameters))
+        buffered = self._measures or options.accumulation == "buffered" or any(map(is_narrow, parameters))
         buffered &= not self.sync.loss_weighed  # the sum is that of .grad
         self.accumulation = (BufferedAccumulation if buffered else InPlaceAccumulation)(parameters, backend)
         self.check = BackwardCheck(parameters, sums=not backend.alone and not self.sync.in_backward)
@@ -73,6 +75,10 @@ class StepGradient:
             self.accumulation.clear()
         self.check.begin(several=True)
 
+    @property
+    def _measures(self) -> bool:
+        return self._noise is not None or self._second_moment is not None
+
     def begin(self, *, several: bool) -> None:
         """Begin the next step, which has several microbatches on this rank, or one."""
         self.check.begin(several=several)
@@ -85,6 +91,8 @@ class StepGradient:
         self._found_inf, self._square_factor, self._scale = None, None, None
         self.token_count.clear()
         self.step_means.clear()
+        if self._second_moment is not None:
+            self._second_moment.clear()
 
     def before(self, microbatch: Microbatch | None) -> None:
         """Prepare for a forward: that of a microbatch, or another one."""
@@ -150,7 +158,7 @@ class StepGradient:
         """
         if not (self.agreed or inside_step):
             check_dense(self.parameters)
-        self.token_count.check(count, self._options.reduction, noise=self._noise is not None)
+        self.token_count.check(count, self._options.reduction, noise=self._measures)
         if count is None and self.sync.needs_counts:
             raise RuntimeError(
                 "where ranks compute parts of the same samples, as in context parallelism, a step needs counts, but "
@@ -198,6 +206,8 @@ class StepGradient:
             self._found_inf = found_inf if self._found_inf is None else self._found_inf + found_inf
             grad_scale = torch.ones_like(found_inf) if grad_scale is None else grad_scale
         self._square_factor = self._square_factor_for(microbatch)
+        if self._second_moment is not None:
+            self._second_moment.batch_size = microbatch.batch_size
         if summed or self.sync.keeps_apart:
             self._add_last_square(grad_scale)
         elif following is not None or found_inf is not None or self._backend.static_graph:
@@ -268,7 +278,10 @@ class StepGradient:
         counts, means = self.token_count.message(shares[0]), self.step_means.message(shares[0])
         if squares is not None and self._noise is not None:
             squares.append(self._noise.local_squares(shares))
-        self.sync.sum(shares, [*(squares or ()), *found_inf, *message, *counts, *means])
+        sums: list[Tensor] = []
+        if self._second_moment is not None:
+            sums = self._second_moment.message([one for one in self.parameters if one.grad is not None])
+        self.sync.sum(shares, [*(squares or ()), *sums, *found_inf, *message, *counts, *means])
         if self.sync.in_backward or early is not None:
             factor = (1.0 if factor is None else factor) * self.sync.sum_weight(step.batch_size)
             multiply(shares, factor, self._backend)
@@ -315,6 +328,9 @@ class StepGradient:
         """Add the square of the last microbatch to those of the step, unless this was done."""
         if self._noise is not None and self._square_factor is not None:
             self._noise.add(collect_gradients(self.parameters), self._square_factor, grad_scale)
+        if self._second_moment is not None and self._square_factor is not None:
+            gradients = {one: one.grad for one in self.parameters if one.grad is not None}
+            self._second_moment.add(gradients, self._square_factor, grad_scale)
         self._square_factor = None
 
     def _add_last_square(self, grad_scale: Tensor | None) -> None:
@@ -322,6 +338,9 @@ class StepGradient:
         square, factor = self.sync.square(), self._square_factor
         if self._noise is not None and square is not None and factor is not None:
             self._noise.add_square(square, factor, grad_scale)
+        if self._second_moment is not None and factor is not None:
+            self._second_moment.add(self.sync.last, factor, grad_scale)
+            self.sync.last = {}
         self._square_factor = None
 
     def _square_factor_for(self, microbatch: Microbatch) -> float | None:

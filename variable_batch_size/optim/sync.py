@@ -36,6 +36,8 @@ class Sync(ABC):
 
     def __init__(self, backend: Backend) -> None:
         self.measures = False  # whether the squares of microbatches are needed
+        self.keeps_last = False  # whether the gradients of the last microbatch are needed, if they are summed in place
+        self.last: dict[Tensor, Tensor] = {}  # these, by parameter; empty of a replay
         self.scaled = False  # whether a `GradScaler` scales the losses of the step, and reads `.grad` after each
         self.loss_scale: Tensor | None = None  # that scale, 0-D, by which a sum in `backward()` divides
         self._backend = backend
@@ -84,7 +86,7 @@ class Sync(ABC):
 
     def clear(self) -> None:
         """Forget the step, after its update or to start it over."""
-        self.loss_scale = None
+        self.loss_scale, self.last = None, {}
 
     def drop(self) -> None:  # noqa: B027 (a no-op unless `in_backward`)
         """Check that the gradients of the last `backward()` can be dropped on this rank alone."""

@@ -32,6 +32,7 @@ from variable_batch_size.optim.gradient_noise import GradientNoise, UnmeasuredWa
 from variable_batch_size.optim.options import UpdateOptions
 from variable_batch_size.optim.rule_check import Chosen, scalings_of_groups
 from variable_batch_size.optim.scaling import HyperparameterScaling
+from variable_batch_size.optim.second_moment import create_second_moment
 from variable_batch_size.optim.step_gradient import StepGradient
 from variable_batch_size.optim.sync import Sync
 from variable_batch_size.optim.tensors import local, scalar_dtype, squared_norm
@@ -91,8 +92,11 @@ class Updater:
         self._inner, self._backend = inner, backend
         self._known = [list(group["params"]) for group in inner.param_groups]  # as they were used last
         self.gradient_noise = create_gradient_noise(inner, self.rules, self.ref_batchsize, self.options.noise, backend)
+        self.second_moment = create_second_moment(inner, self.rules, self.ref_batchsize, backend)
         sync.measures = self.gradient_noise is not None
-        self.gradient = StepGradient(self.parameters, backend, self.options, self.gradient_noise, sync)
+        sync.keeps_last = self.second_moment is not None
+        measured = self.gradient_noise, self.second_moment
+        self.gradient = StepGradient(self.parameters, backend, self.options, *measured, sync)
         deferred_lr = self.gradient_noise is not None and self.gradient_noise.on_device
         self._scaling = HyperparameterScaling(inner, backend, deferred_lr=deferred_lr)
         self._numbers_of_rules = backend.numbers_as_inputs(inner)
@@ -125,6 +129,11 @@ class Updater:
         self._known = [list(group["params"]) for group in self._inner.param_groups]
         self.gradient.refresh(self.parameters, keep=keep)
 
+    @property
+    def measures_microbatches(self) -> bool:
+        """Whether an update depends on how its samples are cut into microbatches."""
+        return self.gradient_noise is not None or self.second_moment is not None
+
     def clear(self) -> None:
         """Discard the accumulated microbatches, after an update or to start the step over."""
         self.gradient.clear()
@@ -147,7 +156,7 @@ class Updater:
             if self.options.grad_norm or self.options.max_grad_norm is not None:
                 self.grad_norm = torch.full((), math.nan, device=self.parameters[0].device)
             return False
-        self._step_inner(scalings, begin)
+        self._step_inner(scalings, step, begin)
         self.last_scaling = scalings[0]
         self.progress.add(self.last_scaling.progress)
         if self.gradient_noise is not None:
@@ -157,7 +166,9 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return progress and, if there are any, participation, noise and bias correction."""
-        noise = {} if self.gradient_noise is None else {"noise": self.gradient_noise.state_dict()}
+        noise: dict[str, Any] = {"noise": {}} if self.measures_microbatches else {}
+        if self.gradient_noise is not None:
+            noise = {"noise": self.gradient_noise.state_dict()}
         rates = {key: float(getattr(self.last_scaling, key)) for key in ("lr", "gradient")}
         own = {"progress": float(self.progress), "last_rates": {**rates, "reference_lr": float(self.reference_lr)}}
         return {**self._reference(), **own, **self.gradient.state_dict(), **noise, **self._scaling.state_dict()}
@@ -167,7 +178,7 @@ class Updater:
 
         Warns by `OtherSettingsWarning` if it was saved with other rules, another reference, or other microbatches.
         """
-        own = self._reference() | ({} if self.gradient_noise is None else {"minibatch_size": minibatch_size})
+        own = self._reference() | ({"minibatch_size": minibatch_size} if self.measures_microbatches else {})
         changed = [f"{key} was {state[key]} and is {own[key]}" for key in own if state.get(key, own[key]) != own[key]]
         if changed and self._backend.world.rank == 0:
             warnings.warn(
@@ -188,10 +199,12 @@ class Updater:
     def _apply_known_rules(self, update: RuleInput, step: Step) -> list[Scaling] | None:
         """Reduce, clip and scale by rules that need no noise; return their factors, None if the update is skipped."""
         scalings = scalings_of_groups(self.rules, update)
+        if self.second_moment is not None:
+            self.second_moment.check(step, self.rules, scalings)
         reduced = self.gradient.reduce(step, float(scalings[0].gradient) if self._shares_factor else None)
         if reduced is None:
             return None
-        self._clip(reduced)
+        self._clip(reduced, step)
         if not self._shares_factor:
             self._scale_gradients(scalings)
         return scalings
@@ -222,12 +235,16 @@ class Updater:
         if isinstance(statistics.finite, Tensor):
             pairs = enumerate(scalings)
             scalings = [self._zero_if_not(statistics.finite, scaling, group) for group, scaling in pairs]
-        self._clip(reduced)
+        if self.second_moment is not None:
+            self.second_moment.check(step, self.rules, scalings)
+        self._clip(reduced, step, statistics.finite)
         self._scale_gradients(scalings)
         return scalings
 
-    def _clip(self, gradients: Sequence[Tensor]) -> None:
+    def _clip(self, gradients: Sequence[Tensor], step: Step, finite: bool | Tensor = True) -> None:
         """Multiply the gradients by min(1, max_grad_norm / |G|); keep |G| if it is asked for."""
+        if self.second_moment is not None:
+            self.second_moment.settle(step, finite)
         max_norm = self.options.max_grad_norm
         if (max_norm is None and not self.options.grad_norm) or not gradients:
             return
@@ -237,6 +254,8 @@ class Updater:
             for device in dict.fromkeys(gradient.device for gradient in gradients):
                 own = [gradient for gradient in gradients if gradient.device == device]
                 multiply(own, factor.to(device), self._backend)
+            if self.second_moment is not None:
+                self.second_moment.clip(factor)
 
     def _scale_gradients(self, scalings: Sequence[Scaling]) -> None:
         factors = [scaling.gradient for scaling in scalings]
@@ -246,11 +265,13 @@ class Updater:
         for group, factor in zip(self._inner.param_groups, factors, strict=True):
             multiply(collect_gradients(dict.fromkeys(group["params"])), factor, self._backend)
 
-    def _step_inner(self, scalings: Sequence[Scaling], begin: Callable[[], None]) -> None:
+    def _step_inner(self, scalings: Sequence[Scaling], step: Step, begin: Callable[[], None]) -> None:
         lr = self._inner.param_groups[0].get("lr", 1.0)
         self.reference_lr = lr.clone() if isinstance(lr, Tensor) else lr
         with self._scaling.apply(scalings), stepping(self._inner):
             begin()
+            if self.second_moment is not None:
+                self.second_moment.apply(step, self.rules)
             self._inner.step()
 
     def _reference(self) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class Scaling:
         eps: factor on eps.
         progress: progress of the training by this update, in updates at `ref_batchsize`.
         beta2_power: exponent of the second beta (Adam) or of alpha (RMSprop) of a group, after the factor on 1 - beta.
+        beta1_power: exponent of the other betas.
     """
 
     lr: Factor = 1.0
@@ -101,11 +102,12 @@ class Scaling:
     eps: float = 1.0
     progress: Factor = 1.0
     beta2_power: float = 1.0
+    beta1_power: float = 1.0
 
     @property
     def scales_betas(self) -> bool:
         """Whether it changes any beta."""
-        return self.one_minus_beta != 1 or self.beta2_power != 1
+        return (self.one_minus_beta, self.beta2_power, self.beta1_power) != (1, 1, 1)
 
     def scaled_beta(self, beta: float) -> float:
         """Return 1 - one_minus_beta * (1 - beta), which may lie outside [0, 1); rounding does not make 0 negative.
@@ -125,16 +127,20 @@ class Scaling:
         >>> Scaling(beta2_power=2.0).scaled_alpha(0.5)
         0.25
         """
-        scaled = self.scaled_beta(alpha)
-        return scaled if self.beta2_power == 1 or scaled < 0 else scaled**self.beta2_power
+        return self._power(alpha, self.beta2_power)
 
     def scaled_betas(self, betas: Sequence[float]) -> tuple[float, ...]:
-        """Return the betas of a group for the update: `scaled_alpha` of the second one, `scaled_beta` of the others.
+        """Return the betas of a group for the update: each `scaled_beta`, to the power `beta2_power` or `beta1_power`.
 
         >>> Scaling(beta2_power=2.0).scaled_betas((0.5, 0.5))
         (0.5, 0.25)
         """
-        return tuple(self.scaled_alpha(b) if index == 1 else self.scaled_beta(b) for index, b in enumerate(betas))
+        powers = (self.beta2_power if index == 1 else self.beta1_power for index in range(len(betas)))
+        return tuple(map(self._power, betas, powers))
+
+    def _power(self, beta: float, power: float) -> float:
+        scaled = self.scaled_beta(beta)
+        return scaled if power == 1 or scaled < 0 else scaled**power
 
 
 @final
@@ -161,6 +167,8 @@ class Rule(Protocol):
     The class of a rule may also define
 
     - `needs_noise: ClassVar[bool] = True`, if it uses `RuleInput.noise` (default: False);
+    - `needs_squares: ClassVar[bool] = True`, if Adam's second moment is to be that at `ref_batchsize`, see
+      `InvariantAdamRule` (default: False);
     - `needs_reference: ClassVar[bool] = False`, if it works without a `ref_batchsize` (default: True);
     - `check(context: RuleContext) -> None`, which raises if the rule cannot be used in that training. It is called when
       the rule is chosen by its name, also by a named optimizer; a rule that is passed as an object is used as it is.
@@ -190,6 +198,11 @@ def check_second_moment(rule: Rule, context: RuleContext) -> None:
 def needs_noise(rule: object) -> bool:
     """Return whether a rule, or a controller, uses the gradient noise."""
     return bool(getattr(rule, "needs_noise", False))
+
+
+def needs_squares(rule: object) -> bool:
+    """Return whether a rule needs the squares of the gradients of microbatches."""
+    return bool(getattr(rule, "needs_squares", False))
 
 
 def check_reference(rule: Rule, ref_batchsize: object) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from variable_batch_size._validation import value_error
-from variable_batch_size.rules.base import Rule, RuleContext, RuleInput, Scaling, check_rule, needs_noise
+from variable_batch_size.rules.base import Rule, RuleContext, RuleInput, Scaling, check_rule, needs_noise, needs_squares
 
 
 @final
@@ -39,6 +39,11 @@ class ConstantTimescale:
     def needs_noise(self) -> bool:
         """Whether the wrapped rule uses the gradient noise."""
         return needs_noise(self.rule)
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether the wrapped rule needs the squares of the gradients of microbatches."""
+        return needs_squares(self.rule)
 
     def check(self, context: RuleContext) -> None:
         """Check as the wrapped rule does."""

@@ -13,6 +13,7 @@ from variable_batch_size.rules.adamscale import AdamScaleRule as AdamScaleRule
 from variable_batch_size.rules.adascale import AdaScaleRule as AdaScaleRule
 from variable_batch_size.rules.base import Rule
 from variable_batch_size.rules.constant import ConstantRule as ConstantRule
+from variable_batch_size.rules.invariant_adam import InvariantAdamRule as InvariantAdamRule
 from variable_batch_size.rules.legw import LEGWRule as LEGWRule
 from variable_batch_size.rules.linear import LinearRule as LinearRule
 from variable_batch_size.rules.linear_momentum import LinearMomentumRule as LinearMomentumRule
@@ -30,6 +31,7 @@ RULES: Final[Mapping[str, type[Rule]]] = {
     "linear-momentum": LinearMomentumRule,
     "sqrt-sde": SqrtSDERule,
     "root-half-life": RootHalfLifeRule,
+    "invariant-adam": InvariantAdamRule,
     "legw": LEGWRule,
     "adascale": AdaScaleRule,
     "adamscale": AdamScaleRule,

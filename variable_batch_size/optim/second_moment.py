@@ -1,0 +1,162 @@
+"""Adam's second moment as at the reference batch size, from the squares of the gradients of microbatches.
+
+The J microbatches of an update, of n_j samples, have the mean gradients g_j. Elementwise, with
+G = sum_j (n_j / B) g_j and A = sum_j (n_j / B) g_j^2,
+
+    E[G^2] = g^2 + sigma^2 / B,    E[A - G^2] = (J - 1) sigma^2 / B,
+
+so that G^2 + a (A - G^2), a = (B / ref - 1) / (J - 1), has the expectation g^2 + sigma^2 / ref of a gradient of ref
+samples, whatever the microbatches are. torch's Adam averages G^2: v <- beta2 v + (1 - beta2) G^2. Before its step,
+a (1 - beta2) / beta2 (A - G^2) is added to v, which is never negative (Jensen's inequality).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+
+from variable_batch_size._validation import type_error, value_error
+from variable_batch_size.backend import Backend
+from variable_batch_size.data.deal import Step
+from variable_batch_size.data.source import Source
+from variable_batch_size.optim.accumulation import multiply, widen
+from variable_batch_size.optim.tensors import check_whole
+from variable_batch_size.rules import Rule, Scaling
+from variable_batch_size.rules.base import needs_squares
+
+_WAY_OUT = "pass a smaller minibatch_size to the sampler"
+_SMALLEST_BETA = 2.0**-60  # a smaller one may take the quotient by it out of the range of float32
+
+
+@final
+class SecondMoment:
+    """Adds to the second moment of an Adam what its gradients would have at the reference.
+
+    The calls of a step: `add` for each microbatch, `message` before the sum over the ranks, `settle` after it, `clip`,
+    `apply` right before the inner step, and `clear`. Updates of at most the reference need nothing but on a device that
+    compiles graphs, whose updates are all the same.
+    """
+
+    def __init__(self, inner: Optimizer, backend: Backend, reference: int) -> None:
+        self.batch_size = 0  # of the step under way, samples
+        self._inner: Any = inner
+        self._backend, self._reference = backend, reference
+        self._sums: dict[Tensor, Tensor] = {}  # by parameter: sum of n_j g_j^2, then A - G^2
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the step under way needs the squares, which all ranks answer alike."""
+        return self._backend.static_graph or self.batch_size > self._reference
+
+    def check(self, step: Step, rules: Sequence[Rule], scalings: Sequence[Scaling]) -> None:
+        """Raise ValueError if an update cannot be made: it is larger than the reference, and has one microbatch."""
+        if step.batch_size <= self._reference:
+            return
+        if step.num_microbatches < 2:
+            raise value_error(_requirement(self._reference), f"one of {step.batch_size} samples", _WAY_OUT)
+        for group, rule, scaling in zip(self._inner.param_groups, rules, scalings, strict=True):
+            beta = float(group["betas"][1])
+            if needs_squares(rule) and (scaled := scaling.scaled_alpha(beta)) < _SMALLEST_BETA:
+                raise value_error(
+                    f"beta2 of an update must stay above {_SMALLEST_BETA:.0e}, but a rule changes {beta:g}",
+                    f"{scaled:.0e}",
+                    "limit the largest batch size of the trace, or choose a beta2 closer to 1",
+                )
+
+    def add(self, gradients: Mapping[Tensor, Tensor], factor: float, scale: Tensor | None = None) -> None:
+        """Add `factor * (g / scale)^2` for the gradients g, by parameter, of a microbatch, see `GradientNoise.add`."""
+        if not (self.wanted and gradients and (factor or self._backend.static_graph)):
+            return
+        own = [widen(gradient) for gradient in gradients.values()]
+        if scale is not None:
+            own = list(torch._foreach_div(own, scale.to(own[0].dtype)))
+        zeros = {one: torch.zeros_like(g) for one, g in zip(gradients, own, strict=True) if one not in self._sums}
+        self._sums |= zeros
+        sums = [self._sums[parameter] for parameter in gradients]
+        if self._backend.static_graph:
+            squares = list(torch._foreach_mul(own, own))
+            multiply(squares, factor, self._backend)
+            torch._foreach_add_(sums, squares)
+        else:
+            torch._foreach_addcmul_(sums, own, own, value=factor)
+
+    def message(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's sums for the parameters that take part in the update; the ranks add them in place."""
+        if not self.wanted:
+            return []
+        missing = [parameter for parameter in parameters if parameter not in self._sums]
+        self._sums |= {parameter: widen(torch.zeros_like(parameter)) for parameter in missing}
+        self._sums = {parameter: self._sums[parameter] for parameter in parameters}
+        return list(self._sums.values())
+
+    def settle(self, step: Step, finite: Any = True) -> None:
+        """Turn the sums over all ranks into A - G^2; into 0 if the tensor `finite` is false."""
+        self._sums = {one: own for one, own in self._sums.items() if one.grad is not None}
+        if not self._sums:
+            return
+        gradients = [widen(parameter.grad) for parameter in self._sums]  # type: ignore[arg-type]
+        sums = list(self._sums.values())
+        multiply(sums, 1 / step.batch_size, self._backend)
+        torch._foreach_addcmul_(sums, gradients, gradients, value=-1)
+        torch._foreach_clamp_min_(sums, 0)  # by rounding alone it may be negative
+        if isinstance(finite, Tensor):
+            self._sums = {one: torch.where(finite, own, torch.zeros_like(own)) for one, own in self._sums.items()}
+
+    def clip(self, factor: Tensor) -> None:
+        """Clip the gradient of each microbatch by the factor on that of the update, 0-D."""
+        multiply(list(self._sums.values()), factor.square(), self._backend)
+
+    def apply(self, step: Step, rules: Sequence[Rule]) -> None:
+        """Add to the second moments of the groups whose rule needs it, with the betas that they have for the update."""
+        weight = max(0.0, step.batch_size / self._reference - 1) / max(1, step.num_microbatches - 1)
+        for group, rule in zip(self._inner.param_groups, rules, strict=True):
+            parameters = [one for one in dict.fromkeys(group["params"]) if one in self._sums]
+            if not (parameters and needs_squares(rule)):
+                continue
+            self._inner._init_group(group, [], [], [], [], [], [])  # creates the state that a first step finds
+            beta = float(group["betas"][1])
+            sums = [self._sums[parameter] for parameter in parameters]
+            multiply(sums, weight * (1 - beta) / beta, self._backend)
+            moments = [self._inner.state[parameter]["exp_avg_sq"] for parameter in parameters]
+            torch._foreach_add_(moments, [one.to(own.dtype) for one, own in zip(sums, moments, strict=True)])
+
+    def clear(self) -> None:
+        """Discard the microbatches of the step."""
+        self._sums = {}
+
+
+def create_second_moment(
+    inner: Optimizer, rules: Sequence[Rule], reference: int | None, backend: Backend
+) -> SecondMoment | None:
+    """Return None if no rule needs the squares; raise TypeError or ValueError where they are not to be had."""
+    if not any(map(needs_squares, rules)):
+        return None
+    if not isinstance(inner, Adam):
+        remedy = "wrap one of these, or choose another rule"
+        raise type_error("a rule of Adam's second moment needs a torch.optim.Adam or AdamW", inner, remedy)
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    check_whole(parameters, "a rule of Adam's second moment", "choose another rule")
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if reference is None or len(devices) > 1 or backend.elastic or any(one.is_complex() for one in parameters):
+        raise ValueError(
+            f"a rule of Adam's second moment needs a ref_batchsize, real parameters on one device and a fixed world, "
+            f"but ref_batchsize is {reference} and the device {' and '.join(devices)}; choose another rule"
+        )
+    return SecondMoment(inner, backend, reference)
+
+
+def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Source) -> None:
+    """Raise ValueError if an update that is larger than the reference may have a single microbatch."""
+    if reference is None or sampler._feed.arriving or not any(map(needs_squares, rules)):
+        return  # of batches that arrive, `SecondMoment.check` sees the microbatches
+    size = sampler.plan.minibatch_size
+    if reference < min(size, sampler.max_batch_size):
+        raise value_error(_requirement(reference), f"minibatch_size={size}", _WAY_OUT)
+
+
+def _requirement(reference: int) -> str:
+    return f"updates of more than ref_batchsize={reference} samples must have two or more microbatches"
