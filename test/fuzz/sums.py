@@ -75,13 +75,13 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
     sizes = [rng.choice([rng.randint(1, 4), rng.randint(1, 40)]) for _ in range(rng.randint(2, 7))]
     kind = rng.choice(list(EQUATIONS))
-    betas = EQUATIONS[kind].factors(Update.of(2, 1, 9, 1)).one_minus_beta != 1 or "HalfLife" in kind.__name__
+    betas = EQUATIONS[kind].factors(Update.of(2, 1, 9, 1)).scales_betas
     scaled, experts = rng.random() < 0.2, rng.random() < 0.3 and not betas  # which need equally many updates
     stops = sorted(rng.sample(range(1, len(sizes)), min(len(sizes) - 1, rng.randint(0, 2))))
     options = dict(rng.choice(OPTIONS))
     wrapper = dict(rng.choice(WRAPPERS)) | ({"find_unused_parameters": True} if experts else {})
     # Under FSDP2 all ranks use the same parameters, and a state has the shards of the previous gradient.
-    whole = experts or options.get("noise") == "differenced"
+    whole = experts or options.get("noise") == "differenced" or EQUATIONS[kind].squares
     ways = ["plain", "ddp", "ddp", *(() if whole else ("fsdp", "fsdp", "fsdp", *LAYOUTS))]
     ends = [(rng.randint(1, RANKS), rng.choice(ways), end) for end in (*stops, len(sizes))]
     return Case(

@@ -148,9 +148,9 @@ def results(run: Training) -> list[Array]:
 
 
 def contract() -> dict[str, list[Array]]:
-    """All rules, each with one more option."""
+    """All rules, each with one more option, but that of Adam's second moment."""
     found = {}
-    for number, kind in enumerate(EQUATIONS):
+    for number, kind in enumerate(kind for kind, equation in EQUATIONS.items() if not equation.squares):
         options = OPTIONS[number % len(OPTIONS)]
         if kind in (vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer):
             options = {}

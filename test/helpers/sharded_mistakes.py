@@ -43,6 +43,10 @@ def _accumulated_noise() -> None:
     run_of(vbs.AdaScaleOptimizer, sharded_accumulation=False)
 
 
+def _second_moment() -> None:
+    run_of(vbs.InvariantAdamRuleOptimizer)
+
+
 def _two_backwards_with_noise() -> None:
     run = run_of(vbs.AdaScaleOptimizer)
     for indices in run.sampler:
@@ -148,7 +152,7 @@ def _other_parts() -> None:
 
 
 ERRORS: tuple[Callable[[], None], ...] = (
-    _plain_backward, _narrow_sums, _accumulated_noise, _two_backwards_with_noise, _not_passed,
+    _plain_backward, _narrow_sums, _accumulated_noise, _second_moment, _two_backwards_with_noise, _not_passed,
     _parameter_before_sharding, _root_not_sharded, _other_meshes, _other_world, _first_fsdp, _deepspeed,
     _broadcast, _scale_unknown, _zero_grad, _clipping, _clipping_after_step, _other_parts,
 )  # fmt: skip

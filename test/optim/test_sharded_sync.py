@@ -19,6 +19,7 @@ MESSAGES = {
     "plain_backward": r"sharded each loss must carry its weight, but .*; call optimizer\.backward\(loss\)",
     "narrow_sums": r"with at least 32 bits, but FSDP2 adds them in torch\.bfloat16; keep the",
     "accumulated_noise": r"but sharded_accumulation=False adds them up before they are seen; omit it",
+    "second_moment": r"^a rule of Adam's second moment needs whole tensors, but .*; choose another rule",
     "two_backwards_with_noise": r"needs one backward\(\) for each microbatch of a sharded model, but there is another",
     "not_passed": r"must know the model, but there is none; pass it as model=, the root module if",
     "parameter_before_sharding": r"but parameter 0, of shape \(4, 3\), is not sharded by it; call fully_shard",
