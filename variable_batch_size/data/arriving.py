@@ -54,7 +54,8 @@ class ArrivingBatches(Source):
     Args:
         minibatch_size: maximum number of rows of a microbatch. Default: 32, or any number with `max_tokens`.
         max_tokens: maximum sum of the lengths of the rows of a microbatch; rows are packed first-fit decreasing.
-        lengths: function of an item, which returns the length of each row, >= 0. Default: its `counts`.
+        lengths: function of an item, which returns the length of each row, >= 0. Default: its `counts`, which are less
+            where not every token counts.
         counts: function of an item, which returns what each row counts, an integer >= 0, such as its tokens with a
             label: then the loss of a microbatch is a mean over what its rows count, and batch sizes, `ref_batchsize`
             and `optimizer.samples` are in that unit. Rows that count 0 are left out. Default: each row counts 1.

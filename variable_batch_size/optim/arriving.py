@@ -182,7 +182,7 @@ class Arrivals(Generic[T]):
         if not self._source.has_trace:
             raise RuntimeError(
                 "a state needs streams of rows, but these batches are made as they arrive; save the state of what "
-                "makes them, and of the optimizer"
+                "makes them on this rank, and that of the optimizer"
             )
         self._optimizer._loop.check_phase(_STATE, Phase.BETWEEN_STEPS)
         own: dict[str, Any] = {"ended": self._ended, "rows": self._kept}
