@@ -1,6 +1,6 @@
 """Replica groups under a lighthouse, of which some are killed, frozen and started again, and what they have done.
 
-`python -m helpers.torchft_groups EVENTS SEED` runs one random script of events and checks it.
+`python -m helpers.torchft_groups EVENTS SEED [PROCESSES]` runs one random script of events and checks it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Groups:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        for process in self.running.values():
+            _send(process, signal.SIGKILL)
         for process in (*self.running.values(), self.lighthouse):
             process.kill()
             process.wait()
@@ -73,24 +75,32 @@ class Groups:
         self._began[number] = time.time()
         with (self.folder / f"log-{number}").open("a") as log:
             self.running[number] = subprocess.Popen(
-                [*command, json.dumps(self.settings)], stdout=log, stderr=log, env=os.environ | own
+                [*command, json.dumps(self.settings)],
+                stdout=log,
+                stderr=log,
+                env=os.environ | own,
+                start_new_session=True,
             )
 
-    def kill(self, number: int) -> None:
-        """Kill a group with SIGKILL."""
+    def kill(self, number: int, rank: int | None = None) -> None:
+        """Kill a group with SIGKILL, or one of its processes, so that the others end."""
+        if rank is not None:
+            ups = [event for event in self.events() if event["event"] == "up"]
+            os.kill([event["pid"] for event in ups if (event["group"], event["rank"]) == (number, rank)][-1], 9)
+            return
         process = self.running.pop(number)
-        process.kill()
+        _send(process, signal.SIGKILL)
         process.wait()
         self.frozen.discard(number)
 
     def freeze(self, number: int) -> None:
         """Stop a group until `thaw`."""
-        self.running[number].send_signal(signal.SIGSTOP)
+        _send(self.running[number], signal.SIGSTOP)
         self.frozen.add(number)
 
     def thaw(self, number: int) -> None:
         """Let a frozen group go on."""
-        self.running[number].send_signal(signal.SIGCONT)
+        _send(self.running[number], signal.SIGCONT)
         self.frozen.discard(number)
 
     def events(self) -> list[Event]:
@@ -132,7 +142,8 @@ class Groups:
 
         def together() -> bool:
             sizes = {e["group"]: e["world"][1] for e in self.events() if e["event"] == "commit" and e["time"] > began}
-            return set(sizes.values()) == {len(self.running)} and sizes.keys() == self.running.keys()
+            processes = self.settings.get("processes", 1)
+            return set(sizes.values()) == {len(self.running) * processes} and sizes.keys() == self.running.keys()
 
         self.wait(together, "an update of all groups")
         (self.folder / "end.part").write_text(str(self.reached() + updates))
@@ -140,6 +151,14 @@ class Groups:
         for process in self.running.values():
             assert process.wait(PATIENCE) == 0
         return self.events()
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to all processes of a group; a test may have started one without a session of its own."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        process.send_signal(number)
 
 
 def run_script(groups: Groups, number: int, events: int, drawn: random.Random) -> None:
@@ -177,7 +196,8 @@ def check(events: Sequence[Event], settings: Settings) -> dict[str, int]:
             deals[event["step"], event["quorum"]][event["world"][0]] = event
         elif event["event"] == "commit":
             commits[event["step"], event["quorum"]].append(event)
-    check_ahead(events)
+    if settings.get("processes", 1) == 1:
+        check_ahead(events)
     ends = [event for event in events if event["event"] == "end"]
     updates = ends[0]["updates"]
     assert {event["updates"] for event in ends} == {updates}
@@ -193,7 +213,7 @@ def check(events: Sequence[Event], settings: Settings) -> dict[str, int]:
         assert sorted(used) == sorted(planned[step]), f"samples of update {step}"
     begun = commits[max(key for key in commits if key[0] == 0)]
     (first,) = (event["group"] for event in begun if event["world"][0] == 0)  # from which the others begin
-    undisturbed = train_alone(settings, trace, updates, first)
+    undisturbed = train_alone(settings, trace, updates, first if settings.get("processes", 1) == 1 else 0)
     for event in ends:
         for own, expected in zip(event["weights"], undisturbed, strict=True):
             np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-12)
@@ -239,15 +259,17 @@ def train_alone(settings: Settings, trace: vbs.BatchTrace, updates: int, group: 
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def main(events: int, seed: int) -> None:
+def main(events: int, seed: int, processes: int = 1) -> None:
     """Run a random script and check it."""
     drawn = random.Random(seed)
-    settings = {
+    settings: Settings = {
         "trace": drawn.choice(["fixed", "per-device", "noise"]),
         "rule": drawn.choice(["linear", "adascale", "root"]),
     }
     number = drawn.randint(2, 5)
     least = number // 2 + 1
+    if processes > 1:
+        settings["processes"] = processes
     print(f"seed {seed}: {number} groups, {settings}")
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -257,4 +279,4 @@ def main(events: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -1,7 +1,8 @@
-"""A replica group of a training under torchft, a process: `python torchft_training.py FOLDER NUMBER SETTINGS`.
+"""A replica group of a training under torchft: `python torchft_training.py FOLDER NUMBER SETTINGS`.
 
-It appends a line of JSON to `FOLDER/NUMBER.jsonl` for each attempt of an update, before its sum, and for each update
-that is committed. It trains until the update that the file `FOLDER/end` names.
+It is a process, or as many as the settings say, of which the first one starts the others; these shard the model. Each
+appends a line of JSON to `FOLDER/NUMBER-RANK.jsonl` for each attempt of an update, before its sum, and for each update
+that is committed. They train until the update that the file `FOLDER/end` names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
@@ -30,7 +34,7 @@ TRACES: dict[str, Any] = {
     "per-device": vbs.AdaptiveTrace(vbs.adaptive.PerDevice(8), every=5, delay=4),
     "noise": vbs.AdaptiveTrace(vbs.adaptive.NoiseScale(), start=8, bounds=(4, 60), every=5, delay=4),
 }
-Settings = dict[str, Any]  # trace, rule, pause
+Settings = dict[str, Any]  # trace, rule, pause, processes
 
 
 class Samples(Dataset[tuple[int, Tensor, Tensor]]):
@@ -55,9 +59,15 @@ def network(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def make(settings: Settings, trace: Any, seed: int, **options: Any) -> tuple[nn.Module, vbs.CustomOptimizer]:
+def make(
+    settings: Settings, trace: Any, seed: int, *, sharded: bool = False, **options: Any
+) -> tuple[nn.Module, vbs.CustomOptimizer]:
     """Return a model and its optimizer, in a world of one."""
     model = network(seed)
+    if sharded:
+        for layer in model:
+            fully_shard(layer)
+        options["model"] = fully_shard(model)
     sampler = vbs.CustomSampler(SAMPLES, trace, 1, 0, ROWS, max_updates=settings.get("max_updates"))
     inner = torch.optim.SGD(model.parameters(), lr=5e-4, momentum=0.9, weight_decay=1e-3)
     return model, vbs.CustomOptimizer(inner, sampler, REFERENCE, rule=settings["rule"], **options)
@@ -74,9 +84,14 @@ def loader_of(optimizer: vbs.CustomOptimizer) -> DataLoader[Any]:
     return DataLoader(Samples(), batch_sampler=optimizer.sampler)
 
 
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """Return the whole weights, on every process of a group."""
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
 def digest(model: nn.Module) -> str:
     """Return a hash of the weights."""
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+    return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights_of(model))).hexdigest()[:16]
 
 
 def end(folder: Path) -> float:
@@ -105,14 +120,19 @@ def miss_once(manager: Any) -> None:
     manager.should_commit = once
 
 
-def train(folder: Path, number: int, settings: Settings) -> None:
-    """Train as a replica group; the settings under "only" are those of one group."""
+def train(folder: Path, number: int, settings: Settings, rank: int = 0, port: int = 0) -> None:
+    """Train as a process of a replica group; the settings under "only" are those of one group."""
     settings = settings | settings.get("only", {}).get(str(number), {})
+    processes = settings.get("processes", 1)
     from torchft import Manager, ProcessGroupGloo
 
     from variable_batch_size.integrations.torchft import TorchftBackend
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
+    command = [sys.executable, "-W", "ignore", *sys.argv[:4]]
+    others = [subprocess.Popen([*command, str(one), str(store.port)]) for one in range(1, processes) if rank == 0]
+    if processes > 1:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     seconds = settings.get("timeout", 5)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=seconds)),
@@ -126,11 +146,13 @@ def train(folder: Path, number: int, settings: Settings) -> None:
         quorum_timeout=timedelta(seconds=settings.get("quorum_timeout", 60)),
         store_addr="localhost",
         store_port=store.port,
-        rank=0,
-        world_size=1,
+        rank=rank,
+        world_size=processes,
+        init_sync=processes == 1,
     )
     backend = TorchftBackend(manager)
-    model, optimizer = make(settings, TRACES[settings["trace"]], number, backend=backend)
+    seed = settings.get("seed", number if processes == 1 else 0)
+    model, optimizer = make(settings, TRACES[settings["trace"]], seed, backend=backend, sharded=processes > 1)
     backend.register(model=model, optimizer=optimizer)
     bucketed_sync._BUCKET = 100  # bytes: several buckets
     deal: dict[str, Any] = {}
@@ -146,12 +168,13 @@ def train(folder: Path, number: int, settings: Settings) -> None:
     if settings.get("checkpoint") and number == 0:
         checkpoint = vbs.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, every=10, run="torchft")
         checkpoint.restore()
-    with (folder / f"{number}.jsonl").open("a", buffering=1) as file:
+    with (folder / f"{number}-{rank}.jsonl").open("a", buffering=1) as file:
 
         def note(event: str, **facts: Any) -> None:
-            file.write(json.dumps({"event": event, "group": number, "time": time.time(), **facts}) + "\n")
+            own = {"group": number, "rank": rank, "time": time.time()}
+            file.write(json.dumps({"event": event, **own, **facts}) + "\n")
 
-        note("up")
+        note("up", pid=os.getpid())
         while optimizer.updates < end(folder) and not optimizer.done:
             for update in vbs.updates(loader_of(optimizer), optimizer):
                 step, used, made = optimizer.updates, [], False
@@ -170,7 +193,7 @@ def train(folder: Path, number: int, settings: Settings) -> None:
                     if step % settings.get("period", step + 1) == 0:
                         optimizer.log(often=1.0)
                     if microbatch.ends_step:
-                        early = optimizer._updater.gradient.sync._open  # type: ignore[attr-defined]
+                        early = getattr(optimizer._updater.gradient.sync, "_open", None)
                         deal = {"step": step, "world": world, "used": used, "early": early}
                         if step + 1 == settings.get("misses"):
                             miss_once(manager)
@@ -184,11 +207,13 @@ def train(folder: Path, number: int, settings: Settings) -> None:
                 time.sleep(settings.get("pause", 0.02))
                 while (folder / f"pause-{number}").exists():  # before it asks for the next quorum
                     time.sleep(0.02)
-        weights = [parameter.tolist() for parameter in model.parameters()]
+        weights = [weight.tolist() for weight in weights_of(model)]
         first_step, sizes = optimizer.sampler.trace.runs
         note("end", weights=weights, updates=optimizer.updates, runs=[first_step.tolist(), sizes.tolist()])
+    for process in others:
+        process.wait()
     os._exit(0)  # torchft's threads would keep the process
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), *map(int, sys.argv[4:]))

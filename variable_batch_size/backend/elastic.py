@@ -27,21 +27,26 @@ class ElasticBackend(Backend):
     flat message, and `end_sum`, which raises `BrokenStepError` if the sum does not hold, and keeps what `posted` has of
     rank 0 in `received` if it does.
 
+    Args:
+        job: the ranks that come and go together. Default: this rank alone. Such ranks sum by themselves what they have
+            of the gradients, so that each of them sums its part over those that have the same one elsewhere.
+
     Attributes:
-        posted: a text, which the next sum carries from rank 0 to all.
+        posted: a text, which the next sum carries from rank 0 to all, of other jobs to the first rank.
         received: the text that the last sum has carried.
     """
 
     elastic: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, job: Backend | None = None) -> None:
         super().__init__(World())
+        self._job = job or LocalBackend()
         self.posted, self.received = "", ""
 
     @property
     def job(self) -> Backend:
-        """This rank alone."""
-        return LocalBackend()
+        """The ranks that come and go together."""
+        return self._job
 
     @property
     def leads(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from variable_batch_size._log import log
 from variable_batch_size._validation import type_error, value_error
-from variable_batch_size.backend import BrokenStepError, ElasticBackend
+from variable_batch_size.backend import BrokenStepError, DistributedBackend, ElasticBackend
 from variable_batch_size.backend.flat_messages import FlatMessages
 from variable_batch_size.checkpoint.parts import Stateful
 from variable_batch_size.integrations.versions import require_version
@@ -38,7 +38,7 @@ _LENGTHS = "what is summed (gradients, and the names of log())"
 
 @final
 class TorchftBackend(ElasticBackend):
-    """The replica groups of a `torchft.Manager`, each of one process, of which some may fail or join at any update.
+    """The replica groups of a `torchft.Manager`, of which some may fail or join at any update.
 
     The quorum of an update says which group computes which microbatches of its batch, which depends on (seed, epoch,
     trace, update) alone. If a group is lost before the others have the sum, they make the update again. Loop over
@@ -52,31 +52,34 @@ class TorchftBackend(ElasticBackend):
     a random number, and every group a hash of those of all its updates: where they differ, the update is made again,
     after the fewer groups have taken over the state of the others.
 
+    A group is one process, or several that shard the model by FSDP2. Each of these sums its shards with the processes
+    of the same rank in other groups, after the last `backward()`, and heals from one of them. The quorum then comes
+    before the update.
+
     Args:
         manager: made with `use_async_quorum=False`, and without `state_dict` and `load_state_dict`.
 
     Raises:
         TypeError: if it is not a `torchft.Manager`.
-        ValueError: if the quorum is asynchronous, or a group has several processes.
+        ValueError: if the quorum is asynchronous; or if a group of several processes has others in torch.distributed,
+            or an `init_sync`, which would mix the first weights of the groups.
     """
 
     def __init__(self, manager: Manager) -> None:
-        super().__init__()
         if not isinstance(manager, Manager):
             raise type_error("manager must be a torchft.Manager", manager, "pass the one of this replica group")
         if manager._use_async_quorum:
             requirement = "a group that comes back must take part at once"
             raise value_error(requirement, "use_async_quorum=True", "pass use_async_quorum=False to the Manager")
-        if manager._group_world_size > 1:
-            found = f"{manager._group_world_size} processes"
-            raise value_error("a replica group must be one process", found, "pass world_size=1 to each Manager")
+        super().__init__(_processes_of(manager) if manager._group_world_size > 1 else None)
         self._manager, self._messages = manager, FlatMessages()
         self._parts: dict[str, Stateful] = {}
         self._met = False  # whether an update may be computed
         self._steady = False  # whether the last sum held, so that the next quorum is likely to be the same
         self._thread = ThreadPoolExecutor(1, "torchft_sum")
         self._quorum: Future[World] | None = None  # asked for, and not known to be that of `world`
-        self._found: World | None = None  # that of the last quorum
+        self._groups = World()  # this group, and the number of groups, of which each has a part of `world`
+        self._found: World | None = None  # those of the last quorum
         self._state: dict[str, Any] | None = None  # that it has brought, still to be loaded
         # For a state, while the quorum is found; None: it is there.
         self._requests: SimpleQueue[Future[dict[str, Any]] | None] = SimpleQueue()
@@ -125,7 +128,8 @@ class TorchftBackend(ElasticBackend):
         while (request := self._requests.get()) is not None:
             self._answer(request)
         quorum, self._quorum = self._quorum, None
-        self.world, self._met = quorum.result(), True
+        self._groups, self._met, own = quorum.result(), True, self.job.world
+        self.world = World(self._groups.rank * own.size + own.rank, self._groups.size * own.size)
         state, self._state = self._state, None
         if state is not None:
             self._load(state)
@@ -136,7 +140,7 @@ class TorchftBackend(ElasticBackend):
         if self._quorum is None:
             return
         request = self._requests.get()
-        if request is None and self._found == self.world and self._state is None:
+        if request is None and self._found == self._groups and self._state is None:
             self._quorum = None
             return
         for task in self._tasks:  # which the thread would make in a quorum that is known later
@@ -147,19 +151,13 @@ class TorchftBackend(ElasticBackend):
         raise BrokenStepError("the groups have changed, or one of them needs the state")
 
     def _ask(self, updates: int) -> World:
-        """Return the world of the next quorum, in the thread."""
+        """Return this group and the number of groups of the next quorum, in the thread."""
         self._found = None
         self._count(0 if self._differs else updates)  # torchft sends a state to the groups that are behind
-        try:
-            self._manager.start_quorum()
-            while self._manager.errored() is not None and self._failure is None:  # a group was lost meanwhile
-                self._manager.should_commit()  # False: the next quorum is a new one
-                self._manager.start_quorum()
-        except Exception as error:
-            raise RuntimeError(
-                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
-                f"and at least min_replica_size groups run, and restore the newest checkpoint"
-            ) from error
+        self._has_failed()  # torchft would wait for a process that has ended
+        self._start_quorum()
+        while self._has_failed() and self._failure is None:  # a group was lost meanwhile
+            self._start_quorum(again=True)
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
         if rank is None:
             raise RuntimeError(
@@ -170,6 +168,29 @@ class TorchftBackend(ElasticBackend):
             self._count(updates)
         self._differs, self._found = False, World(rank, size)
         return self._found
+
+    def _start_quorum(self, *, again: bool = False) -> None:
+        try:
+            if again:
+                self._manager.should_commit()  # False: the next quorum is a new one
+            self._manager.start_quorum()
+        except Exception as error:
+            raise RuntimeError(
+                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
+                f"and at least min_replica_size groups run, and restore the newest checkpoint"
+            ) from error
+
+    def _has_failed(self) -> bool:
+        """Return whether the manager of a process of this group has an error; all of them have to call it."""
+        failed = torch.full((1,), float(self._manager.errored() is not None), device=self.job.device)
+        try:
+            self.job.all_reduce_sum([failed])
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"an update needs all processes of a replica group, but one has ended ({error}); end the others, and "
+                f"start the group again"
+            ) from error
+        return bool(failed.item())
 
     def _count(self, updates: int) -> None:
         """Let torchft count updates from here."""
@@ -228,6 +249,7 @@ class TorchftBackend(ElasticBackend):
             if self._manager.errored() is None and broken.item():
                 self._manager.report_error(RuntimeError("a replica group has sent what it should not"))
         self._met = self._steady = False
+        self._has_failed()  # torchft would wait for a process that has ended
         counts = self._manager.should_commit()
         if self._differing:
             raise RuntimeError(
@@ -239,13 +261,15 @@ class TorchftBackend(ElasticBackend):
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
         begin, message = _NONCE + _LENGTH, self._message
         length = int.from_bytes(message[_NONCE:begin], "big")
-        self.received, self._steady = message[begin : begin + length].decode(), True
+        self.received = message[begin : begin + length].decode()
+        # Others may need the state of some processes of this group: these have to be asked before the first forward.
+        self._steady = self.job.world.size == 1
         self._chain = hashlib.sha256(self._chain + message).digest()[:_CHAIN]
 
     # In the thread, if the quorum is that of `world`, until an error: then nothing more is sent.
 
     def _compare(self, device: torch.device, facts: Mapping[str, Any]) -> None:
-        if self._found != self.world or self._state is not None:
+        if self._found != self._groups or self._state is not None:
             return
         stream = torch.Stream(device) if device.type != "cpu" else None  # for which backward() need not have ended
         with get_stream_context(stream):
@@ -266,7 +290,7 @@ class TorchftBackend(ElasticBackend):
 
     def _letter(self, facts: Mapping[str, Any]) -> Tensor:
         """Return bytes, of which each group writes its own, as numbers."""
-        (rank, size), text = (self.world.rank, self.world.size), self.posted.encode()
+        (rank, size), text = (self._groups.rank, self._groups.size), self.posted.encode()
         if len(text) > _TEXT:
             raise value_error(f"the answer of a controller must have at most {_TEXT} bytes", len(text), "shorten it")
         written = bytearray(_NONCE + _LENGTH + _TEXT + size * _OWN)
@@ -288,7 +312,7 @@ class TorchftBackend(ElasticBackend):
         if len(set(rows)) == 1:
             return []
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
-        mine = rows[self.world.rank]
+        mine = rows[self._groups.rank]
         facts, others = mine[_CHAIN:], _most([row[_CHAIN:] for row in rows])
         if facts != others:
             parts = [slice(at, at + _FACT) for at in range(0, len(facts), _FACT)]
@@ -329,6 +353,20 @@ class TorchftBackend(ElasticBackend):
         except Exception as error:
             raise _failed(error) from error
         self._chain = bytes.fromhex(state["chain"])
+
+
+def _processes_of(manager: Manager) -> DistributedBackend:
+    """Return the backend of the processes of a replica group."""
+    own = World(manager._group_rank, manager._group_world_size)
+    found = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if found != own:
+        requirement = f"torch.distributed must have the processes of this replica group, {own}"
+        remedy = "call init_process_group() first, with the rank and world_size of the Manager"
+        raise value_error(requirement, found or "not initialized", remedy)
+    if manager._init_sync:  # which would take each process's first state from another group
+        requirement = "replica groups of several processes must begin with the same weights, which they compare"
+        raise value_error(requirement, "init_sync=True", "pass init_sync=False to the Manager")
+    return DistributedBackend()
 
 
 def _failed(error: Exception) -> RuntimeError:

@@ -196,8 +196,9 @@ def _facts_of_update(updater: Updater, inner: Optimizer, backend: Backend) -> di
 
 
 def common_facts(updater: Updater, sampler: Source, inner: Optimizer, backend: Backend) -> dict[str, Any]:
-    """Return what the ranks of an update must have in common, but for the values of the parameters, by name."""
-    return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler)}
+    """Return what the jobs of an update must have in common, by name: the values of the parameters at the first one."""
+    values = {} if sampler.clock.step else {"parameters": checksum(local(updater.parameters), backend)}
+    return {**_facts_of_update(updater, inner, backend), **sampler_facts(sampler), **values}
 
 
 def _hyperparameters(inner: Optimizer, backend: Backend) -> dict[str, Any]:

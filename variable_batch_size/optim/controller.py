@@ -144,10 +144,12 @@ class ControllerRunner:
     def _adopt(self, decided: DecidedTrace, updates: int, agreement: Agreement) -> DecidedTrace:
         """Return what is decided with rank 0's answer to the oldest question."""
         asked = self._asked
-        if isinstance(self._backend, ElasticBackend):
-            text = self._backend.received
-        else:
-            text = agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer
+        if isinstance(self._backend, ElasticBackend):  # whose sum has brought it to the first rank of each job
+            answer = self._backend.received if agreement.world.rank == 0 else None
+            asked = self._asked = _Asked(None, asked.number + 1, answer)
+            if answer is not None:
+                agreement.publish("decision", asked.number, answer)
+        text = agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer
         answer = json.loads(text)
         if isinstance(answer, dict):
             controller = without_addresses(str(decided.adaptive.controller))

@@ -4,7 +4,8 @@ The loss of a microbatch carries its n_j samples, and the sum is divided by B in
 bfloat16 that is multiplied by n_j / B would be off by up to 2^-9. FSDP2 divides by nothing, and sums only.
 
 Every rank computes the same number of microbatches, because each forward gathers the parameters. By default FSDP2
-scatters the sum of each microbatch, which takes the least memory; replicas sum once in a step.
+scatters the sum of each microbatch, which takes the least memory; replicas sum once in a step. Where replicas come and
+go, an elastic backend sums their shards after the last `backward()`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from variable_batch_size.backend import Backend, DistributedBackend
+from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
+from variable_batch_size.backend.elastic import describe
 from variable_batch_size.optim.accumulation import Aside
 from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.sharded_squares import Squares
@@ -28,18 +30,21 @@ from variable_batch_size.optim.tensors import is_narrow
 
 @final
 class ShardedSync(Sync):
-    """FSDP2 sums in `backward()`."""
+    """FSDP2 sums in `backward()`; `between` sums what comes of it over replicas that come and go."""
 
     in_backward = True
     loss_weighed = "a model that fully_shard() has sharded"
     keeps_apart = True
 
-    def __init__(self, backend: Backend, module: FSDPModule, *, accumulates_shards: bool) -> None:
+    def __init__(
+        self, backend: Backend, module: FSDPModule, *, accumulates_shards: bool, between: ElasticBackend | None = None
+    ) -> None:
         group = data_parallel_group(module)
         own = DistributedBackend(group)
         self.needs_counts = _ranks(backend) != own.ranks
         super().__init__(own if self.needs_counts else backend)
         self.module: Any = module
+        self._between = between
         self._accumulates_shards = accumulates_shards
         self._parts = _parts(module)
         self._groups = [group for part in self._parts for group in param_groups(part)]
@@ -129,12 +134,16 @@ class ShardedSync(Sync):
         return total / self._backend.scalar(self._weight**2 or 1.0, total, "samples")  # type: ignore[no-any-return]
 
     def sum(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """Sum what travels with the gradients, which `backward()` has summed."""
+        """Sum what travels with the gradients, which `backward()` has summed; both over replicas that come and go."""
         self._watch.end()
         if self.loss_scale is not None and gradients:
             torch._foreach_div_(list(gradients), self.loss_scale)
         if others:
             self._all_reduce(others)
+        if self._between is not None:
+            used = [parameter.grad is not None for parameter in self._parameters]
+            self._between.begin_sum(gradients[0], [used, *map(describe, (*gradients, *others))])
+            self._between.end_sum([*gradients, *others])
 
     def reset(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""

@@ -73,13 +73,24 @@ def backend_for(
 
 def sync_for(module: Module | None, backend: Backend, *, sharded_accumulation: bool) -> Sync:
     """Return what sums the gradients of a model."""
-    if backend.elastic and isinstance(module, (DistributedDataParallel, FSDPModule)):
-        requirement = "where the world may change, the gradients must be summed by the backend"
-        raise type_error(requirement, module, "pass the bare model")
+    sharded: object = module
+    if isinstance(backend, ElasticBackend):
+        return _elastic_sync(module, backend, sharded_accumulation=sharded_accumulation)
     if isinstance(module, DistributedDataParallel):
         of_user = not is_reduced(module) and module._comm_hooks
         return HookedDDPSync(backend, module) if of_user else DDPSync(backend, module)
-    sharded: object = module
     if isinstance(sharded, FSDPModule):
         return ShardedSync(backend, sharded, accumulates_shards=sharded_accumulation)
-    return BucketedSync(backend) if isinstance(backend, ElasticBackend) else PlainSync(backend)
+    return PlainSync(backend)
+
+
+def _elastic_sync(module: object, backend: ElasticBackend, *, sharded_accumulation: bool) -> Sync:
+    if backend.job.world.size == 1:
+        if isinstance(module, (DistributedDataParallel, FSDPModule)):
+            requirement = "where the world may change, the gradients must be summed by the backend"
+            raise type_error(requirement, module, "pass the bare model")
+        return BucketedSync(backend)
+    if not isinstance(module, FSDPModule) or data_parallel_group(module) is not None:
+        requirement = "the processes of a replica group must shard the model among all of them, and nothing else"
+        raise type_error(requirement, module, "pass model=, the root module, after fully_shard() without mesh=")
+    return ShardedSync(backend.job, module, accumulates_shards=sharded_accumulation, between=backend)

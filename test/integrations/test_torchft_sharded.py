@@ -1,0 +1,115 @@
+"""torchft with groups of two processes, which shard the model: groups and single processes are lost, and come back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchft import Manager, ProcessGroupGloo
+
+from helpers.torchft_groups import Groups, check
+from helpers.torchft_training import TRACE, make
+from variable_batch_size.integrations.torchft import TorchftBackend
+
+SHARDED = {"trace": "fixed", "rule": "linear", "processes": 2, "pause": 0.2}
+
+
+def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := SHARDED | {"trace": "noise", "rule": "adascale"}) as groups:
+        for number in (0, 1):
+            groups.start(number)
+        groups.wait(lambda: len(groups.holders) == 2, "both")
+        groups.kill(0)
+        groups.wait_for(5)
+        groups.start(0)
+        groups.wait(lambda: len(groups.holders) == 2, "both again")
+        groups.kill(1, rank=1)
+        assert groups.running.pop(1).wait(30) == 1
+        groups.wait_for(5)
+        groups.start(1)
+        groups.wait(lambda: len(groups.holders) == 2, "both again")
+        found = check(groups.finish(3), settings)
+    assert found["worlds"] > 3, found
+
+
+def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path: Path) -> None:
+    with Groups(tmp_path, SHARDED | {"only": {"1": {"seed": 7, "rule": "root"}}}, 2) as groups:
+        for number in (0, 1):
+            groups.start(number)
+        assert groups.running.pop(1).wait(60) == 1
+    assert "this one differs from the others in parameters, rule;" in (tmp_path / "log-1").read_text()
+
+
+@pytest.mark.slow("starts eight processes")
+def test_a_checkpoint_of_one_group_starts_all_again(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := SHARDED | {"checkpoint": True}, 2) as groups:
+        for number in (0, 1):
+            groups.start(number)
+        groups.wait_for(11)
+        for number in (0, 1):
+            groups.kill(number)
+        for number in (0, 1):
+            groups.start(number)
+        events = groups.finish(3)
+    check(events, settings)
+    again = [event["time"] for event in events if event["event"] == "up"][4]
+    assert min(event["step"] for event in events if event["event"] == "commit" and event["time"] > again) >= 10
+
+
+@pytest.mark.slow("starts four processes, and torchrun twice")
+def test_the_example_trains(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[2] / "examples" / "sharded_groups.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    with Groups(tmp_path, {}, 2) as groups:
+        own = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}", "OMP_NUM_THREADS": "1"}
+        own["PYTHONPATH"] = str(Path(script).parents[1])
+        with (tmp_path / "log-out").open("w") as out:
+            for number in (0, 1):
+                groups.running[number] = subprocess.Popen(
+                    command, env=own | {"REPLICA_GROUP_ID": str(number)}, stdout=out, stderr=out, start_new_session=True
+                )
+        assert [groups.running[number].wait(120) for number in (0, 1)] == [0, 0]
+    assert "update 300: 4 processes" in (tmp_path / "log-out").read_text()
+
+
+def test_what_is_not_supported_within_a_group_is_refused(tmp_path: Path) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with Groups(tmp_path, {}) as groups:
+        manager = Manager(
+            pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=1,
+            use_async_quorum=False,
+            store_addr="localhost",
+            store_port=store.port,
+            rank=0,
+            world_size=2,
+            lighthouse_addr=f"http://localhost:{groups.port}",
+        )
+        with pytest.raises(ValueError, match=r"call init_process_group\(\) first, with the rank and world_size"):
+            TorchftBackend(manager)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        try:
+            with pytest.raises(ValueError, match="pass init_sync=False"):
+                TorchftBackend(manager)
+            manager._init_sync = False
+            backend = TorchftBackend(manager)
+            parts = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+            in_part = fully_shard(nn.Linear(2, 1), mesh=parts["data"])
+            for model in (None, nn.Linear(2, 1), DistributedDataParallel(nn.Linear(2, 1)), in_part):
+                with pytest.raises(TypeError, match="must shard the model among all of them"):
+                    make(SHARDED, TRACE, 0, backend=backend, model=model)
+        finally:
+            dist.destroy_process_group()
+            manager.shutdown(wait=False)
