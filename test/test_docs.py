@@ -25,7 +25,7 @@ ELSEWHERE = {
     "export OMP_NUM_THREADS=": "PyTorch's; nothing of ours reads it",
     "export MALLOC_": "test_records.py starts a process with these variables",
     "torchft_lighthouse": "a server; test_torchft.py starts one",
-    "REPLICA_GROUP_ID=0": "needs that server; test_torchft.py runs the script",
+    "REPLICA_GROUP_ID=0": "needs that server; test_torchft.py and test_torchft_sharded.py run the scripts",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",
     "torchrun --nproc-per-node=8 examples/clusters/train.py": "eight GPUs; test_clusters.py runs the script",
     "torchrun --nnodes=2 --node-rank=0": "two hosts; test_clusters.py runs the script in two jobs",
