@@ -260,9 +260,10 @@ def parse() -> argparse.Namespace:
 
 def default_device() -> str:
     """Return XLA if it is installed, except under torchrun; otherwise a GPU, otherwise the CPU."""
-    if importlib.util.find_spec("torch_xla") and "RANK" not in os.environ:
-        return "xla"
-    if "PJRT_DEVICE" in os.environ:
+    if importlib.util.find_spec("torch_xla"):
+        if "RANK" not in os.environ:
+            return "xla"
+    elif "PJRT_DEVICE" in os.environ:
         raise SystemExit("PJRT_DEVICE is set, but torch_xla, which reads it, is not installed; see docs/devices.md")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
