@@ -110,12 +110,11 @@ def write_report(flags: argparse.Namespace, planned: int) -> None:
     print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=planned))
 
 
-def take_time(wanted: list[Cell]) -> None:
-    """Record what a training takes, with the rule that reads the noise."""
-    cell = next(cell for cell in wanted if cell.rule == RULES[-1])
+def take_time(cell: Cell, on: str) -> None:
+    """Record what a training takes."""
     with tempfile.TemporaryDirectory() as folder:
         (found,) = engines.run([cell], folder, progress=False)
-    on = f"{TASK}, {SAMPLES:,} samples"
+    on = f"{on}, {cell.samples:,} samples"
     record("time of a training of an evaluation", cell.rule, found.wall_seconds, "s", on=on, where="CPU, 1 thread")
 
 
@@ -140,7 +139,7 @@ def main() -> None:
     trainings = experiment(flags)
     wanted = sorted(trainings.cells(), key=lambda cell: cell.seed)  # so that what is not complete can be compared
     if flags.time:
-        take_time(wanted)
+        take_time(next(cell for cell in wanted if cell.rule == RULES[-1]), TASK)  # with the rule that reads the noise
         return
     if not flags.report:
         found = engines.run(wanted, flags.folder, jobs=flags.jobs)

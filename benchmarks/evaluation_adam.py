@@ -1,0 +1,124 @@
+"""Which rule for AdamW, and which for Muon, while clouds give and take machines?
+
+    python benchmarks/evaluation_adam.py --capacity-traces FOLDER --data-dir FOLDER --folder runs/adam --jobs 2
+
+As evaluation_large.py, under pieces of the same two traces, but of another task: a perceptron on images of
+Fashion-MNIST at half the resolution, whose parameters are all matrices, because torch's Muon takes nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from evaluation_large import LOGS, take_time, under
+from variable_batch_size.evaluation import Experiment, engines, read_records, report, write_records
+from variable_batch_size.evaluation.tasks.fashion_cnn import FashionCnn
+
+FACTORS = (0.5, 1.0, 2.0)
+REF_BATCHSIZE, MINIBATCH_SIZE, SAMPLES = 64, 16, 2**15
+RULES = {
+    "AdamW": ("constant", "root", "adamscale", "power:0.6", "invariant-adam"),
+    "Muon": ("constant", "root", "adamscale", "power:0.6"),
+}
+TABLE = Path(__file__).with_suffix(".csv.gz")
+
+
+class Perceptron(FashionCnn):
+    """A perceptron without biases; the learning rate of each optimizer is the best power of 2 at `REF_BATCHSIZE`."""
+
+    def model(self, seed: int) -> nn.Module:
+        """Return the model with the weights of a seed."""
+        torch.manual_seed(seed)
+        layers = (nn.Linear(196, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False), nn.ReLU())
+        return nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), *layers, nn.Linear(64, 10, bias=False))
+
+
+class WithAdamW(Perceptron):
+    """Trained with AdamW."""
+
+    lr = 2**-7
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return the optimizer."""
+        return AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+
+
+class WithMuon(Perceptron):
+    """Trained with Muon."""
+
+    lr = 2**-5
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return the optimizer."""
+        return Muon(model.parameters(), lr=lr, weight_decay=0.01)
+
+
+TASKS = {"AdamW": "evaluation_adam:WithAdamW", "Muon": "evaluation_adam:WithMuon"}
+
+
+def experiments(flags: argparse.Namespace) -> list[Experiment]:
+    """Return the trainings of each optimizer."""
+    traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
+    return [
+        Experiment(
+            {TASKS[name]: {"images": 2**14}},
+            traces,
+            RULES[name],
+            seeds=flags.seeds,
+            tuning_seeds=flags.tuning_seeds,
+            lr_factors=FACTORS,
+            samples=SAMPLES,
+            ref_batchsize=REF_BATCHSIZE,
+            minibatch_size=MINIBATCH_SIZE,
+            between=SAMPLES // 8,
+            data_dir=flags.data_dir,
+        )
+        for name in flags.optimizers
+    ]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    folder = os.environ.get("CAPACITY_TRACES")
+    add("--capacity-traces", type=Path, default=folder, required=folder is None, help="by default $CAPACITY_TRACES")
+    add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
+    add("--folder", type=Path, default=Path("runs/adam"), help="folder of the records and of the report")
+    add("--table", type=Path, default=TABLE, help="file of all records")
+    add("--optimizers", nargs="*", choices=[*RULES], default=[*RULES])
+    add("--seeds", type=int, default=5, help="number of seeds that judge")
+    add("--tuning-seeds", type=int, default=3, help="number of seeds on which learning rates are chosen")
+    add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
+    add("--time", action="store_true", help="only record what a training takes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    flags = parse()
+    wanted = []
+    for name, experiment in zip(flags.optimizers, experiments(flags), strict=True):
+        own = sorted(experiment.cells(), key=lambda cell: cell.seed)
+        if flags.time:
+            take_time(next(cell for cell in own if cell.rule == RULES[name][-1]), f"perceptron, {name}")
+            continue
+        found = engines.run(own, flags.folder, jobs=flags.jobs)
+        wanted += [*own, *sorted(experiment.judged(found), key=lambda cell: cell.seed)]
+    if flags.time:
+        return
+    found = engines.run(wanted, flags.folder, jobs=flags.jobs)
+    write_records(sorted(found, key=lambda record: record.key), flags.table)
+    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
+    print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=len(wanted)))
+
+
+if __name__ == "__main__":
+    main()
