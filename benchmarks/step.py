@@ -2,12 +2,13 @@
 
 In one process the alternative is gradient accumulation written by hand; in two (gloo) it is DistributedDataParallel
 with `no_sync`, which both the linear rule and AdaScale are compared with, for models of three sizes; and FSDP2, for the
-larger two, which scatters the sum of each microbatch on both sides. AdaScale is also
-compared with the linear rule; and so is the linear rule with logging: the loss, the norm of the gradient, and a row in
-`scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the library also draws indices
-from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks gives one ratio. Memory is
-the peak of a new process. `--keep-memory` sets two variables with which glibc keeps freed memory instead of returning
-it to the kernel. `--device cuda` compares times on a GPU, in one process. step_xla.py compares on PyTorch/XLA.
+larger two, which scatters the sum of each microbatch on both sides. AdaScale is also compared with the linear rule, two
+rules of AdamW with one that measures nothing; and so is the linear rule with logging: the loss, the norm of the
+gradient, and a row in `scalars.csv` and TensorBoard's events every 10 updates. Both sides use the same tensors; the
+library also draws indices from its sampler. Blocks of updates of the two sides are interleaved, and each pair of blocks
+gives one ratio. Memory is the peak of a new process. `--keep-memory` sets two variables with which glibc keeps freed
+memory instead of returning it to the kernel. `--device cuda` compares times on a GPU, in one process. step_xla.py
+compares on PyTorch/XLA.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def with_library(
     logs: bool = False,
     controlled: bool = False,
     by: str = "plain",
+    adam: bool = False,
 ) -> Callable[[], None]:
     """Return a function that makes one update with the library.
 
@@ -80,6 +82,7 @@ def with_library(
         logs: whether scalars are logged.
         controlled: whether a controller chooses the batch size.
         by: what sums: "plain", the backend; "ddp", DistributedDataParallel; or "fsdp", FSDP2.
+        adam: whether AdamW is the optimizer.
     """
     model, world = make().to(batches[0][0].device), current_world()
     vbs.broadcast_parameters(model)  # XLA cores on a CPU are threads, which share one random generator
@@ -87,7 +90,9 @@ def with_library(
     size = ROWS * len(batches) * world.size
     trace = vbs.AdaptiveTrace(NoiseScale(), start=size, bounds=(size, size), every=8) if controlled else size
     sampler = vbs.CustomSampler(size * 1_000_000, trace, world.size, world.rank, ROWS)
-    inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
+    inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.5)
+    if adam:
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
     logging = {"tracker": vbs.Tracker(tempfile.mkdtemp()), "grad_norm": True} if logs else {}
     optimizer = vbs.CustomOptimizer(inner, sampler, ref_batchsize=128, rule=rule, model=model, **logging)
     indices = iter(sampler)
@@ -151,7 +156,14 @@ def by_hand(
 linear, adascale = partial(with_library, "linear"), partial(with_library, "adascale")
 linear_ddp, adascale_ddp = (partial(with_library, rule, by="ddp") for rule in ("linear", "adascale"))
 linear_fsdp, adascale_fsdp = (partial(with_library, rule, by="fsdp") for rule in ("linear", "adascale"))
+sqrt_sde, adamscale, invariant_adam = (
+    partial(with_library, rule, adam=True) for rule in ("sqrt-sde", "adamscale", "invariant-adam")
+)
 LIBRARY = {"linear rule in DDP": linear_ddp, "linear rule": linear, "AdaScale in DDP": adascale_ddp}
+WITH_ADAM = {
+    "AdamScale / sqrt-SDE rule, AdamW": (adamscale, sqrt_sde),
+    "invariant Adam / sqrt-SDE rule, AdamW": (invariant_adam, sqrt_sde),
+}
 LOGGING = {"linear rule with / without logging": (partial(with_library, "linear", logs=True), linear)}
 
 
@@ -221,7 +233,15 @@ def compare(
 
 
 def processes(
-    rank: int, world: int, store: str, pairs: int, sizes: list[str], device: str = "cpu", only_fsdp: bool = False
+    rank: int,
+    world: int,
+    store: str,
+    pairs: int,
+    sizes: list[str],
+    device: str = "cpu",
+    *,
+    only_fsdp: bool = False,
+    only_adam: bool = False,
 ) -> None:
     """Compare in this process, which is one of `world`, for models of these sizes; on a GPU it is the only one."""
 
@@ -251,7 +271,9 @@ def processes(
         compare(chosen(large), pairs, where, of_fsdp, counts, barrier=barrier)
         dist.destroy_process_group()
         return
-    compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier, device=torch.device(device))
+    if not only_adam:
+        compare(chosen(MODELS), pairs, where, sides, counts, barrier=barrier, device=torch.device(device))
+    compare(chosen(MODELS), pairs, where, WITH_ADAM, counts[1:], barrier=barrier, device=torch.device(device))
 
 
 def print_peak_memory(rule: str, xla: bool) -> None:
@@ -311,6 +333,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to compare")
     parser.add_argument("--sizes", nargs="*", default=["small", "1M", "10M", "100M"], help="models to compare")
     parser.add_argument("--only-fsdp", action="store_true", help="in two processes, compare in FSDP2 only")
+    parser.add_argument("--only-adam", action="store_true", help="in one process, compare the rules of Adam only")
     parser.add_argument("--keep-memory", action="store_true", help="measure with glibc keeping the memory it has")
     parser.add_argument("--on-xla", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", choices=["linear", "adascale"], help=argparse.SUPPRESS)
@@ -325,11 +348,11 @@ if __name__ == "__main__":
         raise SystemExit
     for world in flags.worlds:
         if world == 1:
-            processes(0, 1, "", flags.pairs, flags.sizes)
+            processes(0, 1, "", flags.pairs, flags.sizes, only_adam=flags.only_adam)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                own = f"{folder}/store", flags.pairs, flags.sizes, flags.device, flags.only_fsdp
-                mp.spawn(processes, (world, *own), nprocs=world)
+                own = world, f"{folder}/store", flags.pairs, flags.sizes, flags.device
+                mp.spawn(partial(processes, only_fsdp=flags.only_fsdp), own, nprocs=world)
             memory_in_fsdp([name for name in ("10M parameters", "100M parameters") if name.split()[0] in flags.sizes])
-    if not flags.only_fsdp:
+    if not (flags.only_fsdp or flags.only_adam):
         memory(xla=False)

@@ -41,6 +41,7 @@ RATIOS = [
     ("AdaScale", "linear"),
     ("root", "linear"),
     ("sqrt-SDE", "linear"),
+    ("invariant Adam", "linear"),
     ("linear, clipping", "linear"),
     ("linear, logging", "linear"),
     ("linear, bfloat16", "by hand, bfloat16"),
@@ -193,7 +194,8 @@ if __name__ == "__main__":
     if "TPU_COMPILER" not in os.environ:
         raise SystemExit("TPU_COMPILER must name a Python with jax and libtpu; run: make tpu-compiler")
     for name in flags.models:
-        possible = [side for side in SIDES if side != "sqrt-SDE" or TRAINED[name].vocabulary]
+        of_adam = {"sqrt-SDE", "invariant Adam"}
+        possible = [side for side in SIDES if side not in of_adam or TRAINED[name].vocabulary]
         if name == "gpt-large":
             measure(name, ["by hand", "linear", "AdaScale"], [V5E, POD], flags.folder)
         else:

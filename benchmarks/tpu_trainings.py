@@ -89,7 +89,8 @@ SIDES = {
     "linear": Side("linear"),
     "AdaScale": Side("adascale"),
     "root": Side("root"),
-    "sqrt-SDE": Side("sqrt-sde"),  # for Adam
+    "sqrt-SDE": Side("sqrt-sde"),  # for Adam, as the next one
+    "invariant Adam": Side("invariant-adam"),
     "linear, clipping": Side("linear", max_grad_norm=1.0),
     "linear, logging": Side("linear", logs=True),
     "by hand, bfloat16": Side(half=True),
