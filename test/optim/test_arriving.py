@@ -311,6 +311,8 @@ def test_what_has_no_epochs_is_refused() -> None:
         vbs.updates([(x, target)], optimizer, ahead=1)
     with pytest.raises(TypeError, match=r"batches must be iterable"):
         vbs.updates(3, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"have no epochs, use vbs.updates\(\)"):
+        vbs.remaining_epochs(source, optimizer)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match=r"have no trace"):
         _ = source.trace
 

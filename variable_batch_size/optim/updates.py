@@ -232,7 +232,8 @@ def _remaining(
 
 def _check(sampler: object, optimizers: object, until: object, by: object) -> None:
     if not isinstance(sampler, CustomSampler):
-        raise type_error("sampler must be a vbs.CustomSampler", sampler, "pass the sampler, then the optimizer")
+        remedy = "pass the sampler, then the optimizer; batches that arrive have no epochs, use vbs.updates()"
+        raise type_error("sampler must be a vbs.CustomSampler", sampler, remedy)
     if not isinstance(optimizers, Sequence) or not optimizers:
         raise type_error("optimizer must be a vbs.CustomOptimizer, or a list of them", optimizers, "pass the wrapper")
     for number, optimizer in enumerate(optimizers):

@@ -259,18 +259,18 @@ def _whole(gradient: Any) -> Any:
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
-def _values(model: torch.nn.Module, drawn: Mapping[str, IntArray], of: set[int] | None = None) -> dict[str, FloatArray]:
-    """Return the gradients of parameters, or of those with these ids, at coordinates; 0 if there is none."""
-    found = {}
-    for name, parameter in _named(model):
-        if name in drawn and (of is None or id(parameter) in of):
-            gradient = _whole(parameter.grad)
-            if gradient is None:
-                found[name] = np.zeros(len(drawn[name]))
-            else:
-                index = torch.from_numpy(drawn[name]).to(gradient.device)
-                found[name] = gradient.detach().reshape(-1)[index].double().cpu().numpy()
-    return found
+def _values(model: torch.nn.Module, drawn: Mapping[str, IntArray]) -> dict[str, FloatArray]:
+    """Return the gradients of parameters at coordinates."""
+    return {name: _at(_whole(one.grad), drawn[name]) for name, one in _named(model) if name in drawn}
+
+
+def _at(gradient: Tensor | None, coordinates: IntArray) -> FloatArray:
+    """Return a gradient at coordinates; 0 if there is none."""
+    if gradient is None:
+        return np.zeros(len(coordinates))
+    index = torch.from_numpy(coordinates).to(gradient.device)
+    values: FloatArray = gradient.detach().reshape(-1)[index].double().cpu().numpy()
+    return values
 
 
 def _run(
@@ -300,12 +300,14 @@ def _run(
 
     def keep(optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = _values(trained, drawn, own)
-        if found.keys() & reached.keys():
-            raise RuntimeError("step must make one update, but it makes several; let it end after the first")
-        reached.update(found)
         for name, parameter in _named(trained):
-            gradient = _whole(parameter.grad) if id(parameter) in own else None
+            if id(parameter) not in own:
+                continue
+            gradient = _whole(parameter.grad)
+            if name in reached:
+                raise RuntimeError("step must make one update, but it makes several; let it end after the first")
+            if name in drawn:
+                reached[name] = _at(gradient, drawn[name])
             if gradient is not None:
                 every = gradient.detach().reshape(-1).double().square()
                 elsewhere = every[~touched[name].to(every.device)] if name in touched else every
