@@ -165,6 +165,8 @@ def shown(row: Record, full: bool) -> str:
         text += f" ({number(row.low)} to {number(row.high)})"
     if full and row.deviation is not None:
         text += f" ± {number(row.deviation)}"
+    if not full and row.unit == "ratio" and row.low is not None and row.high is not None and row.low <= 1 <= row.high:
+        text = f"({text})"
     return f"{text} ({row.note})" if row.note and (full or row.unit == "%") else text
 
 
@@ -195,7 +197,8 @@ CYCLES, CYCLES_SHOWN = "estimated cycles on a TPU, ratio", ("linear / by hand", 
 OWN = "own seconds"  # the case of a simulation that has the seconds of the training with which it is compared
 HEAD = """# Measurements
 
-Newest medians, on 2 cores of a Xeon. Quartiles: records.csv; more: docs/performance.md. Below 1, a is faster than b.\
+Newest medians, on 2 cores of a Xeon. Of a / b, below 1 a is faster than b, and in parentheses the quartiles lie on both
+sides of 1: no difference was found. Quartiles: records.csv; more: docs/performance.md.\
 """
 TABLES = [
     Table(
