@@ -23,7 +23,7 @@ from evaluation_large import LOGS, take_time, under
 from variable_batch_size.evaluation import Experiment, engines, read_records, report, write_records
 from variable_batch_size.evaluation.tasks.fashion_cnn import FashionCnn
 
-FACTORS = (0.5, 1.0, 2.0)
+FACTORS = (0.5, 1.0, 2.0, 4.0)
 REF_BATCHSIZE, MINIBATCH_SIZE, SAMPLES = 64, 16, 2**15
 RULES = {
     "AdamW": ("constant", "root", "adamscale", "power:0.6", "invariant-adam"),
