@@ -28,6 +28,7 @@ FEATURES = {
     "groups": 0.3,  # two parameter groups
     "clipping": 0.25,
     "noise_rules": 0.3,
+    "squares": 0.3,  # a rule of Adam's second moment
     "early_gain": 1.0,  # the gain before the first estimate is min(1, k)
     "timescale": 0.1,  # the rule is wrapped in ConstantTimescale
     "loss_scale": 0.15,  # a loss times c changes no gain
@@ -69,6 +70,7 @@ FEATURES = {
 
 RULES = ("constant", "linear", "root", "legw")
 NOISE_RULES = ("adascale", "adamscale")
+SQUARES_RULE = "invariant-adam"
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
 
 
@@ -169,6 +171,10 @@ class Case:
         return self.noise is not None or any(rule.name in NOISE_RULES for rule in self.rules)
 
     @property
+    def measures_squares(self) -> bool:
+        return any(rule.name == SQUARES_RULE for rule in self.rules)
+
+    @property
     def intermittent(self) -> bool:
         return bool({"rare", "alternate"} & self.parts)
 
@@ -177,7 +183,7 @@ class Case:
 
     def ranks(self, update: int) -> int:
         """The number of ranks over which a step is spread."""
-        if self.measures_noise or "batchnorm" in self.parts or "spread" in self.without:
+        if self.measures_noise or self.measures_squares or "batchnorm" in self.parts or "spread" in self.without:
             return 1
         return self._segment(update).world
 

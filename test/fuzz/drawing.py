@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuzz.case import NOISE_RULES, OPTIMIZERS, RULES, Case, Draw, Event, RuleCase, Segment
+from fuzz.case import NOISE_RULES, OPTIMIZERS, RULES, SQUARES_RULE, Case, Draw, Event, RuleCase, Segment
 from fuzz.plan import Asked, TraceCase, planned_updates
 
 MOST_MICROBATCHES = 60  # of a training, so that a case takes milliseconds
@@ -43,12 +43,16 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
     noises = ["microbatches", "differenced"] if measured else [None, None, None, "microbatches", "differenced"]
     noise = None if small else draw.choice("noise", [None, *noises])
     measured = measured or noise is not None
+    squares = any(rule.name == SQUARES_RULE for rule in rules)
+    compared = measured or squares  # whether microbatches are
     parts = intermittent | {
         part for part in ("unused", "frozen", "tied", "dropout", "batchnorm") if draw.feature(part, not small)
     }
     fixed_shape = not draw.feature("cut")
-    counts = draw.feature("counts", not measured)
-    segments = _segments(draw, len(planned), fixed_shape, _minibatch_size(draw, planned, measured), measured)
+    counts = draw.feature("counts", not compared)
+    minibatch_size = _minibatch_size(draw, planned, measured)
+    reference = max(reference, minibatch_size) if squares else reference
+    segments = _segments(draw, len(planned), fixed_shape, minibatch_size, compared)
     case = Case(
         seed=seed,
         without=without,
@@ -145,13 +149,13 @@ def _minibatch_size(draw: Draw, planned: list[Any], measured: bool) -> int:
     return size
 
 
-def _segments(draw: Draw, updates: int, fixed_shape: bool, minibatch_size: int, measured: bool) -> tuple[Segment, ...]:
+def _segments(draw: Draw, updates: int, fixed_shape: bool, minibatch_size: int, compared: bool) -> tuple[Segment, ...]:
     rng = draw.rng("segments")
     stops = sorted(rng.randint(0, updates) for _ in range(rng.choice([1, 1, 2]))) if draw.feature("resume") else []
     worlds = [1, 1, 2, 3, 5] if draw.feature("worlds") else [1]
     loaders = ["loader", "stateful"] if draw.feature("loaders") else ["sampler"]
     loaders += ["ahead"] if draw.feature("read_ahead") else []
-    other_size = draw.feature("other_microbatch", bool(stops) and not measured)
+    other_size = draw.feature("other_microbatch", bool(stops) and not compared)
     other_cut = draw.feature("other_cut", bool(stops))
     segments = []
     for number, end in enumerate([*stops, updates]):
@@ -179,6 +183,8 @@ def _rules(draw: Draw, optimizer: str, groups: int, *, noise: bool, betas: bool)
         names += ["linear-momentum"]
     if betas and optimizer in ("Adam", "AdamW", "RMSprop"):
         names += ["sqrt-sde", "root-half-life"]
+    if draw.feature("squares", betas and optimizer in ("Adam", "AdamW")):
+        names += [SQUARES_RULE] * len(names)
     if draw.feature("noise_rules", noise):
         names = list(NOISE_RULES)
     timescale = draw.feature("timescale")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fuzz.case import Case
+from fuzz.case import SQUARES_RULE, Case
 from fuzz.drawing import draw_case
 from fuzz.model import tokens
 from fuzz.objects import State, loaders_of, through_file
@@ -58,7 +58,7 @@ def is_refusal(case: Case, error: Exception, wanted: list[Expected]) -> bool:
     """Whether an error is documented for this case."""
     if NEEDS_FIND_UNUSED in str(error) and isinstance(error, RuntimeError):
         return not case.find_unused and changes_gradients(case, wanted, by_rank=True) is not None
-    scales_betas = any(rule.name in ("sqrt-sde", "root-half-life") for rule in case.rules)
+    scales_betas = any(rule.name in ("sqrt-sde", "root-half-life", SQUARES_RULE) for rule in case.rules)
     return case.intermittent and scales_betas and isinstance(error, ValueError) and SAME_COUNTS in str(error)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import variable_batch_size as vbs
-from fuzz.case import Case, RuleCase
+from fuzz.case import SQUARES_RULE, Case, RuleCase
 from fuzz.model import Data, Net, seed_masks, tokens
 from helpers.reference import EQUATIONS, OPTIMIZERS, WARMUP, rule_at
 from helpers.twins import Gradients, InnerTwin, NoiseTwin, PlainTraining, Rule
@@ -47,6 +47,10 @@ class Twin:
         inner = InnerTwin(getattr(torch.optim, case.optimizer), weights, list(zip(names, self.groups, strict=True)))
         noise = NoiseTwin(case.ref_batchsize, case.noise == "differenced", "early_gain" not in case.without)
         self.plain = PlainTraining(weights, inner.step, case.max_grad_norm, noise if case.measures_noise else None)
+        if case.measures_squares:
+            own = zip(names, self.rules, strict=True)
+            self.plain.squares_at = case.ref_batchsize
+            self.plain.squares_of = [name for group, rule in own if rule.name == SQUARES_RULE for name in group]
         self.progress, self.lr_factor, self.samples = 0.0, 1.0, 0
 
     def train(self) -> list[Expected]:

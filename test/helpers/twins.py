@@ -129,7 +129,7 @@ class InnerTwin:
             for name in names:
                 if name in gradients:
                     w, g = self.weights[name], by.gradient * gradients[name]
-                    own = {"excess": excess[name]} if excess else {}
+                    own = {"excess": excess[name]} if excess and name in excess else {}
                     w[...] = self.equation(w, g, self.states[name], **now, **own)
 
 
@@ -257,6 +257,7 @@ class PlainTraining:
         max_grad_norm: maximum norm of the gradient, before the factors.
         noise: what measures the noise; None for rules that do not use it.
         squares_at: the reference of batch-size-invariant Adam; None for other rules.
+        squares_of: the parameters with that rule. Default: all.
     """
 
     weights: Mapping[Any, Array]
@@ -264,6 +265,7 @@ class PlainTraining:
     max_grad_norm: float | None = None
     noise: NoiseTwin | None = None
     squares_at: int | None = None
+    squares_of: Sequence[Any] | None = None
 
     def update(
         self, gradients: Gradients, microbatches: Sequence[tuple[int, Gradients]], rules: Sequence[Rule]
@@ -283,7 +285,8 @@ class PlainTraining:
         factors = [rule(gain, noise_scale) for rule in rules]
         own: list[Gradients] = []
         if self.squares_at is not None:
-            own = [excess_squares(microbatches, self.squares_at, self.max_grad_norm)]
+            excess = excess_squares(microbatches, self.squares_at, self.max_grad_norm)
+            own = [{name: one for name, one in excess.items() if self.squares_of is None or name in self.squares_of}]
         self.step(clipped(gradients, self.max_grad_norm), factors, *own)
         return factors
 
