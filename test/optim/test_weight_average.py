@@ -159,8 +159,35 @@ def test_wrong_usage_is_refused() -> None:
             leave_by_an_exception(average)
         with pytest.raises(RuntimeError, match=r"taken outside the block"):
             average.state_dict()
-        with pytest.raises(RuntimeError, match=r"trained outside the block of applied"):
-            run.run(1)
+        with pytest.raises(RuntimeError, match=r"loaded outside the block"):
+            average.load_state_dict({})
+
+
+def test_training_and_saving_while_averages_are_applied_change_nothing(tmp_path: Path) -> None:
+    """A microbatch, a checkpoint with and without the averages, a restore."""
+    whole, expected = averaged(training(sizes=SIZES), len(SIZES))
+    run = training(sizes=SIZES)
+    average, _ = averaged(run, 2)
+    several: list[dict[str, Any]] = [{}, {"average": average}]
+    for parts in several:
+        folder = tmp_path / str(len(parts))
+        with vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, **parts) as checkpoint:
+            checkpoint.save()
+            weights = run.weights()
+            with average.applied():
+                for refused in (checkpoint.save, checkpoint.restore):
+                    with pytest.raises(RuntimeError, match=r"outside the block"):
+                        refused()
+            for found, one in zip(run.weights(), weights, strict=True):
+                np.testing.assert_array_equal(found, one)
+    with average.applied(), pytest.raises(RuntimeError, match=r"step\(\) must be called outside the block"):
+        list(run.steps())
+    with average.applied(), pytest.raises(RuntimeError, match=r"backward\(\) must be called outside the block"):
+        run.optimizer.backward(run.model(run.x).sum())
+    run.optimizer.discard_step()
+    run.run(len(SIZES) - 2)
+    assert_averages(average, expected)
+    assert_averages(whole, expected)
 
 
 def shard(rank: int, folder: Path) -> None:

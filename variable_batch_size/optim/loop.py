@@ -95,6 +95,7 @@ class Loop:
         self._cut: _Cut | None = None
         self._reading: Reading | None = None
         self._received = 0  # microbatches of the iteration received
+        self.averaged = 0  # blocks of `WeightAverage.applied` that are open
 
     @property
     def epoch(self) -> int:
@@ -152,6 +153,11 @@ class Loop:
 
     def check_phase(self, what: str, *allowed: Phase) -> None:
         """Check that a method may be called now."""
+        if self.averaged:
+            raise RuntimeError(
+                f"{what} must be called outside the block of applied(), in which the weights are averages; leave it "
+                f"first"
+            )
         phase = self.phase
         if phase in allowed:
             return

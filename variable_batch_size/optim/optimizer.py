@@ -325,14 +325,14 @@ class CustomOptimizer(ObservedOptimizer):
 
         Args:
             state_dict: state of a `CustomOptimizer`; with `strict=False` also that of a plain torch optimizer.
-            strict: whether to raise if the state was saved with another kind of inner optimizer, dataset size, seed or
-                past of the trace. That the future of the trace is another one, or the rule, or the size of the
-                microbatches whose noise is measured, gives a UserWarning.
+            strict: whether to raise if the state has another kind of inner optimizer, dataset size, seed or past of the
+                trace. Another future of it, rule, or size of microbatches that are compared gives a UserWarning.
 
         Raises:
             ValueError: if the state does not match, or an entry is missing or damaged; then nothing has changed.
         """
         self._settle()
+        self._loop.check_phase("load_state_dict()", *Phase)
         sampler, resumed, position = self._loop.sampler, None, state_dict.get("vbs")
         if position is not None:
             check_state(position)

@@ -14,6 +14,7 @@ from variable_batch_size.optim.optimizer import CustomOptimizer
 from variable_batch_size.optim.tensors import is_narrow, local
 
 By = Literal["progress", "samples"]
+_OUTSIDE = "a state must be {} outside the block of applied(); leave it first"
 
 
 @final
@@ -64,10 +65,6 @@ class WeightAverage:
     def commit(self, *, updated: bool) -> None:
         """Average the weights of the update that was just made; the optimizer calls it."""
         optimizer = self._optimizer
-        if self._applied:
-            raise RuntimeError(
-                "weights must be trained outside the block of applied(); leave it before optimizer.step()"
-            )
         if self._seen == optimizer.updates:  # called again after an interrupt
             return
         if updated:
@@ -98,17 +95,22 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the averages in the place of the weights within a block, for an evaluation."""
+        """Put the averages in the place of the weights within a block, for an evaluation.
+
+        Training, saving and restoring within the block raise RuntimeError.
+        """
         if self._applied:
             raise RuntimeError("the averages are applied already; leave that block first")
         kept = [parameter.detach().clone() for parameter in local(self._parameters)]
         self._put(local(self.averages))
-        self._applied = True
+        self._applied, loop = True, self._optimizer._loop
+        loop.averaged += 1
         try:
             yield
         finally:
             self._put(kept)
             self._applied = False
+            loop.averaged -= 1
 
     @torch.no_grad()
     def _put(self, values: list[Tensor]) -> None:
@@ -121,7 +123,7 @@ class WeightAverage:
             RuntimeError: within a block of `applied()`.
         """
         if self._applied:
-            raise RuntimeError("a state must be taken outside the block of applied(); leave it first")
+            raise RuntimeError(_OUTSIDE.format("taken"))
         return {"version": 1, "averages": {str(number): one for number, one in enumerate(self.averages)}}
 
     @torch.no_grad()
@@ -130,7 +132,10 @@ class WeightAverage:
 
         Raises:
             ValueError: if it has other parameters.
+            RuntimeError: within a block of `applied()`.
         """
+        if self._applied:
+            raise RuntimeError(_OUTSIDE.format("loaded"))
         averages = state_dict.get("averages", {}) if state_dict.get("version") == 1 else {}
         shapes = [tuple(one.shape) for one in averages.values()]
         if shapes != [tuple(one.shape) for one in self.averages]:
