@@ -44,6 +44,7 @@ ELSEWHERE = {
     "python examples/clusters/rendezvous.py": "waits for a signal; test_clusters.py runs it with another port",
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
     "vbs ": "test_capacity_page.py, test_evaluation_page.py and test_real_traces.py run it",
+    "python benchmarks/evaluation_adam.py": "ten minutes; test_large_evaluation.py reads its records",
     "python benchmarks/evaluation_large.py": "two hours; test_large_evaluation.py reads its traces and records",
     "sky jobs launch": "a cloud; test_clusters.py runs the file's command",
 }  # beginning of a command that no test runs as it is -> why

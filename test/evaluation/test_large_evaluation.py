@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.pages import ROOT
+from helpers.pages import DOCS, ROOT
 from variable_batch_size.cluster import CapacityTrace
 from variable_batch_size.evaluation import Analysis, read_records
 from variable_batch_size.evaluation.courses import TraceOptions, Training, course_of
@@ -56,12 +56,36 @@ def test_a_training_takes_nine_tenths_of_the_window(large: Any, tmp_path: Path, 
     assert used / (capacity.mean * capacity.end) == pytest.approx(0.9, abs=0.05)
 
 
-@pytest.mark.parametrize(("file", "task"), [("evaluation_large", "fashion-cnn"), ("evaluation_gpt", "char-gpt")])
-def test_the_records_are_those_of_their_names(file: str, task: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "tasks"),
+    [
+        ("evaluation_large", {"fashion-cnn"}),
+        ("evaluation_gpt", {"char-gpt"}),
+        ("evaluation_adam", {"evaluation_adam:WithAdamW", "evaluation_adam:WithMuon"}),
+    ],
+)
+def test_the_records_are_those_of_their_names(file: str, tasks: set[str]) -> None:
     found = read_records(ROOT / "benchmarks" / f"{file}.csv.gz")
     assert len(found) >= 175
     for record in found:
         text = json.dumps(dict(record.cell), sort_keys=True, separators=(",", ":"))
         assert hashlib.sha256(text.encode()).hexdigest()[:16] == record.key
     assert {record.status for record in found} <= {"finished", "diverged"}
-    assert set(Analysis(found).tasks) == {task}
+    assert set(Analysis(found).tasks) == tasks
+
+
+def test_the_page_has_the_losses_of_adam_and_of_muon() -> None:
+    analysis, page = Analysis(read_records(ROOT / "benchmarks" / "evaluation_adam.csv.gz")), DOCS / "evaluation.md"
+    for name in ("AdamW", "Muon"):
+        task, rules = f"evaluation_adam:With{name}", ("constant", "root", "adamscale", "power:0.6", "invariant-adam")
+        for trace in ("Bamboo g4dn, hours 1 to 7", "SkyPilot us-east-2b, hours 35 to 47"):
+            facts = analysis.facts(task, trace)
+            assert not facts["failed"].any()
+            rows = facts.reindex(rules).itertuples()
+            own = [f"{row.value:.3f} ({row.factor:g})" if row.value == row.value else "" for row in rows]
+            untuned = [
+                f"{row.untuned:.3f}" if row.value == row.value else "" for row in facts.reindex(rules).itertuples()
+            ]
+            for cells in (own, untuned):
+                line = f"| {name}, {trace.split(',')[0]} | {' | '.join(cells)} |"
+                assert line.replace("|  |", "| |") in page.read_text(), line
