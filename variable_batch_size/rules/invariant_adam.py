@@ -26,7 +26,7 @@ class InvariantAdamRule:
     with the sqrt-sde rule, which is right where noise dominates, as it does in small batches. An update with k > 1
     needs two or more microbatches.
 
-    Scales: lr by k (sqrt(k) below 1), betas to beta^k; second moment as at the reference.
+    Scales: lr by k, betas to beta^k; second moment as at the reference; below 1 lr by sqrt(k), eps by 1/sqrt(k).
     Progress: k.
     Use when: Adam or AdamW with k > 1, while lr * k is small enough for one update to replace k.
     Fails when: lr * k is too large, as with the linear rule; layers mix samples; memory for one more copy is missing.

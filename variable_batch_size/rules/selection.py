@@ -43,5 +43,5 @@ def _as_rule(rule: Rule | str) -> Rule:
         made = RULES[rule].__name__
         raise ValueError(
             f"a rule that takes arguments cannot be chosen by its name alone, but {made} takes some; pass "
-            f"rule=vbs.{made}(...) with them"
+            f"rule=vbs.rules.{made}(...) with them"
         ) from None
