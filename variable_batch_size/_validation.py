@@ -38,8 +38,9 @@ def type_error(requirement: str, found: object, remedy: str) -> TypeError:
     >>> type_error("rank must be an integer", 1.5, "pass an int")
     TypeError('rank must be an integer, got 1.5 (float); pass an int')
     """
-    shown = " ".join(repr(found).split())  # that of an optimizer has lines
-    return TypeError(f"{requirement}, got {shown:.60} ({type(found).__name__}); {remedy}")
+    shown, kind = repr(found), type(found).__name__
+    shown = kind if "\n" in shown else f"{shown:.60} ({kind})"  # that of an optimizer or a model has lines
+    return TypeError(f"{requirement}, got {shown}; {remedy}")
 
 
 def as_int(value: object) -> int | None:

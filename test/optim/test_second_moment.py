@@ -269,10 +269,45 @@ def test_below_the_reference_nothing_travels_but_the_gradient() -> None:
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop])
+class OwnStep(torch.optim.Adam):
+    """An Adam that normalizes its gradients first."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.NAdam, torch.optim.RMSprop, OwnStep])
 def test_it_needs_adam(inner: Any) -> None:
-    with pytest.raises(TypeError, match=r"^a rule of Adam's second moment needs a torch\.optim\.Adam or AdamW, got "):
+    with pytest.raises(
+        TypeError, match=r"^a rule of Adam's second moment needs a torch\.optim\.Adam .*, got \w+; wrap"
+    ):
         training(KIND, inner=inner, hyperparameters={"lr": 0.1})
+
+
+def test_float16_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"on one device, in float32, say, got float16, in which squares overflow; ch"):
+        training(KIND, model=network(torch.float16), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_hook_that_changes_gradients_is_seen_before_the_weights_change(changes: bool) -> None:
+    run, plain = training(KIND, LARGE, dataset_size=300), training(KIND, LARGE, dataset_size=300)
+
+    def hook(optimizer: Any, arguments: Any, options: Any) -> None:
+        if changes:
+            nn.utils.clip_grad_norm_([*run.model.parameters()], 0.1)
+
+    run.optimizer.inner.register_step_pre_hook(hook)
+    before = run.weights()
+    if changes:
+        with pytest.raises(RuntimeError, match=r"no step_pre_hook may change gradients, .* clip with max_grad_norm="):
+            run.run(1)
+        assert_equal(run.weights(), before)
+    else:
+        assert_equal(run.run(3).weights(), plain.run(3).weights())
 
 
 def test_a_single_microbatch_above_the_reference_is_refused() -> None:
@@ -303,5 +338,5 @@ def test_a_beta_that_vanishes_is_refused() -> None:
 def test_counts_are_refused() -> None:
     run = training(KIND, LARGE, dataset_size=300, reduction="sum")
     run.loss(next(iter(run.sampler))).backward()
-    with pytest.raises(ValueError, match=r"^step\(count=\) needs a rule without gradient noise"):
+    with pytest.raises(ValueError, match=r"^step\(count=\) needs a rule that compares no microbatches"):
         run.optimizer.step(count=3)

@@ -12,12 +12,14 @@ a (1 - beta2) / beta2 (A - G^2) is added to v, which is never negative (Jensen's
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend
@@ -28,7 +30,7 @@ from variable_batch_size.optim.tensors import check_whole
 from variable_batch_size.rules import Rule, Scaling
 from variable_batch_size.rules.base import needs_squares
 
-_WAY_OUT = "pass a smaller minibatch_size to the sampler"
+_WAY_OUT = "pass a smaller minibatch_size (or max_tokens), which cuts it into more"
 _SMALLEST_BETA = 2.0**-60  # a smaller one may take the quotient by it out of the range of float32
 
 
@@ -46,6 +48,7 @@ class SecondMoment:
         self._inner: Any = inner
         self._backend, self._reference = backend, reference
         self._sums: dict[Tensor, Tensor] = {}  # by parameter: sum of n_j g_j^2, then A - G^2
+        self._watch: RemovableHandle | None = None
 
     @property
     def wanted(self) -> bool:
@@ -124,6 +127,24 @@ class SecondMoment:
             moments = [self._inner.state[parameter]["exp_avg_sq"] for parameter in parameters]
             torch._foreach_add_(moments, [one.to(own.dtype) for one, own in zip(sums, moments, strict=True)])
 
+    def watch(self) -> None:
+        """If the inner optimizer has hooks before its step, let one more raise if they change gradients."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+        if not self._inner._optimizer_step_pre_hooks:
+            return
+        before = [(one, one.grad, one.grad._version) for one in self._sums if one.grad is not None]
+
+        def check(*_: object) -> None:
+            if any(one.grad is not grad or grad._version != version for one, grad, version in before):
+                raise RuntimeError(
+                    "with a rule of Adam's second moment no step_pre_hook may change gradients, because their squares "
+                    "stay as they were, but one did; clip with max_grad_norm=, or choose another rule"
+                )
+
+        self._watch = self._inner.register_step_pre_hook(check)
+
     def clear(self) -> None:
         """Discard the microbatches of the step."""
         self._sums = {}
@@ -135,18 +156,35 @@ def create_second_moment(
     """Return None if no rule needs the squares; raise TypeError or ValueError where they are not to be had."""
     if not any(map(needs_squares, rules)):
         return None
-    if not isinstance(inner, Adam):
-        remedy = "wrap one of these, or choose another rule"
-        raise type_error("a rule of Adam's second moment needs a torch.optim.Adam or AdamW", inner, remedy)
+    if not _is_of_torch(inner):
+        requirement = "a rule of Adam's second moment needs a torch.optim.Adam or AdamW, with torch's own step()"
+        raise type_error(requirement, inner, "wrap one of these, or choose another rule")
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     check_whole(parameters, "a rule of Adam's second moment", "choose another rule")
     devices = sorted({str(parameter.device) for parameter in parameters})
-    if reference is None or len(devices) > 1 or backend.elastic or any(one.is_complex() for one in parameters):
-        raise ValueError(
-            f"a rule of Adam's second moment needs a ref_batchsize, real parameters on one device and a fixed world, "
-            f"but ref_batchsize is {reference} and the device {' and '.join(devices)}; choose another rule"
+    refused = {
+        "no ref_batchsize": reference is None,
+        " and ".join(devices): len(devices) > 1,
+        "a world that changes": backend.elastic,
+        "complex parameters": any(one.is_complex() for one in parameters),
+        "float16, in which squares overflow": any(one.dtype == torch.float16 for one in parameters),
+    }
+    if reference is None or any(refused.values()):
+        raise value_error(
+            "a rule of Adam's second moment needs a ref_batchsize, a fixed world, and real parameters on one device, "
+            "in float32, say",
+            ", ".join(found for found, wrong in refused.items() if wrong),
+            "change that, or choose another rule",
         )
     return SecondMoment(inner, backend, reference)
+
+
+def _is_of_torch(inner: Optimizer) -> bool:
+    """Return whether the optimizer is an Adam that keeps its state as torch does."""
+    if not isinstance(inner, Adam):
+        return False
+    own = type(inner)
+    return own._init_group is Adam._init_group and inspect.unwrap(own.step) is inspect.unwrap(Adam.step)
 
 
 def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Source) -> None:
