@@ -5,6 +5,7 @@ REPLICA_GROUP_ID=0 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/rep
 """
 
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -22,7 +23,8 @@ GROUPS = 3
 def main() -> None:
     """Train as one group."""
     group = int(os.environ["REPLICA_GROUP_ID"])
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    host = os.environ.get("POD_IP", socket.gethostname())  # by which the other groups reach this one
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=None,  # backend.register() says what travels
@@ -31,7 +33,8 @@ def main() -> None:
         use_async_quorum=False,
         quorum_retries=10,  # if the lighthouse is started again
         replica_id=f"group{group}",
-        store_addr="localhost",
+        hostname=host,
+        store_addr=host,
         store_port=store.port,
         rank=0,
         world_size=1,

@@ -34,6 +34,7 @@ def main() -> None:
         init_sync=False,  # all groups begin with the same weights
         quorum_retries=10,  # if the lighthouse is started again
         replica_id=f"group{group}",
+        hostname=os.environ["MASTER_ADDR"],  # by which the other groups reach this one: torchrun --local-addr
     )
     backend = TorchftBackend(manager)
 

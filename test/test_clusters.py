@@ -29,7 +29,10 @@ __all__ = ["place", "started"]
 CLUSTERS = ROOT / "examples" / "clusters"
 SERVICE, JOB = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
 RENDEZVOUS, STORE, ELASTIC = yaml.safe_load_all((CLUSTERS / "kubernetes_elastic.yaml").read_text())
+LIGHTHOUSE, TOWER, GROUPS = yaml.safe_load_all((CLUSTERS / "kubernetes_groups.yaml").read_text())
+RESOURCES = [SERVICE, JOB, RENDEZVOUS, STORE, ELASTIC, LIGHTHOUSE, TOWER, GROUPS]
 (CONTAINER,) = JOB["spec"]["template"]["spec"]["containers"]
+(GROUP,) = GROUPS["spec"]["template"]["spec"]["containers"]
 (ELASTIC_CONTAINER,) = ELASTIC["spec"]["template"]["spec"]["containers"]
 SKYPILOT = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
 
@@ -55,6 +58,7 @@ def shell_scripts() -> dict[str, str]:
         "train.slurm": (CLUSTERS / "train.slurm").read_text(),
         "kubernetes.yaml": f"#!/bin/bash\n{CONTAINER['command'][-1]}",
         "kubernetes_elastic.yaml": f"#!/bin/bash\n{ELASTIC_CONTAINER['command'][-1]}",
+        "kubernetes_groups.yaml": f"#!/bin/bash\n{GROUP['command'][-1]}",
         "skypilot.yaml, setup": f"#!/bin/bash\n{SKYPILOT['setup']}",
         "skypilot.yaml, run": f"#!/bin/bash\n{SKYPILOT['run']}",
     }
@@ -69,7 +73,7 @@ def test_shellcheck_accepts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])  # podFailurePolicy is stable since 1.31
-@pytest.mark.parametrize("resource", [SERVICE, JOB, RENDEZVOUS, STORE, ELASTIC], ids=lambda it: it["metadata"]["name"])
+@pytest.mark.parametrize("resource", RESOURCES, ids=lambda it: f"{it['kind']}-{it['metadata']['name']}")
 def test_kubernetes_schema_accepts(resource: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(resource, version, strict=True)
 
@@ -98,6 +102,20 @@ def test_names_of_the_elastic_job_agree() -> None:
     assert ELASTIC["spec"]["podFailurePolicy"] == JOB["spec"]["podFailurePolicy"]
     assert f"--nnodes=1:{ELASTIC['spec']['completions']} " in script
     assert f"--nproc-per-node={ELASTIC_CONTAINER['resources']['limits']['nvidia.com/gpu']} " in script
+
+
+def test_names_of_the_replica_groups_agree() -> None:
+    """test/integrations/test_torchft.py starts the command of the pods."""
+    tower = TOWER["spec"]["template"]
+    assert tower["metadata"]["labels"] == TOWER["spec"]["selector"]["matchLabels"] == LIGHTHOUSE["spec"]["selector"]
+    (port,), variables = LIGHTHOUSE["spec"]["ports"], {one["name"]: one.get("value") for one in GROUP["env"]}
+    command = tower["spec"]["containers"][0]["command"]
+    assert command[-1] == f"[::]:{port['port']}"
+    assert int(command[2]) > GROUPS["spec"]["completions"] / 2
+    assert variables["TORCHFT_LIGHTHOUSE"] == f"http://{LIGHTHOUSE['metadata']['name']}:{port['port']}"
+    (mount,), (volume,) = GROUP["volumeMounts"], GROUPS["spec"]["template"]["spec"]["volumes"]
+    assert mount["name"] == volume["name"]
+    assert mount["mountPath"] == f"{GROUP['workingDir']}/runs"  # where the script saves
 
 
 # --------------------------------------------------------------------------------------------------------- no scheduler

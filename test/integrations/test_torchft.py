@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+import yaml
 from torch.nn.parallel import DistributedDataParallel
 from torchft import Manager, ProcessGroupGloo
 
@@ -151,14 +152,17 @@ def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: P
 
 
 def test_the_example_trains_with_the_groups_that_are_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "replica_groups.py")]
+    """Started as the pods of the job for Kubernetes are."""
+    *_, job = yaml.safe_load_all((ROOT / "examples" / "clusters" / "kubernetes_groups.yaml").read_text())
+    *shell, script = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    command = [*shell, script.replace("python ", f"{sys.executable} -W ignore {ROOT}/")]
     with Groups(tmp_path, {}, 2) as groups:
         own = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}", "OMP_NUM_THREADS": "1"}
-        own["PYTHONPATH"] = str(ROOT)
+        own |= {"PYTHONPATH": str(ROOT), "POD_IP": "127.0.0.1"}
         with (tmp_path / "out").open("w") as out:
             for number in range(3):
                 groups.running[number] = subprocess.Popen(
-                    command, env=own | {"REPLICA_GROUP_ID": str(number)}, cwd=tmp_path, stdout=out
+                    command, env=own | {"JOB_COMPLETION_INDEX": str(number)}, cwd=tmp_path, stdout=out
                 )
         groups.wait(lambda: "update 50" in (tmp_path / "out").read_text(), "update 50")
         groups.kill(1)
