@@ -301,14 +301,13 @@ def test_a_message_has_a_microbatch_and_not_its_batch() -> None:
 
 
 def test_what_has_no_epochs_is_refused() -> None:
-    model, (x, target) = network(), data(4)
     source = vbs.ArrivingBatches(num_replicas=1, rank=0)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"the warm-up of LEGW must be in epochs, but it is|found|arrive"):
         vbs.LEGWRuleOptimizer(inner, source, 4, warmup_epochs=2)
     optimizer = vbs.LinearRuleOptimizer(inner, source, 4)
     with pytest.raises(ValueError, match=r"ahead must be 0 with batches that arrive"):
-        vbs.updates([(x, target)], optimizer, ahead=1)
+        vbs.updates([data(4)], optimizer, ahead=1)
     with pytest.raises(TypeError, match=r"batches must be iterable"):
         vbs.updates(3, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"have no epochs, use vbs.updates\(\)"):

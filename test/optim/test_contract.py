@@ -49,7 +49,7 @@ def test_a_rule_is_chosen_by_its_name() -> None:
     assert groups.rules == (vbs.rules.RootRule(),)
     with pytest.raises(ValueError, match=r"^rule must be one of constant, linear, .*, got 'lineal'; pass one of these"):
         training(vbs.CustomOptimizer, rule="lineal")
-    with pytest.raises(ValueError, match=r"LEGWRule takes some; pass rule=vbs\.LEGWRule\(\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"LEGWRule takes some; pass rule=vbs\.rules\.LEGWRule\(\.\.\.\)"):
         training(vbs.CustomOptimizer, rule="legw")
 
 

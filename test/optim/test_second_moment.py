@@ -287,6 +287,12 @@ def test_it_needs_adam(inner: Any) -> None:
         training(KIND, inner=inner, hyperparameters={"lr": 0.1})
 
 
+def test_adamw_is_adam_when_dynamo_has_wrapped_it() -> None:
+    torch.compile(lambda: None, backend="eager")()
+    training(KIND, inner=torch.optim.AdamW, hyperparameters=ADAM).run(1)
+    training(KIND, inner=torch.optim.Adam, hyperparameters=ADAM).run(1)
+
+
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match=r"on one device, in float32, say, got float16, in which squares overflow; ch"):
         training(KIND, model=network(torch.float16), dtype=torch.float16)

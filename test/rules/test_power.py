@@ -42,7 +42,7 @@ def test_rejects_an_exponent_that_is_negative_or_not_finite(wrong: float) -> Non
 
 
 def test_its_name_alone_is_not_enough() -> None:
-    with pytest.raises(ValueError, match=r"PowerRule takes some; pass rule=vbs\.PowerRule\(\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"PowerRule takes some; pass rule=vbs\.rules\.PowerRule\(\.\.\.\)"):
         training(vbs.CustomOptimizer, rule="power")
     with pytest.raises(TypeError, match=r"^exponent must be a finite number >= 0"):
         vbs.rules.PowerRule("linear")  # type: ignore[arg-type]

@@ -181,10 +181,12 @@ def create_second_moment(
 
 def _is_of_torch(inner: Optimizer) -> bool:
     """Return whether the optimizer is an Adam that keeps its state as torch does."""
-    if not isinstance(inner, Adam):
-        return False
-    own = type(inner)
-    return own._init_group is Adam._init_group and inspect.unwrap(own.step) is inspect.unwrap(Adam.step)
+
+    def of(kind: type[Optimizer]) -> list[Any]:
+        """Return its functions without what torch, and torch._dynamo once it is imported, wrap around them."""
+        return [inspect.unwrap(getattr(kind, name)) for name in ("step", "_init_group")]
+
+    return isinstance(inner, Adam) and of(type(inner)) == of(Adam)
 
 
 def check_microbatches(rules: Sequence[Rule], reference: int | None, sampler: Source) -> None:
