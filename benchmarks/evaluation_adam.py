@@ -9,9 +9,6 @@ Fashion-MNIST at half the resolution, whose parameters are all matrices, because
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from evaluation_large import LOGS, take_time, under
-from variable_batch_size.evaluation import Experiment, engines, read_records, report, write_records
+from evaluation_large import LOGS, arguments, options, take_time, under, write_report
+from variable_batch_size.evaluation import Experiment, engines, write_records
 from variable_batch_size.evaluation.tasks.fashion_cnn import FashionCnn
 
-FACTORS = (0.5, 1.0, 2.0, 4.0)
 REF_BATCHSIZE, MINIBATCH_SIZE, SAMPLES = 64, 16, 2**15
 RULES = {
     "AdamW": ("constant", "root", "adamscale", "power:0.6", "invariant-adam"),
@@ -65,47 +61,20 @@ class WithMuon(Perceptron):
 TASKS = {"AdamW": "evaluation_adam:WithAdamW", "Muon": "evaluation_adam:WithMuon"}
 
 
-def experiments(flags: argparse.Namespace) -> list[Experiment]:
+def experiments(flags: argparse.Namespace) -> dict[str, Experiment]:
     """Return the trainings of each optimizer."""
     traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
-    return [
-        Experiment(
-            {TASKS[name]: {"images": 2**14}},
-            traces,
-            RULES[name],
-            seeds=flags.seeds,
-            tuning_seeds=flags.tuning_seeds,
-            lr_factors=FACTORS,
-            samples=SAMPLES,
-            ref_batchsize=REF_BATCHSIZE,
-            minibatch_size=MINIBATCH_SIZE,
-            between=SAMPLES // 8,
-            data_dir=flags.data_dir,
-        )
-        for name in flags.optimizers
-    ]
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    folder = os.environ.get("CAPACITY_TRACES")
-    add("--capacity-traces", type=Path, default=folder, required=folder is None, help="by default $CAPACITY_TRACES")
-    add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
-    add("--folder", type=Path, default=Path("runs/adam"), help="folder of the records and of the report")
-    add("--table", type=Path, default=TABLE, help="file of all records")
-    add("--optimizers", nargs="*", choices=[*RULES], default=[*RULES])
-    add("--seeds", type=int, default=5, help="number of seeds that judge")
-    add("--tuning-seeds", type=int, default=3, help="number of seeds on which learning rates are chosen")
-    add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
-    add("--time", action="store_true", help="only record what a training takes")
-    return parser.parse_args()
+    own = {"ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
+    return {
+        name: Experiment({TASKS[name]: {"images": 2**14}}, traces, rules, **options(flags, SAMPLES), **own)
+        for name, rules in RULES.items()
+    }
 
 
 def main() -> None:
-    flags = parse()
+    flags = arguments(__doc__, "runs/adam", TABLE).parse_args()
     wanted = []
-    for name, experiment in zip(flags.optimizers, experiments(flags), strict=True):
+    for name, experiment in experiments(flags).items():
         own = sorted(experiment.cells(), key=lambda cell: cell.seed)
         if flags.time:
             take_time(next(cell for cell in own if cell.rule == RULES[name][-1]), f"perceptron, {name}")
@@ -116,8 +85,7 @@ def main() -> None:
         return
     found = engines.run(wanted, flags.folder, jobs=flags.jobs)
     write_records(sorted(found, key=lambda record: record.key), flags.table)
-    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
-    print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=len(wanted)))
+    write_report(flags, len(wanted))
 
 
 if __name__ == "__main__":

@@ -88,25 +88,25 @@ def experiment(flags: argparse.Namespace) -> Experiment:
     """Return the trainings."""
     traces: dict[str, Any] = dict(under(log, flags.capacity_traces, REF_BATCHSIZE // 2, SAMPLES) for log in LOGS)
     traces[f"constant, {TIMES} times the reference"] = REF_BATCHSIZE * TIMES
-    return Experiment(
-        {TASK: ARGUMENTS},
-        traces,
-        RULES,
-        seeds=flags.seeds,
-        tuning_seeds=flags.tuning_seeds,
-        lr_factors=FACTORS,
-        samples=SAMPLES,
-        lr=LR,
-        ref_batchsize=REF_BATCHSIZE,
-        minibatch_size=MINIBATCH_SIZE,
-        between=SAMPLES // 8,
-        data_dir=flags.data_dir,
-    )
+    own = {"lr": LR, "ref_batchsize": REF_BATCHSIZE, "minibatch_size": MINIBATCH_SIZE}
+    return Experiment({TASK: ARGUMENTS}, traces, RULES, **options(flags, SAMPLES), **own)
+
+
+def options(flags: argparse.Namespace, samples: int) -> dict[str, Any]:
+    """Return what experiments under these logs have in common."""
+    return {
+        "seeds": flags.seeds,
+        "tuning_seeds": flags.tuning_seeds,
+        "lr_factors": FACTORS,
+        "samples": samples,
+        "between": samples // 8,
+        "data_dir": flags.data_dir,
+    }
 
 
 def write_report(flags: argparse.Namespace, planned: int) -> None:
     """Write the report of the records that are there."""
-    command = shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     print(report.write_report(read_records(flags.folder), flags.folder, command=command, planned=planned))
 
 
@@ -118,24 +118,26 @@ def take_time(cell: Cell, on: str) -> None:
     record("time of a training of an evaluation", cell.rule, found.wall_seconds, "s", on=on, where="CPU, 1 thread")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, folder: str, table: Path) -> argparse.ArgumentParser:
+    """Return a parser of what is told to an evaluation under these logs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    folder = os.environ.get("CAPACITY_TRACES")
-    add("--capacity-traces", type=Path, default=folder, required=folder is None, help="by default $CAPACITY_TRACES")
+    traces = os.environ.get("CAPACITY_TRACES")
+    add("--capacity-traces", type=Path, default=traces, required=traces is None, help="by default $CAPACITY_TRACES")
     add("--data-dir", help="folder with the files of Fashion-MNIST; by default those of Debian's package")
-    add("--folder", type=Path, default=Path("runs/large"), help="folder of the records and of the report")
-    add("--table", type=Path, default=TABLE, help="file of all records")
+    add("--folder", type=Path, default=Path(folder), help="folder of the records and of the report")
+    add("--table", type=Path, default=table, help="file of all records")
     add("--seeds", type=int, default=5, help="number of seeds that judge")
     add("--tuning-seeds", type=int, default=3, help="number of seeds on which learning rates are chosen")
     add("--jobs", type=int, default=1, help="trainings at the same time, of one thread each")
-    add("--report", action="store_true", help="only write the report of what is there")
     add("--time", action="store_true", help="only record what a training takes")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    flags = parse()
+    parser = arguments(__doc__, "runs/large", TABLE)
+    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
+    flags = parser.parse_args()
     trainings = experiment(flags)
     wanted = sorted(trainings.cells(), key=lambda cell: cell.seed)  # so that what is not complete can be compared
     if flags.time:

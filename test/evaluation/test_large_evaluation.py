@@ -81,11 +81,9 @@ def test_the_page_has_the_losses_of_adam_and_of_muon() -> None:
         for trace in ("Bamboo g4dn, hours 1 to 7", "SkyPilot us-east-2b, hours 35 to 47"):
             facts = analysis.facts(task, trace)
             assert not facts["failed"].any()
-            rows = facts.reindex(rules).itertuples()
+            rows = [*facts.reindex(rules).itertuples()]
             own = [f"{row.value:.3f} ({row.factor:g})" if row.value == row.value else "" for row in rows]
-            untuned = [
-                f"{row.untuned:.3f}" if row.value == row.value else "" for row in facts.reindex(rules).itertuples()
-            ]
+            untuned = [f"{row.untuned:.3f}" if row.value == row.value else "" for row in rows]
             for cells in (own, untuned):
                 line = f"| {name}, {trace.split(',')[0]} | {' | '.join(cells)} |"
                 assert line.replace("|  |", "| |") in page.read_text(), line
