@@ -126,8 +126,9 @@ class SecondMoment:
             multiply(sums, weight * (1 - beta) / beta, self._backend)
             moments = [self._inner.state[parameter]["exp_avg_sq"] for parameter in parameters]
             torch._foreach_add_(moments, [one.to(own.dtype) for one, own in zip(sums, moments, strict=True)])
+        self._watch_hooks()
 
-    def watch(self) -> None:
+    def _watch_hooks(self) -> None:
         """If the inner optimizer has hooks before its step, let one more raise if they change gradients."""
         if self._watch is not None:
             self._watch.remove()

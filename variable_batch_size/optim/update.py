@@ -272,7 +272,6 @@ class Updater:
             begin()
             if self.second_moment is not None:
                 self.second_moment.apply(step, self.rules)
-                self.second_moment.watch()
             self._inner.step()
 
     def _reference(self) -> dict[str, Any]:

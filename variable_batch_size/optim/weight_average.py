@@ -56,7 +56,7 @@ class WeightAverage:
         check_choice(by, "by", get_args(By))
         if by == "samples" and optimizer.ref_batchsize is None:
             raise value_error('by="samples" needs a ref_batchsize', "none", "pass it to the optimizer")
-        self._by, self._optimizer, self._seen, self._applied = by, optimizer, optimizer.updates, False
+        self._by, self._optimizer, self._seen = by, optimizer, optimizer.updates
         copies = (parameter.detach().clone() for parameter in self._parameters)
         self.averages = [one.float() if is_narrow(one) else one for one in copies]
         optimizer._watch(self)
@@ -103,14 +103,16 @@ class WeightAverage:
             raise RuntimeError("the averages are applied already; leave that block first")
         kept = [parameter.detach().clone() for parameter in local(self._parameters)]
         self._put(local(self.averages))
-        self._applied, loop = True, self._optimizer._loop
-        loop.averaged += 1
+        self._optimizer._loop.averages.add(self)
         try:
             yield
         finally:
             self._put(kept)
-            self._applied = False
-            loop.averaged -= 1
+            self._optimizer._loop.averages.remove(self)
+
+    @property
+    def _applied(self) -> bool:
+        return self in self._optimizer._loop.averages
 
     @torch.no_grad()
     def _put(self, values: list[Tensor]) -> None:
