@@ -77,20 +77,31 @@ def test_all_groups_are_lost_and_fewer_resume_from_the_checkpoint_of_one(tmp_pat
     assert min(made) == saved >= 10
 
 
-def test_a_lighthouse_that_comes_back_at_once_ends_nothing(tmp_path: Path) -> None:
-    with Groups(tmp_path, settings := LINEAR | {"retries": 10, "quorum_timeout": 30}, 2) as groups:
-        for number in range(2):
+def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_path: Path) -> None:
+    """It counts quorums from 1 again, and group 2 has had the second one."""
+    with Groups(tmp_path, settings := LINEAR | {"retries": 30, "quorum_timeout": 30}, 2) as groups:
+        for number in range(3):
             groups.start(number)
-        groups.wait_for(5)
+            if number:
+                groups.wait(lambda number=number: len(groups.holders) == number + 1, "it")  # type: ignore[misc]
+        assert groups.events()[-1]["quorum"] == 2
+        groups.freeze(2)
         groups.lighthouse.kill()
         groups.lighthouse.wait()
         groups.start_lighthouse()
         groups.wait_for(5)
-        check(groups.finish(), settings)
+        groups.thaw(2)
+        thawed = groups.reached()
+        groups.wait(lambda: groups.reached(2) > thawed, "its return")
+        events = groups.finish()
+    check(events, settings)
+    assert next(e["quorum"] for e in events if e["event"] == "commit" and e["group"] == 2 and e["step"] > thawed) == 2
+    assert not any("exception in pg configure" in path.read_text() for path in tmp_path.glob("log-*"))
 
 
-def test_without_a_lighthouse_every_group_ends_with_one_sentence(tmp_path: Path) -> None:
-    with Groups(tmp_path, LINEAR | {"quorum_timeout": 3}, 2) as groups:
+@pytest.mark.parametrize("retries", [0, 30])
+def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, tmp_path: Path) -> None:
+    with Groups(tmp_path, LINEAR | {"quorum_timeout": 3, "retries": retries}, 2) as groups:
         for number in range(2):
             groups.start(number)
         groups.wait_for(5)

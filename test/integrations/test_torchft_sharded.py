@@ -50,6 +50,18 @@ def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path: Path)
     assert "this one differs from the others in parameters, rule;" in (tmp_path / "log-1").read_text()
 
 
+def test_a_group_of_another_size_ends_and_says_so(tmp_path: Path) -> None:
+    with Groups(tmp_path, settings := SHARDED | {"only": {"1": {"processes": 3}}}) as groups:
+        groups.start(0)
+        groups.wait_for(5)
+        groups.start(1)
+        assert groups.running.pop(1).wait(60) == 1
+        log = (tmp_path / "log-1").read_text()
+        assert log.count("a replica group must have as many processes as the others, 2, got 3; start this") == 3, log
+        groups.wait_for(5)
+        check(groups.finish(3), settings)
+
+
 @pytest.mark.slow("starts eight processes")
 def test_a_checkpoint_of_one_group_starts_all_again(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := SHARDED | {"checkpoint": True}, 2) as groups:

@@ -1,11 +1,8 @@
-"""torchft: replica groups that fail and come back within a training whose updates stay the same."""
+"""The backend of replica groups that fail and come back."""
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from logging import WARNING
@@ -15,24 +12,18 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchft import Manager
+from torchft.utils import get_stream_context
 
 from variable_batch_size._log import log
 from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import BrokenStepError, DistributedBackend, ElasticBackend
 from variable_batch_size.backend.flat_messages import FlatMessages
 from variable_batch_size.checkpoint.parts import Stateful
-from variable_batch_size.integrations.versions import require_version
+from variable_batch_size.integrations.torchft import letter
+from variable_batch_size.integrations.torchft.quorum import QuorumClient
 from variable_batch_size.world import World
 
-require_version("torchft", "0.2.0", "torchft")
-
-from torchft import Manager  # noqa: E402
-from torchft.utils import get_stream_context  # noqa: E402
-
-# Bytes of the parts of a letter: of the first group, and of each one.
-_NONCE, _LENGTH, _TEXT = 8, 2, 4096
-_CHAIN, _FACT, _FACTS = 8, 2, 128  # the last one is the number of facts that are told apart
-_OWN = _CHAIN + _FACT * _FACTS
 _LENGTHS = "what is summed (gradients, and the names of log())"
 
 
@@ -72,6 +63,7 @@ class TorchftBackend(ElasticBackend):
             requirement = "a group that comes back must take part at once"
             raise value_error(requirement, "use_async_quorum=True", "pass use_async_quorum=False to the Manager")
         super().__init__(_processes_of(manager) if manager._group_world_size > 1 else None)
+        manager._client = QuorumClient(manager)
         self._manager, self._messages = manager, FlatMessages()
         self._parts: dict[str, Stateful] = {}
         self._met = False  # whether an update may be computed
@@ -86,10 +78,9 @@ class TorchftBackend(ElasticBackend):
         self._tasks = list[Future[None]]()  # of the sum under way
         self._works = list[Any]()
         self._message, self._differing = b"", list[str]()
-        self._chain = bytes(_CHAIN)  # of all sums that this model has taken
+        self._chain = letter.START  # of all sums that this model has taken
         self._differs = False  # whether other groups have taken others
         self._facts: Mapping[str, Any] = {}
-        self._names: list[str] = []
         self._failure: Exception | None = None  # of a state_dict
 
     def register(self, **parts: Stateful) -> None:
@@ -111,6 +102,7 @@ class TorchftBackend(ElasticBackend):
 
         Raises:
             RuntimeError: if there is none: too few groups, or no lighthouse.
+            ValueError: if this group has another number of processes than the others.
         """
         if self._met:
             return False
@@ -174,6 +166,8 @@ class TorchftBackend(ElasticBackend):
             if again:
                 self._manager.should_commit()  # False: the next quorum is a new one
             self._manager.start_quorum()
+        except ValueError:  # a group of another size
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
@@ -259,26 +253,25 @@ class TorchftBackend(ElasticBackend):
             )
         if not counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
-        begin, message = _NONCE + _LENGTH, self._message
-        length = int.from_bytes(message[_NONCE:begin], "big")
-        self.received = message[begin : begin + length].decode()
+        self.received = letter.text_of(self._message)
         # Others may need the state of some processes of this group: these have to be asked before the first forward.
         self._steady = self.job.world.size == 1
-        self._chain = hashlib.sha256(self._chain + message).digest()[:_CHAIN]
+        self._chain = letter.next_chain(self._chain, self._message)
 
     # In the thread, if the quorum is that of `world`, until an error: then nothing more is sent.
 
     def _compare(self, device: torch.device, facts: Mapping[str, Any]) -> None:
         if self._found != self._groups or self._state is not None:
             return
+        written, self.posted = letter.write(self._groups, self.posted, self._chain, facts), ""
         stream = torch.Stream(device) if device.type != "cpu" else None  # for which backward() need not have ended
         with get_stream_context(stream):
-            letter = self._letter(facts).to(device)
-            self._sum(letter).wait()
-            read = letter.cpu()
+            summed = torch.frombuffer(written, dtype=torch.uint8).float().to(device)
+            self._sum(summed).wait()
+            read = summed.cpu()
         if self._manager.errored() is None:
             self._message = read.round().to(torch.uint8).numpy().tobytes()
-            self._differing = self._check(self._message)
+            self._check(facts)
 
     def _send(self, flat: Tensor, stream: torch.Stream | None) -> None:
         if self._message and self._manager.errored() is None:
@@ -288,40 +281,16 @@ class TorchftBackend(ElasticBackend):
     def _sum(self, flat: Tensor) -> Any:
         return self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)  # which keeps an error of the work
 
-    def _letter(self, facts: Mapping[str, Any]) -> Tensor:
-        """Return bytes, of which each group writes its own, as numbers."""
-        (rank, size), text = (self._groups.rank, self._groups.size), self.posted.encode()
-        if len(text) > _TEXT:
-            raise value_error(f"the answer of a controller must have at most {_TEXT} bytes", len(text), "shorten it")
-        written = bytearray(_NONCE + _LENGTH + _TEXT + size * _OWN)
-        if rank == 0:
-            head = secrets.token_bytes(_NONCE) + len(text).to_bytes(_LENGTH, "big") + text
-            written[: len(head)] = head
-        own = self._chain
-        self._names = sorted(facts)[:_FACTS]
-        for name in self._names:
-            own += zlib.crc32(f"{name}: {facts[name]}".encode()).to_bytes(4, "big")[:_FACT]
-        begin = len(written) + (rank - size) * _OWN
-        written[begin : begin + len(own)] = own
-        self.posted = ""
-        return torch.frombuffer(written, dtype=torch.uint8).float()
-
-    def _check(self, message: bytes) -> list[str]:
-        """Report an error unless all groups have the same model and settings; return in what this one differs."""
-        rows = [message[at : at + _OWN] for at in range(_NONCE + _LENGTH + _TEXT, len(message), _OWN)]
-        if len(set(rows)) == 1:
-            return []
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        """Report an error unless all groups have the same model and settings."""
+        found = letter.differences(self._message, self._groups.rank, facts)
+        if found is None:
+            return
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
-        mine = rows[self._groups.rank]
-        facts, others = mine[_CHAIN:], _most([row[_CHAIN:] for row in rows])
-        if facts != others:
-            parts = [slice(at, at + _FACT) for at in range(0, len(facts), _FACT)]
-            found = [name for name, part in zip(self._names, parts, strict=False) if facts[part] != others[part]]
-            return found or ["the names of its settings"]
-        self._differs = mine[:_CHAIN] != _most([row[:_CHAIN] for row in rows])
+        self._differing, other_model = found
+        self._differs = other_model and not self._differing
         if self._differs:
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
-        return []
 
     # The state, which the thread of the loop saves and loads, between two updates. ------------------------------------
 
@@ -374,8 +343,3 @@ def _failed(error: Exception) -> RuntimeError:
         f"what is registered must be saved by one group and loaded by another, but that failed with "
         f"{type(error).__name__}: {error}; build the same objects in every group"
     )
-
-
-def _most(rows: Sequence[bytes]) -> bytes:
-    """Return the most frequent one, of equally frequent ones the first."""
-    return max(rows, key=lambda row: (rows.count(row), -rows.index(row)))
