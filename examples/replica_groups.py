@@ -31,7 +31,7 @@ def main() -> None:
         state_dict=None,
         min_replica_size=GROUPS // 2 + 1,
         use_async_quorum=False,
-        quorum_retries=10,  # if the lighthouse is started again
+        quorum_retries=60,  # if the lighthouse is started again: a try each second
         replica_id=f"group{group}",
         hostname=host,
         store_addr=host,
@@ -55,7 +55,8 @@ def main() -> None:
 
     checkpoint = None
     if group == 0:  # for the day when all groups end: the others take over what it restores
-        checkpoint = vbs.Checkpoint("runs/groups", model=model, optimizer=optimizer, every=50, run="groups")
+        folder = os.environ.get("CHECKPOINTS", "runs/groups")  # or a URL
+        checkpoint = vbs.Checkpoint(folder, model=model, optimizer=optimizer, every=50, run="groups")
         checkpoint.restore()
     while not optimizer.done:
         for update in vbs.updates(loader, optimizer):

@@ -18,7 +18,19 @@ import pytest
 import yaml
 
 from helpers.commands import TIMEOUT, free_port, run, saved, wait_for
-from helpers.jobs import SHORT, STOPPED, TRAIN, assert_saved_and_resumed, children, logs, place, start, started
+from helpers.jobs import (
+    SHORT,
+    STOPPED,
+    TRAIN,
+    assert_saved_and_resumed,
+    children,
+    logs,
+    place,
+    signal_step,
+    slurm,
+    start,
+    started,
+)
 from helpers.kills import send
 from helpers.object_stores import s3
 from helpers.pages import DOCS, ROOT, commands
@@ -35,20 +47,7 @@ RESOURCES = [SERVICE, JOB, RENDEZVOUS, STORE, ELASTIC, LIGHTHOUSE, TOWER, GROUPS
 (GROUP,) = GROUPS["spec"]["template"]["spec"]["containers"]
 (ELASTIC_CONTAINER,) = ELASTIC["spec"]["template"]["spec"]["containers"]
 SKYPILOT = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
-
-# Starts a process per task, as srun does, and exits with the highest exit code; a process id per line in `tasks-JOB`.
-SRUN = r"""#!/bin/bash
-while [ "$1" != bash ]; do shift; done
-export SLURM_PROCID SLURM_LOCALID=0
-for ((SLURM_PROCID = 0; SLURM_PROCID < SLURM_NTASKS; SLURM_PROCID++)); do "$@" & pids+=($!); done
-printf '%s\n' "${pids[@]}" > "tasks-$SLURM_JOB_ID"
-for pid in "${pids[@]}"; do wait "$pid"; code=$?; [ $code -gt "${highest:=0}" ] && highest=$code; done
-exit "$highest"
-"""
-SCONTROL = """#!/bin/bash
-if [ "$1" = show ]; then echo localhost; else echo "$@" >> requests; fi
-"""
-
+_, TOWER_TASK, *GROUP_TASKS = yaml.safe_load_all((CLUSTERS / "skypilot_groups.yaml").read_text())
 
 # ------------------------------------------------------------------------------------------------------- the validators
 
@@ -61,6 +60,7 @@ def shell_scripts() -> dict[str, str]:
         "kubernetes_groups.yaml": f"#!/bin/bash\n{GROUP['command'][-1]}",
         "skypilot.yaml, setup": f"#!/bin/bash\n{SKYPILOT['setup']}",
         "skypilot.yaml, run": f"#!/bin/bash\n{SKYPILOT['run']}",
+        **{f"skypilot_groups.yaml, {task['name']}": f"#!/bin/bash\n{task['run']}" for task in GROUP_TASKS},
     }
 
 
@@ -113,9 +113,16 @@ def test_names_of_the_replica_groups_agree() -> None:
     assert command[-1] == f"[::]:{port['port']}"
     assert int(command[2]) > GROUPS["spec"]["completions"] / 2
     assert variables["TORCHFT_LIGHTHOUSE"] == f"http://{LIGHTHOUSE['metadata']['name']}:{port['port']}"
-    (mount,), (volume,) = GROUP["volumeMounts"], GROUPS["spec"]["template"]["spec"]["volumes"]
-    assert mount["name"] == volume["name"]
-    assert mount["mountPath"] == f"{GROUP['workingDir']}/runs"  # where the script saves
+
+
+def test_tasks_of_the_job_group_agree() -> None:
+    """test/integrations/test_torchft.py starts one."""
+    name = f"http://{TOWER_TASK['name']}-0.$SKYPILOT_JOBGROUP_NAME:"
+    (port,) = {task["run"].partition(name)[2].partition('"')[0] for task in GROUP_TASKS}
+    assert TOWER_TASK["run"].endswith(f"[::]:{port}")
+    for number, task in enumerate(GROUP_TASKS):
+        assert task["name"] == f"group-{number}"
+        assert f"REPLICA_GROUP_ID={number}" in task["run"]
 
 
 # --------------------------------------------------------------------------------------------------------- no scheduler
@@ -133,24 +140,6 @@ def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started:
 
 
 # ---------------------------------------------------------------------------------------------------------------- Slurm
-
-
-def slurm(
-    place: Path, flags: str, job: int, *, srun: str = SRUN, state: str = "RUNNING", tasks: int = 2, **variables: str
-) -> subprocess.Popen[bytes]:
-    """Run the script with these arguments, as the job with this number."""
-    (place / "bin").mkdir(exist_ok=True)
-    for name, text in {"srun": srun, "scontrol": SCONTROL, "squeue": f"#!/bin/bash\necho {state}\n"}.items():
-        (place / "bin" / name).write_text(text)
-        (place / "bin" / name).chmod(0o755)
-    settings = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NTASKS": str(tasks)}
-    command = ["bash", "examples/clusters/train.slurm", *flags.split()]
-    return start(command, place, f"log-{job}", SLURM_CPUS_PER_TASK="1", **settings, **variables)
-
-
-def signal_step(place: Path, job: int) -> None:
-    """Signal the processes of a job, as Slurm does."""
-    send(signal.SIGTERM, [int(task) for task in (place / f"tasks-{job}").read_text().split()])
 
 
 @pytest.mark.slow("restarts jobs")

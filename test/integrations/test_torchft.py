@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchft import Manager, ProcessGroupGloo
 
 import variable_batch_size as vbs
+from helpers.jobs import STOPPED, logs, place, signal_step, slurm, start
 from helpers.torchft_groups import Groups, check, run_script, train_alone
 from helpers.torchft_training import TRACE, loader_of, loss_of, make
 from variable_batch_size.integrations.torchft import TorchftBackend
+
+__all__ = ["place"]
 
 ROOT = Path(__file__).parents[2]
 LINEAR = {"trace": "fixed", "rule": "linear"}
@@ -162,24 +162,28 @@ def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: P
         check(groups.finish(), settings)
 
 
-def test_the_example_trains_with_the_groups_that_are_left(tmp_path: Path) -> None:
-    """Started as the pods of the job for Kubernetes are."""
-    *_, job = yaml.safe_load_all((ROOT / "examples" / "clusters" / "kubernetes_groups.yaml").read_text())
-    *shell, script = job["spec"]["template"]["spec"]["containers"][0]["command"]
-    command = [*shell, script.replace("python ", f"{sys.executable} -W ignore {ROOT}/")]
-    with Groups(tmp_path, {}, 2) as groups:
-        own = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}", "OMP_NUM_THREADS": "1"}
-        own |= {"PYTHONPATH": str(ROOT), "POD_IP": "127.0.0.1"}
-        with (tmp_path / "out").open("w") as out:
-            for number in range(3):
-                groups.running[number] = subprocess.Popen(
-                    command, env=own | {"JOB_COMPLETION_INDEX": str(number)}, cwd=tmp_path, stdout=out
-                )
-        groups.wait(lambda: "update 50" in (tmp_path / "out").read_text(), "update 50")
-        groups.kill(1)
-        assert [groups.running[number].wait(60) for number in (0, 2)] == [0, 0]
-    assert "update 300: 2 groups" in (tmp_path / "out").read_text()
-    assert vbs.read_checkpoint(tmp_path / "runs" / "groups")["facts"]["updates"] == 300
+def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
+    """A pod of Kubernetes, a machine of SkyPilot, and a job of Slurm, which is preempted."""
+    clusters = ROOT / "examples" / "clusters"
+    *_, job = yaml.safe_load_all((clusters / "kubernetes_groups.yaml").read_text())
+    *_, task = yaml.safe_load_all((clusters / "skypilot_groups.yaml").read_text())
+    *shell, pod = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    with Groups(place, {}, 2) as groups:
+        address = f"http://localhost:{groups.port}"
+        own = {"TORCHFT_LIGHTHOUSE": address, "POD_IP": "127.0.0.1", "CHECKPOINTS": str(place / "checkpoints")}
+        task["run"] = task["run"].replace("http://lighthouse-0.$SKYPILOT_JOBGROUP_NAME:29510", address)
+        groups.running = {
+            0: start([*shell, pod], place, "log-0", **own, JOB_COMPLETION_INDEX="0"),
+            1: start(["bash", "-c", task["run"]], place, "log-1", SKYPILOT_NODE_IPS="127.0.0.1"),
+            2: slurm(place, "examples/replica_groups.py", 7, tasks=1, **own, SLURM_ARRAY_TASK_ID="1"),
+        }
+        groups.wait(lambda: "update 50: 3 groups" in logs(place), "update 50")
+        signal_step(place, 7)
+        assert groups.running.pop(2).wait(60) == STOPPED, logs(place)
+        assert (place / "requests").read_text() == "requeue 7\n"
+        assert [groups.running[number].wait(60) for number in (0, 1)] == [0, 0], logs(place)
+    assert "update 300: 2 groups" in logs(place)
+    assert vbs.read_checkpoint(place / "checkpoints")["facts"]["updates"] == 300
 
 
 # What is refused. ----------------------------------------------------------------------------------------------------
