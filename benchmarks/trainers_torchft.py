@@ -59,13 +59,17 @@ def recoveries(repeats: int) -> None:
             pause.unlink()
             what = "updates of the others while one group pauses for 2 s"
             record(what, "torchft", made, "updates", **own)
+            if join == JOINS[1]:
+                record_lighthouse(groups, repeats, **own)
 
 
 def sharded_recoveries(repeats: int) -> None:
     """Record the same of groups of two processes, which have no time left on two cores."""
     join = JOINS[1]
     with tempfile.TemporaryDirectory() as folder, three_groups(Path(folder), SHARDED, join) as groups:
-        record_recoveries(groups, repeats, on="3 groups of 2 processes", where=f"join timeout {join} ms")
+        own = {"on": "3 groups of 2 processes", "where": f"join timeout {join} ms"}
+        record_recoveries(groups, repeats, **own)
+        record_lighthouse(groups, repeats, **own)
 
 
 @contextmanager
@@ -93,12 +97,20 @@ def record_recoveries(groups: Groups, repeats: int, **own: str) -> None:
         waits.setdefault("after a freeze", []).append(until_next(groups, groups.freeze, 2))
         groups.thaw(2)
         groups.wait(lambda: commits(groups, 2)[-1]["step"] > groups.reached() - 3, "its return")
+    for what, seconds in waits.items():
+        record(RECOVERY, f"torchft, {what}", spread(seconds), "s", **own)
+
+
+def record_lighthouse(groups: Groups, repeats: int, **own: str) -> None:
+    """Record the seconds from the start of a new lighthouse, at which the groups try each second."""
+    seconds = []
+    for _ in range(repeats):
+        groups.wait_for(5)
         groups.lighthouse.kill()
         groups.lighthouse.wait()
         time.sleep(2)  # until all groups wait
-        waits.setdefault("after a new lighthouse", []).append(until_next(groups, groups.start_lighthouse))
-    for what, seconds in waits.items():
-        record(RECOVERY, f"torchft, {what}", spread(seconds), "s", **own)
+        seconds.append(until_next(groups, groups.start_lighthouse))
+    record(RECOVERY, "torchft, after a new lighthouse", spread(seconds), "s", **own)
 
 
 def commits(groups: Groups, number: int | None = None) -> list[dict[str, Any]]:

@@ -40,13 +40,14 @@ ELSEWHERE = {
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python examples/xla.py": "test_devices.py runs it",
     "(set -a; eval": "a TPU; test_ddp_page.py runs the script",
     "sbatch": "a cluster; test_clusters.py runs the script",
+    "TORCHFT_LIGHTHOUSE=http://service-node:29510 CHECKPOINTS": "a cluster; test_torchft.py runs the script",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 sbatch": "a cluster; test_clusters.py runs the arguments of the script",
     "python examples/clusters/rendezvous.py": "waits for a signal; test_clusters.py runs it with another port",
     "kubectl apply": "a cluster; test_clusters.py validates the file and runs its command",
     "vbs ": "test_capacity_page.py, test_evaluation_page.py and test_real_traces.py run it",
     "python benchmarks/evaluation_adam.py": "ten minutes; test_large_evaluation.py reads its records",
     "python benchmarks/evaluation_large.py": "two hours; test_large_evaluation.py reads its traces and records",
-    "sky jobs launch": "a cloud; test_clusters.py runs the file's command",
+    "sky jobs launch": "a cloud; test_clusters.py and test_torchft.py run the files' commands",
 }  # beginning of a command that no test runs as it is -> why
 
 

@@ -36,7 +36,7 @@ class Groups:
     """A lighthouse and replica groups by number, all of which end with the context."""
 
     def __init__(
-        self, folder: Path, settings: Settings, least: int = 1, *, join_ms: int = 300, heartbeat_ms: int = 500
+        self, folder: Path, settings: Settings, least: int = 1, *, join_ms: int = 1000, heartbeat_ms: int = 500
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.settings, self.least, self.port = folder, settings | {"least": least}, least, free_port()
@@ -65,6 +65,13 @@ class Groups:
         command += ["--quorum_tick_ms", "20"]
         with (self.folder / "lighthouse.log").open("a") as log:
             self.lighthouse = subprocess.Popen([*command, *self.options], stdout=log, stderr=log)
+
+    def restart_lighthouse(self, pause: float = 0.0) -> None:
+        """Kill the lighthouse, and start it again after these seconds."""
+        self.lighthouse.kill()
+        self.lighthouse.wait()
+        time.sleep(pause)
+        self.start_lighthouse()
 
     def start(self, number: int) -> None:
         """Start a group."""
@@ -162,14 +169,18 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def run_script(groups: Groups, number: int, events: int, drawn: random.Random) -> None:
-    """Let random events happen to this number of groups, of which any `least` have one that holds the model."""
+    """Let random events happen to this number of groups, of which any `least` have one that holds the model.
+
+    The settings need `retries`, since the lighthouse is among those that are started again.
+    """
     for group in range(number):
         groups.start(group)
     groups.wait_for(5)
     for _ in range(events):
         holders = groups.holders
         spare = len(holders) > number - groups.least + 1  # then the others are too few for a quorum
-        possible: list[tuple[Callable[[int], None], Sequence[int]]] = [
+        possible: list[tuple[Callable[[Any], None], Sequence[Any]]] = [
+            (groups.restart_lighthouse, [0.0, 1.0, 2.0]),
             (groups.thaw, [*groups.frozen]),
             (groups.start, [group for group in range(number) if group not in groups.running]),
             (groups.kill, [group for group in groups.running if spare or group not in holders]),
@@ -265,6 +276,7 @@ def main(events: int, seed: int, processes: int = 1) -> None:
     settings: Settings = {
         "trace": drawn.choice(["fixed", "per-device", "noise"]),
         "rule": drawn.choice(["linear", "adascale", "root"]),
+        "retries": 60,
     }
     number = drawn.randint(2, 5)
     least = number // 2 + 1

@@ -33,7 +33,8 @@ def test_groups_that_fail_and_come_back_make_the_planned_updates(number: int, tm
     seed = 5
     print("seed", seed)
     trace, rule = SEEDS[number]
-    with Groups(tmp_path, settings := {"trace": trace, "rule": rule}, number // 2 + 1) as groups:
+    settings = {"trace": trace, "rule": rule, "retries": 60}
+    with Groups(tmp_path, settings, number // 2 + 1) as groups:
         run_script(groups, number, 6, random.Random(seed))
         found = check(groups.finish(), settings)
     assert found["worlds"] > 1, found
@@ -86,9 +87,7 @@ def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_
                 groups.wait(lambda number=number: len(groups.holders) == number + 1, "it")  # type: ignore[misc]
         assert groups.events()[-1]["quorum"] == 2
         groups.freeze(2)
-        groups.lighthouse.kill()
-        groups.lighthouse.wait()
-        groups.start_lighthouse()
+        groups.restart_lighthouse()
         groups.wait_for(5)
         groups.thaw(2)
         thawed = groups.reached()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft import Manager, ProcessGroupGloo
 
+from helpers.commands import free_port
+from helpers.jobs import logs, place, slurm, start
 from helpers.torchft_groups import Groups, check
 from helpers.torchft_training import TRACE, make
 from variable_batch_size.integrations.torchft import TorchftBackend
+
+__all__ = ["place"]
 
 SHARDED = {"trace": "fixed", "rule": "linear", "processes": 2, "pause": 0.2}
 
@@ -78,20 +80,19 @@ def test_a_checkpoint_of_one_group_starts_all_again(tmp_path: Path) -> None:
     assert min(event["step"] for event in events if event["event"] == "commit" and event["time"] > again) >= 10
 
 
-@pytest.mark.slow("starts four processes, and torchrun twice")
-def test_the_example_trains(tmp_path: Path) -> None:
-    script = str(Path(__file__).parents[2] / "examples" / "sharded_groups.py")
+@pytest.mark.slow("starts four processes, and torchrun")
+def test_the_example_trains(place: Path) -> None:
+    """A group of torchrun, and one of a job of Slurm."""
+    script = "examples/sharded_groups.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    with Groups(tmp_path, {}, 2) as groups:
-        own = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}", "OMP_NUM_THREADS": "1"}
-        own["PYTHONPATH"] = str(Path(script).parents[1])
-        with (tmp_path / "log-out").open("w") as out:
-            for number in (0, 1):
-                groups.running[number] = subprocess.Popen(
-                    command, env=own | {"REPLICA_GROUP_ID": str(number)}, stdout=out, stderr=out, start_new_session=True
-                )
-        assert [groups.running[number].wait(120) for number in (0, 1)] == [0, 0]
-    assert "update 300: 4 processes" in (tmp_path / "log-out").read_text()
+    with Groups(place, {}, 2) as groups:
+        own = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}"}
+        groups.running = {
+            0: start(command, place, "log-0", **own, REPLICA_GROUP_ID="0"),
+            1: slurm(place, script, free_port() - 20000, tasks=2, **own, SLURM_ARRAY_TASK_ID="1"),
+        }
+        assert [groups.running[number].wait(120) for number in (0, 1)] == [0, 0], logs(place)
+    assert "update 300: 4 processes" in logs(place)
 
 
 def test_what_is_not_supported_within_a_group_is_refused(tmp_path: Path) -> None:
