@@ -31,7 +31,7 @@ def main() -> None:
         state_dict=None,
         min_replica_size=GROUPS // 2 + 1,
         use_async_quorum=False,
-        quorum_retries=60,  # if the lighthouse is started again: a try each second
+        quorum_retries=60,  # if the lighthouse is started again
         replica_id=f"group{group}",
         hostname=host,
         store_addr=host,

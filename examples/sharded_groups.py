@@ -32,7 +32,7 @@ def main() -> None:
         min_replica_size=GROUPS // 2 + 1,
         use_async_quorum=False,
         init_sync=False,  # all groups begin with the same weights
-        quorum_retries=60,  # if the lighthouse is started again: a try each second
+        quorum_retries=60,  # if the lighthouse is started again
         replica_id=f"group{group}",
         hostname=os.environ["MASTER_ADDR"],  # by which the other groups reach this one: torchrun --local-addr
     )
