@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -108,6 +109,40 @@ def is_held(folder: Path, number: int, update: int) -> bool:
     return hold.exists() and update >= int(hold.read_text())
 
 
+def die_in_the_sum(backend: Any) -> None:
+    """Let this process kill itself when the other groups have the letter of the sum, and wait for the gradients."""
+
+    def die(*_: object) -> None:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    backend._send = die
+
+
+def receive_later(manager: Any, folder: Path, *, waits: bool) -> None:
+    """Let a process of a group wait for the file `FOLDER/go` before it takes over a state, and the others ask late.
+
+    The file `FOLDER/waits` says that it waits. Of the processes of a group, torchft believes the last one that asks.
+    """
+    receive, start = manager._checkpoint_transport.recv_checkpoint, manager.start_quorum
+
+    def later(**arguments: Any) -> Any:
+        manager._checkpoint_transport.recv_checkpoint = receive
+        (folder / "waits").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+        return receive(**arguments)
+
+    def late() -> None:
+        time.sleep(0.2)
+        start()
+
+    if waits:
+        manager._checkpoint_transport.recv_checkpoint = later
+    else:
+        manager.start_quorum = late
+
+
 def miss_once(manager: Any) -> None:
     """Let this group alone find that the next sum has failed."""
     commit = manager.should_commit
@@ -154,6 +189,8 @@ def train(folder: Path, number: int, settings: Settings, rank: int = 0, port: in
     seed = settings.get("seed", number if processes == 1 else 0)
     model, optimizer = make(settings, TRACES[settings["trace"]], seed, backend=backend, sharded=processes > 1)
     backend.register(model=model, optimizer=optimizer)
+    if "receives_later" in settings:
+        receive_later(manager, folder, waits=settings["receives_later"] == rank)
     bucketed_sync._BUCKET = 100  # bytes: several buckets
     deal: dict[str, Any] = {}
     confirm = backend._confirm
@@ -187,6 +224,8 @@ def train(folder: Path, number: int, settings: Settings, rank: int = 0, port: in
                     microbatch = optimizer._loop.upcoming()
                     assert microbatch is not None
                     used += index.tolist() if microbatch.samples else []
+                    if step + 1 == settings.get("dies"):
+                        die_in_the_sum(backend)
                     loss = loss_of(model, x, y)
                     optimizer.backward(loss)
                     optimizer.log(loss=loss)

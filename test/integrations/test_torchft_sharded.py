@@ -44,6 +44,21 @@ def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path:
     assert found["worlds"] > 3, found
 
 
+def test_a_group_that_has_got_half_of_the_state_gets_all_of_it_again(tmp_path: Path) -> None:
+    """Its process 0 takes it over from group 0, and process 1 from group 1, which is lost before."""
+    settings = SHARDED | {"timeout": 20, "only": {"2": {"receives_later": 1}}}
+    with Groups(tmp_path, settings) as groups:
+        for number in (0, 1):
+            groups.start(number)
+        groups.wait(lambda: len(groups.holders) == 2, "both")
+        groups.start(2)
+        groups.wait((tmp_path / "waits").exists, "the newcomer")
+        groups.kill(1)
+        (tmp_path / "go").touch()
+        groups.wait(lambda: 2 in groups.holders, "its first update")
+        check(groups.finish(3), settings)
+
+
 def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path: Path) -> None:
     with Groups(tmp_path, SHARDED | {"only": {"1": {"seed": 7, "rule": "root"}}}, 2) as groups:
         for number in (0, 1):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from logging import WARNING
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, final
 
 import torch
@@ -25,6 +27,7 @@ from variable_batch_size.integrations.torchft.quorum import QuorumClient
 from variable_batch_size.world import World
 
 _LENGTHS = "what is summed (gradients, and the names of log())"
+_SILENCE = 10  # seconds
 
 
 @final
@@ -35,17 +38,16 @@ class TorchftBackend(ElasticBackend):
     trace, update) alone. If a group is lost before the others have the sum, they make the update again. Loop over
     `vbs.updates`, which asks for the quorum.
 
-    The quorum of an update is found while it is computed, for the groups of the last one. If they have changed, or one
-    of them needs the state, the update is dealt anew. The sum begins in the last `optimizer.backward()`. A thread
-    of this class makes all calls of the manager that wait for others; until `end_sum` it is the only one to use it.
+    It is found while the update is computed, for the groups of the last one. If they have changed, or one of them needs
+    the state, the update is dealt anew. A thread of this class makes all calls of the manager that wait for others;
+    until `end_sum` it is the only one to use it.
 
     Two groups may have committed different sums as update t, if one was frozen in between. Each sum therefore carries
-    a random number, and every group a hash of those of all its updates: where they differ, the update is made again,
-    after the fewer groups have taken over the state of the others.
+    a random number, and every group a hash of those of all its updates: where they differ, the fewer groups take over
+    the state of the others.
 
-    A group is one process, or several that shard the model by FSDP2. Each of these sums its shards with the processes
-    of the same rank in other groups, after the last `backward()`, and heals from one of them. The quorum then comes
-    before the update.
+    A group is one process, or several that shard the model by FSDP2, each of which sums with those of its rank in other
+    groups, after the last `backward()`. The quorum then comes before the update.
 
     Args:
         manager: made with `use_async_quorum=False`, and without `state_dict` and `load_state_dict`.
@@ -79,6 +81,7 @@ class TorchftBackend(ElasticBackend):
         self._works = list[Any]()
         self._message, self._differing = b"", list[str]()
         self._chain = letter.START  # of all sums that this model has taken
+        self._trains = False  # whether it has taken one in this process
         self._differs = False  # whether other groups have taken others
         self._facts: Mapping[str, Any] = {}
         self._failure: Exception | None = None  # of a state_dict
@@ -117,7 +120,7 @@ class TorchftBackend(ElasticBackend):
             if self._steady:
                 self._met = True
                 return False
-        while (request := self._requests.get()) is not None:
+        while (request := self._next_request()) is not None:
             self._answer(request)
         quorum, self._quorum = self._quorum, None
         self._groups, self._met, own = quorum.result(), True, self.job.world
@@ -125,13 +128,14 @@ class TorchftBackend(ElasticBackend):
         state, self._state = self._state, None
         if state is not None:
             self._load(state)
+            self._log(f"Takes over the state of another group, of update {self._manager.current_step()}")
         return state is not None
 
     def _confirm(self) -> None:
         """Wait for the quorum, if it is not there; raise BrokenStepError unless the update may go on."""
         if self._quorum is None:
             return
-        request = self._requests.get()
+        request = self._next_request()
         if request is None and self._found == self._groups and self._state is None:
             self._quorum = None
             return
@@ -144,12 +148,12 @@ class TorchftBackend(ElasticBackend):
 
     def _ask(self, updates: int) -> World:
         """Return this group and the number of groups of the next quorum, in the thread."""
+        behind = 0 if self._differs else updates  # torchft sends a state to the groups that are behind
         self._found = None
-        self._count(0 if self._differs else updates)  # torchft sends a state to the groups that are behind
         self._has_failed()  # torchft would wait for a process that has ended
-        self._start_quorum()
+        self._start_quorum(behind)
         while self._has_failed() and self._failure is None:  # a group was lost meanwhile
-            self._start_quorum(again=True)
+            self._start_quorum(behind, again=True)
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
         if rank is None:
             raise RuntimeError(
@@ -161,10 +165,12 @@ class TorchftBackend(ElasticBackend):
         self._differs, self._found = False, World(rank, size)
         return self._found
 
-    def _start_quorum(self, *, again: bool = False) -> None:
+    def _start_quorum(self, updates: int, *, again: bool = False) -> None:
         try:
             if again:
                 self._manager.should_commit()  # False: the next quorum is a new one
+            self._state = None  # which this process may have got, and another one of its group not
+            self._count(updates)
             self._manager.start_quorum()
         except ValueError:  # a group of another size
             raise
@@ -242,8 +248,9 @@ class TorchftBackend(ElasticBackend):
                 work.wait()
             if self._manager.errored() is None and broken.item():
                 self._manager.report_error(RuntimeError("a replica group has sent what it should not"))
-        self._met = self._steady = False
-        self._has_failed()  # torchft would wait for a process that has ended
+        self._met, self._steady, self._works = False, False, []
+        if self._has_failed():  # asked here, since torchft would wait for a process that has ended
+            self._manager._pg.abort()  # and with `works` the connections, or others would wait for this group
         counts = self._manager.should_commit()
         if self._differing:
             raise RuntimeError(
@@ -256,14 +263,15 @@ class TorchftBackend(ElasticBackend):
         self.received = letter.text_of(self._message)
         # Others may need the state of some processes of this group: these have to be asked before the first forward.
         self._steady = self.job.world.size == 1
-        self._chain = letter.next_chain(self._chain, self._message)
+        self._chain, self._trains = letter.next_chain(self._chain, self._message), True
 
     # In the thread, if the quorum is that of `world`, until an error: then nothing more is sent.
 
     def _compare(self, device: torch.device, facts: Mapping[str, Any]) -> None:
         if self._found != self._groups or self._state is not None:
             return
-        written, self.posted = letter.write(self._groups, self.posted, self._chain, facts), ""
+        written = letter.write(self._groups, self.posted, self._chain, facts, votes=self._trains)
+        self.posted = ""
         stream = torch.Stream(device) if device.type != "cpu" else None  # for which backward() need not have ended
         with get_stream_context(stream):
             summed = torch.frombuffer(written, dtype=torch.uint8).float().to(device)
@@ -293,6 +301,18 @@ class TorchftBackend(ElasticBackend):
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
 
     # The state, which the thread of the loop saves and loads, between two updates. ------------------------------------
+
+    def _next_request(self) -> Future[dict[str, Any]] | None:
+        """Wait for the request of a state, or for the quorum: None."""
+        for waits in itertools.count(1):
+            with suppress(Empty):
+                return self._requests.get(timeout=_SILENCE)
+            self._log(f"Has waited for a quorum of replica groups for {waits * _SILENCE} s")
+        raise AssertionError
+
+    def _log(self, message: str) -> None:
+        if self.job.world.rank == 0:
+            log(message, update=self._manager.current_step())
 
     def _save(self) -> dict[str, Any]:
         """Return the state, in a thread of torchft."""

@@ -2,7 +2,7 @@
 
 Its bytes are summed, and each group writes its own ones:
 
-    random number | length of the text | the text | chain and facts of group 0 | of group 1 | ...
+    random number | length of the text | the text | whether it votes, chain and facts of group 0 | of group 1 | ...
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from variable_batch_size.world import World
 START = bytes(8)  # the chain of a model that has taken no sum
 _NONCE, _LENGTH, _TEXT = 8, 2, 4096
 _CHAIN, _FACT, _FACTS = len(START), 2, 128  # the last one is the number of facts that are told apart
-_HEAD, _OWN = _NONCE + _LENGTH + _TEXT, _CHAIN + _FACT * _FACTS
+_HEAD, _OWN = _NONCE + _LENGTH + _TEXT, 1 + _CHAIN + _FACT * _FACTS
 
 
-def write(groups: World, text: str, chain: bytes, facts: Mapping[str, Any]) -> bytearray:
+def write(groups: World, text: str, chain: bytes, facts: Mapping[str, Any], *, votes: bool) -> bytearray:
     """Return the letter with what this group has to write, and zeros elsewhere.
 
     Args:
-        groups: this group, and the number of groups.
-        text: at most 4096 bytes; that of the first group arrives.
+        text: at most 4096 bytes, of which those of the first group arrive.
         chain: a hash of all sums that the model of this group has taken.
         facts: what all groups must have in common.
+        votes: whether this group has not just come.
     """
     message = text.encode()
     if len(message) > _TEXT:
@@ -38,7 +38,7 @@ def write(groups: World, text: str, chain: bytes, facts: Mapping[str, Any]) -> b
     if groups.rank == 0:
         head = secrets.token_bytes(_NONCE) + len(message).to_bytes(_LENGTH, "big") + message
         written[: len(head)] = head
-    own = chain
+    own = bytes([votes]) + chain
     for name in _names(facts):
         own += zlib.crc32(f"{name}: {facts[name]}".encode()).to_bytes(4, "big")[:_FACT]
     begin = _HEAD + groups.rank * _OWN
@@ -59,17 +59,20 @@ def next_chain(chain: bytes, letter: bytes) -> bytes:
 
 
 def differences(letter: bytes, rank: int, facts: Mapping[str, Any]) -> tuple[list[str], bool] | None:
-    """Return the facts in which this group differs from most, and whether its model does; None: all groups agree."""
+    """Return the facts in which this group differs from most, and whether its model does; None: all groups agree.
+
+    Those that vote are asked, if there are any: the ones that come do not outvote the ones that train.
+    """
     rows = [letter[at : at + _OWN] for at in range(_HEAD, len(letter), _OWN)]
-    if len(set(rows)) == 1:
+    if len({row[1:] for row in rows}) == 1:
         return None
-    chain, others = rows[rank][:_CHAIN], [row[_CHAIN:] for row in rows]
-    own, most = others[rank], _most(others)
+    facts_at, voters = 1 + _CHAIN, [row for row in rows if row[0]] or rows
+    own, most = rows[rank][facts_at:], _most([row[facts_at:] for row in voters])
     parts = [slice(at, at + _FACT) for at in range(0, len(own), _FACT)]
     found = [name for name, part in zip(_names(facts), parts, strict=False) if own[part] != most[part]]
     if own != most and not found:
         found = ["the names of its settings"]
-    return found, chain != _most([row[:_CHAIN] for row in rows])
+    return found, rows[rank][1:facts_at] != _most([row[1:facts_at] for row in voters])
 
 
 def _names(facts: Mapping[str, Any]) -> list[str]:

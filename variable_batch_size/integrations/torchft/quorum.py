@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
 from datetime import timedelta
 from typing import Any, final
 
@@ -22,13 +22,13 @@ class QuorumClient:
 
     torchft connects the processes of one rank in all groups, at a place in the store of one of them that is named by
     the number of the quorum. A new lighthouse counts from 1 again: the number may be that of an earlier quorum, and the
-    place may have its addresses. So the place gets the number of updates, and a group connects in spite of a number
-    that it knows if the members are others, or if it needs the state.
+    place may have its addresses. So the place gets the number of updates and the members, and a group connects in spite
+    of a number that it knows if these are others, or if it needs the state.
     """
 
     def __init__(self, manager: Manager) -> None:
         self._manager, self._client = manager, manager._client
-        self._members: Sequence[str] = ()
+        self._members: list[str] = []
         if manager._group_rank == 0:
             manager._store.set(_SIZE, str(manager._group_world_size))
 
@@ -44,7 +44,7 @@ class QuorumClient:
             names = ", ".join(member.partition(":")[0] for member in members)
             log(f"Trains with {len(members)} replica groups: {names}", update=quorum.max_step)
         self._members = members
-        quorum.store_address += f"/{quorum.max_step}"
+        quorum.store_address += f"/{quorum.max_step}/{zlib.crc32(str(members).encode())}"
         return quorum
 
     def _check_size(self, address: str) -> None:
