@@ -1,12 +1,13 @@
 """A training of replica groups under torchft, any of which may end and come back; this is one of them.
 
 torchft_lighthouse --min_replicas 2 --join_timeout_ms 1000 --bind [::]:29510
-REPLICA_GROUP_ID=0 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/replica_groups.py
+REPLICA_GROUP_ID=0 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/replica_groups.py 2> >(grep -v torchft::)
 """
 
 import os
 import socket
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ def main() -> None:
         state_dict=None,
         min_replica_size=GROUPS // 2 + 1,
         use_async_quorum=False,
-        quorum_retries=60,  # if the lighthouse is started again
+        quorum_timeout=timedelta(minutes=10),  # longer than other groups take to come back
+        quorum_retries=600,  # a try each second, if the lighthouse is started again
         replica_id=f"group{group}",
         hostname=host,
         store_addr=host,
@@ -53,10 +55,10 @@ def main() -> None:
     optimizer = vbs.LinearRuleOptimizer(inner, sampler, ref_batchsize=96, backend=backend)
     backend.register(model=model, optimizer=optimizer)  # what a group takes over that comes back
 
-    checkpoint = None
-    if group == 0:  # for the day when all groups end: the others take over what it restores
-        folder = os.environ.get("CHECKPOINTS", "runs/groups")  # or a URL
-        checkpoint = vbs.Checkpoint(folder, model=model, optimizer=optimizer, every=50, run="groups")
+    folder = os.environ.get("CHECKPOINTS", "runs/groups")  # or a URL
+    create = partial(vbs.Checkpoint, folder, model=model, optimizer=optimizer, every=50, run="groups")
+    checkpoint = create() if group == 0 else None
+    if checkpoint is not None:  # for the day when all groups end: the others take over what it restores
         checkpoint.restore()
     while not optimizer.done:
         for update in vbs.updates(loader, optimizer):
@@ -68,7 +70,10 @@ def main() -> None:
                 print(f"update {optimizer.updates}: {backend.world.size} groups, loss {loss.item():.3f}", flush=True)
             if checkpoint is not None:
                 checkpoint.step()
+    if checkpoint is None and backend.leads:  # group 0 is lost, and finds the result when it comes back
+        checkpoint = create()
     if checkpoint is not None:
+        checkpoint.save()
         checkpoint.close()
     manager.shutdown()
 

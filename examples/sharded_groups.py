@@ -32,7 +32,8 @@ def main() -> None:
         min_replica_size=GROUPS // 2 + 1,
         use_async_quorum=False,
         init_sync=False,  # all groups begin with the same weights
-        quorum_retries=60,  # if the lighthouse is started again
+        quorum_timeout=timedelta(minutes=10),  # longer than other groups take to come back
+        quorum_retries=600,  # a try each second, if the lighthouse is started again
         replica_id=f"group{group}",
         hostname=os.environ["MASTER_ADDR"],  # by which the other groups reach this one: torchrun --local-addr
     )

@@ -122,7 +122,7 @@ def test_tasks_of_the_job_group_agree() -> None:
     assert TOWER_TASK["run"].endswith(f"[::]:{port}")
     for number, task in enumerate(GROUP_TASKS):
         assert task["name"] == f"group-{number}"
-        assert f"REPLICA_GROUP_ID={number}" in task["run"]
+        assert task["envs"]["REPLICA_GROUP_ID"] == number
 
 
 # --------------------------------------------------------------------------------------------------------- no scheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -110,14 +111,27 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, t
             assert "an update needs a quorum of replica groups, but" in (tmp_path / f"log-{number}").read_text()
 
 
-def test_a_group_that_trains_otherwise_ends_alone_and_says_in_what(tmp_path: Path) -> None:
-    with Groups(tmp_path, settings := LINEAR | {"only": {"2": {"rule": "root"}}}, 2) as groups:
-        for number in (0, 1):
+@pytest.mark.parametrize(("there", "comes"), [([0, 1], 2), ([1], 0)])
+def test_a_group_that_trains_otherwise_ends_and_says_in_what(there: list[int], comes: int, tmp_path: Path) -> None:
+    """It is the first one by name in some cases."""
+    with Groups(tmp_path, settings := LINEAR | {"only": {str(comes): {"rule": "root"}}}, len(there)) as groups:
+        for number in there:
             groups.start(number)
-        groups.wait(lambda: len(groups.holders) == 2, "both")
-        groups.start(2)
-        assert groups.running.pop(2).wait(60) == 1
-        assert "this one differs from the others in rule;" in (tmp_path / "log-2").read_text()
+        groups.wait(lambda: groups.holders == there, "those")
+        groups.start(comes)
+        assert groups.running.pop(comes).wait(60) == 1
+        assert "this one differs from the others in rule;" in (tmp_path / f"log-{comes}").read_text()
+        check(groups.finish(), settings)
+
+
+def test_a_group_that_dies_within_the_sum_holds_up_nobody(tmp_path: Path) -> None:
+    """Those that have no connection with it either: the timeout of the process group is longer than the test waits."""
+    settings = LINEAR | {"timeout": 1000, "only": {"1": {"dies": 60}}}
+    with Groups(tmp_path, settings, 3) as groups:
+        start_together(groups, 4)
+        assert groups.reached() < 59
+        assert groups.running.pop(1).wait(60) == -9
+        groups.wait_for(5)
         check(groups.finish(), settings)
 
 
@@ -133,15 +147,20 @@ def test_a_group_that_misses_the_last_update_takes_over_its_result(tmp_path: Pat
     assert ends[0]["updates"] == ends[1]["updates"] == 12
 
 
+def start_together(groups: Groups, size: int) -> None:
+    """Start groups that wait for one another at update 10."""
+    for number in range(size):
+        (groups.folder / f"hold-{number}").write_text("10")
+        groups.start(number)
+    groups.wait(lambda: sum(event["event"] == "up" for event in groups.events()) == size, "all")
+    for number in range(size):
+        (groups.folder / f"hold-{number}").unlink()
+    groups.wait(lambda: len(groups.holders) == size, "all")
+
+
 def test_a_group_that_sends_its_state_drops_the_update_under_way(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := LINEAR | {"only": {"1": {"misses": 60}}}, 2) as groups:
-        for number in range(3):
-            (tmp_path / f"hold-{number}").write_text("10")
-            groups.start(number)
-        groups.wait(lambda: sum(event["event"] == "up" for event in groups.events()) == 3, "all")
-        for number in range(3):
-            (tmp_path / f"hold-{number}").unlink()
-        groups.wait(lambda: len(groups.holders) == 3, "all")
+        start_together(groups, 3)
         assert groups.reached() < 59
         groups.wait(lambda: groups.reached() > 62, "the next updates")
         events = groups.finish()
@@ -164,25 +183,32 @@ def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: P
 def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
     """A pod of Kubernetes, a machine of SkyPilot, and a job of Slurm, which is preempted."""
     clusters = ROOT / "examples" / "clusters"
-    *_, job = yaml.safe_load_all((clusters / "kubernetes_groups.yaml").read_text())
+    *_, pods = yaml.safe_load_all((clusters / "kubernetes_groups.yaml").read_text())
     *_, task = yaml.safe_load_all((clusters / "skypilot_groups.yaml").read_text())
-    *shell, pod = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    *shell, pod = pods["spec"]["template"]["spec"]["containers"][0]["command"]
     with Groups(place, {}, 2) as groups:
         address = f"http://localhost:{groups.port}"
         own = {"TORCHFT_LIGHTHOUSE": address, "POD_IP": "127.0.0.1", "CHECKPOINTS": str(place / "checkpoints")}
-        task["run"] = task["run"].replace("http://lighthouse-0.$SKYPILOT_JOBGROUP_NAME:29510", address)
+        run = task["run"].replace("http://lighthouse-0.$SKYPILOT_JOBGROUP_NAME:29510", address)
+        task["envs"] = {name: str(value) for name, value in task["envs"].items()}
+
+        def job() -> subprocess.Popen[bytes]:
+            return slurm(place, "examples/replica_groups.py", 7, tasks=1, **own, SLURM_ARRAY_TASK_ID="0")
+
         groups.running = {
-            0: start([*shell, pod], place, "log-0", **own, JOB_COMPLETION_INDEX="0"),
-            1: start(["bash", "-c", task["run"]], place, "log-1", SKYPILOT_NODE_IPS="127.0.0.1"),
-            2: slurm(place, "examples/replica_groups.py", 7, tasks=1, **own, SLURM_ARRAY_TASK_ID="1"),
+            0: job(),
+            1: start([*shell, pod], place, "log-1", **own, JOB_COMPLETION_INDEX="1"),
+            2: start(["bash", "-c", run], place, "log-2", **{**task["envs"], **own}, SKYPILOT_NODE_IPS="127.0.0.1"),
         }
         groups.wait(lambda: "update 50: 3 groups" in logs(place), "update 50")
         signal_step(place, 7)
-        assert groups.running.pop(2).wait(60) == STOPPED, logs(place)
+        assert groups.running.pop(0).wait(60) == STOPPED, logs(place)
         assert (place / "requests").read_text() == "requeue 7\n"
-        assert [groups.running[number].wait(60) for number in (0, 1)] == [0, 0], logs(place)
-    assert "update 300: 2 groups" in logs(place)
-    assert vbs.read_checkpoint(place / "checkpoints")["facts"]["updates"] == 300
+        assert [groups.running[number].wait(60) for number in (1, 2)] == [0, 0], logs(place)
+        assert "update 300: 2 groups" in logs(place)
+        assert vbs.read_checkpoint(place / "checkpoints")["facts"]["updates"] == 300
+        groups.running = {0: job()}  # which finds the result
+        assert groups.running[0].wait(60) == 0, logs(place)
 
 
 # What is refused. ----------------------------------------------------------------------------------------------------
