@@ -102,12 +102,11 @@ def record_recoveries(groups: Groups, repeats: int, **own: str) -> None:
 
 
 def record_lighthouse(groups: Groups, repeats: int, **own: str) -> None:
-    """Record the seconds from the start of a new lighthouse, at which the groups try each second."""
+    """Record the seconds from the start of a new lighthouse, two seconds after the end of the last one."""
     seconds = []
     for _ in range(repeats):
         groups.wait_for(5)
-        groups.lighthouse.kill()
-        groups.lighthouse.wait()
+        groups.kill_lighthouse()
         time.sleep(2)  # until all groups wait
         seconds.append(until_next(groups, groups.start_lighthouse))
     record(RECOVERY, "torchft, after a new lighthouse", spread(seconds), "s", **own)

@@ -66,10 +66,14 @@ class Groups:
         with (self.folder / "lighthouse.log").open("a") as log:
             self.lighthouse = subprocess.Popen([*command, *self.options], stdout=log, stderr=log)
 
-    def restart_lighthouse(self, pause: float = 0.0) -> None:
-        """Kill the lighthouse, and start it again after these seconds."""
+    def kill_lighthouse(self) -> None:
+        """Kill the lighthouse."""
         self.lighthouse.kill()
         self.lighthouse.wait()
+
+    def restart_lighthouse(self, pause: float = 0.0) -> None:
+        """Kill the lighthouse, and start it again after these seconds."""
+        self.kill_lighthouse()
         time.sleep(pause)
         self.start_lighthouse()
 

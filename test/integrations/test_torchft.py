@@ -105,7 +105,7 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, t
         for number in range(2):
             groups.start(number)
         groups.wait_for(5)
-        groups.lighthouse.kill()
+        groups.kill_lighthouse()
         for number, process in groups.running.items():
             assert process.wait(60) == 1
             assert "an update needs a quorum of replica groups, but" in (tmp_path / f"log-{number}").read_text()
@@ -190,7 +190,7 @@ def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
         address = f"http://localhost:{groups.port}"
         own = {"TORCHFT_LIGHTHOUSE": address, "POD_IP": "127.0.0.1", "CHECKPOINTS": str(place / "checkpoints")}
         run = task["run"].replace("http://lighthouse-0.$SKYPILOT_JOBGROUP_NAME:29510", address)
-        task["envs"] = {name: str(value) for name, value in task["envs"].items()}
+        of_task = {name: str(value) for name, value in task["envs"].items()} | own | {"SKYPILOT_NODE_IPS": "127.0.0.1"}
 
         def job() -> subprocess.Popen[bytes]:
             return slurm(place, "examples/replica_groups.py", 7, tasks=1, **own, SLURM_ARRAY_TASK_ID="0")
@@ -198,7 +198,7 @@ def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
         groups.running = {
             0: job(),
             1: start([*shell, pod], place, "log-1", **own, JOB_COMPLETION_INDEX="1"),
-            2: start(["bash", "-c", run], place, "log-2", **{**task["envs"], **own}, SKYPILOT_NODE_IPS="127.0.0.1"),
+            2: start(["bash", "-c", run], place, "log-2", **of_task),
         }
         groups.wait(lambda: "update 50: 3 groups" in logs(place), "update 50")
         signal_step(place, 7)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from logging import WARNING
 from queue import Empty, SimpleQueue
 from typing import Any, final
@@ -304,11 +302,13 @@ class TorchftBackend(ElasticBackend):
 
     def _next_request(self) -> Future[dict[str, Any]] | None:
         """Wait for the request of a state, or for the quorum: None."""
-        for waits in itertools.count(1):
-            with suppress(Empty):
+        waited = 0
+        while True:
+            try:
                 return self._requests.get(timeout=_SILENCE)
-            self._log(f"Has waited for a quorum of replica groups for {waits * _SILENCE} s")
-        raise AssertionError
+            except Empty:
+                waited += _SILENCE
+                self._log(f"Has waited for a quorum of replica groups for {waited} s")
 
     def _log(self, message: str) -> None:
         if self.job.world.rank == 0:
