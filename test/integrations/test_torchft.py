@@ -97,6 +97,9 @@ def test_a_lighthouse_that_comes_back_connects_no_group_at_an_earlier_place(tmp_
     check(events, settings)
     assert next(e["quorum"] for e in events if e["event"] == "commit" and e["group"] == 2 and e["step"] > thawed) == 2
     assert not any("exception in pg configure" in path.read_text() for path in tmp_path.glob("log-*"))
+    log = (tmp_path / "log-2").read_text()
+    assert "Trains with 3 replica groups: group0, group1, group2" in log
+    assert log.count("Takes over the state of another group, of update ") >= 2
 
 
 @pytest.mark.parametrize("retries", [0, 30])
