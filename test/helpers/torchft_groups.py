@@ -104,6 +104,19 @@ class Groups:
         process.wait()
         self.frozen.discard(number)
 
+    def ended(self, number: int) -> int:
+        """Wait until a group has ended by itself; return its exit code."""
+        try:
+            code = self.running[number].wait(PATIENCE)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"group {number} has not ended\n{self.logs()}") from error
+        del self.running[number]  # not before: what runs ends with the context
+        return code
+
+    def logs(self) -> str:
+        """Return the ends of the logs of all groups."""
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("log-*")))
+
     def freeze(self, number: int) -> None:
         """Stop a group until `thaw`."""
         _send(self.running[number], signal.SIGSTOP)
@@ -136,8 +149,7 @@ class Groups:
         while not condition():
             ended = {number: code for number, one in self.running.items() if (code := one.poll()) is not None}
             if time.monotonic() - began > PATIENCE or ended:
-                logs = "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("log-*")))
-                raise TimeoutError(f"{what}: not yet; ended {ended}, reached {self.reached()}\n{logs}")
+                raise TimeoutError(f"{what}: not yet; ended {ended}, reached {self.reached()}\n{self.logs()}")
             time.sleep(0.02)
 
     def wait_for(self, updates: int) -> None:
@@ -159,8 +171,8 @@ class Groups:
         self.wait(together, "an update of all groups")
         (self.folder / "end.part").write_text(str(self.reached() + updates))
         (self.folder / "end.part").rename(self.folder / "end")
-        for process in self.running.values():
-            assert process.wait(PATIENCE) == 0
+        for number in [*self.running]:
+            assert self.ended(number) == 0, self.logs()
         return self.events()
 
 

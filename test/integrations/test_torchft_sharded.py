@@ -27,7 +27,9 @@ SHARDED = {"trace": "fixed", "rule": "linear", "processes": 2, "pause": 0.2}
 
 
 def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path: Path) -> None:
-    with Groups(tmp_path, settings := SHARDED | {"trace": "noise", "rule": "adascale"}) as groups:
+    own = {"1": {"quorum_timeout": 20}}  # so long it waits for the process that ends, if it has just asked
+    settings = SHARDED | {"trace": "noise", "rule": "adascale", "only": own}
+    with Groups(tmp_path, settings) as groups:
         for number in (0, 1):
             groups.start(number)
         groups.wait(lambda: len(groups.holders) == 2, "both")
@@ -36,7 +38,7 @@ def test_a_group_that_is_killed_and_one_that_loses_a_process_come_back(tmp_path:
         groups.start(0)
         groups.wait(lambda: len(groups.holders) == 2, "both again")
         groups.kill(1, rank=1)
-        assert groups.running.pop(1).wait(30) == 1
+        assert groups.ended(1) == 1
         groups.wait_for(5)
         groups.start(1)
         groups.wait(lambda: len(groups.holders) == 2, "both again")
@@ -63,7 +65,7 @@ def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path: Path)
     with Groups(tmp_path, SHARDED | {"only": {"1": {"seed": 7, "rule": "root"}}}, 2) as groups:
         for number in (0, 1):
             groups.start(number)
-        assert groups.running.pop(1).wait(60) == 1
+        assert groups.ended(1) == 1
     assert "this one differs from the others in parameters, rule;" in (tmp_path / "log-1").read_text()
 
 
@@ -72,7 +74,7 @@ def test_a_group_of_another_size_ends_and_says_so(tmp_path: Path) -> None:
         groups.start(0)
         groups.wait_for(5)
         groups.start(1)
-        assert groups.running.pop(1).wait(60) == 1
+        assert groups.ended(1) == 1
         log = (tmp_path / "log-1").read_text()
         assert log.count("a replica group must have as many processes as the others, 2, got 3; start this") == 3, log
         groups.wait_for(5)
@@ -106,7 +108,7 @@ def test_the_example_trains(place: Path) -> None:
             0: start(command, place, "log-0", **own, REPLICA_GROUP_ID="0"),
             1: slurm(place, script, free_port() - 20000, tasks=2, **own, SLURM_ARRAY_TASK_ID="1"),
         }
-        assert [groups.running[number].wait(120) for number in (0, 1)] == [0, 0], logs(place)
+        assert [groups.ended(number) for number in (0, 1)] == [0, 0], logs(place)
     assert "update 300: 4 processes" in logs(place)
 
 

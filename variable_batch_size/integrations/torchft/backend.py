@@ -174,8 +174,8 @@ class TorchftBackend(ElasticBackend):
             raise
         except Exception as error:
             raise RuntimeError(
-                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse "
-                f"and at least min_replica_size groups run, and restore the newest checkpoint"
+                f"an update needs a quorum of replica groups, but there is none ({error}); see that the lighthouse, "
+                f"at least min_replica_size groups and all processes of this one run, and restore the newest checkpoint"
             ) from error
 
     def _has_failed(self) -> bool:
