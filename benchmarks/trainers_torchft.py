@@ -75,7 +75,7 @@ def sharded_recoveries(repeats: int) -> None:
 @contextmanager
 def three_groups(folder: Path, settings: dict[str, Any], join: int) -> Iterator[Groups]:
     """Start three groups and a lighthouse."""
-    with Groups(folder, settings, 2, join_ms=join) as groups:
+    with Groups(folder, settings, 2, join_ms=join, programs=True) as groups:
         for number in range(3):
             groups.start(number)
         groups.wait(lambda: len(groups.holders) == 3, "all groups")

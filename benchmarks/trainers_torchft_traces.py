@@ -29,7 +29,7 @@ SPEED, PAUSE, SAVE_EVERY, NODES, PER_DEVICE = 600, 0.1, 5.0, 5, 8
 def under_torchft(capacity: CapacityTrace, folder: Path) -> tuple[int, int, float, float]:
     """Return the updates that are kept and those that were lost, the seconds of an update, and those after a change."""
     settings = {"trace": "per-device", "rule": "linear", "pause": PAUSE}
-    with Groups(folder, settings, 1, join_ms=300) as groups:
+    with Groups(folder, settings, 1, join_ms=300, programs=True) as groups:
         for number in range(capacity.at(0)):
             groups.start(number)
         groups.wait(lambda: len(groups.holders) == capacity.at(0), "all groups")

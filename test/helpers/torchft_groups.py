@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,23 +26,63 @@ import torch
 
 import variable_batch_size as vbs
 from helpers.commands import free_port
-from helpers.torchft_training import SAMPLES, Settings, loader_of, loss_of, make
+from helpers.processes import forked
+from helpers.torchft_training import SAMPLES, Settings, loader_of, loss_of, make, start_forked
 
 TRAINING = Path(__file__).with_name("torchft_training.py")
 PATIENCE = 120.0  # seconds for anything, after which it hangs
 Event = dict[str, Any]
 
 
+class Forked:
+    """A process that begins with its imports done, with the methods of a Popen."""
+
+    def __init__(self, function: Callable[..., None], *arguments: object) -> None:
+        self._process = forked(function, arguments)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return the exit code."""
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
+
+
 class Groups:
-    """A lighthouse and replica groups by number, all of which end with the context."""
+    """A lighthouse and replica groups by number, all of which end with the context.
+
+    The groups are forked with their imports done, unless they are `programs`.
+    """
 
     def __init__(
-        self, folder: Path, settings: Settings, least: int = 1, *, join_ms: int = 1000, heartbeat_ms: int = 500
+        self,
+        folder: Path,
+        settings: Settings,
+        least: int = 1,
+        *,
+        join_ms: int = 1000,
+        heartbeat_ms: int = 500,
+        programs: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.settings, self.least, self.port = folder, settings | {"least": least}, least, free_port()
         self.options = ["--join_timeout_ms", str(join_ms), "--heartbeat_timeout_ms", str(heartbeat_ms)]
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.programs, self.running = programs, dict[int, subprocess.Popen[bytes] | Forked]()
         self.frozen: set[int] = set()
         self._began: dict[int, float] = {}  # when each was started
 
@@ -79,11 +120,14 @@ class Groups:
 
     def start(self, number: int) -> None:
         """Start a group."""
-        path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(vbs.__file__).parent.parent)])
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RUST_LOG": "off"}
-        own["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{self.port}"
-        command = [sys.executable, "-W", "ignore", str(TRAINING), str(self.folder), str(number)]
         self._began[number] = time.time()
+        address = f"http://localhost:{self.port}"
+        if not self.programs:
+            self.running[number] = Forked(start_forked, self.folder, number, self.settings, address)
+            return
+        path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(vbs.__file__).parent.parent)])
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": address}
+        command = [sys.executable, "-W", "ignore", str(TRAINING), str(self.folder), str(number)]
         with (self.folder / f"log-{number}").open("a") as log:
             self.running[number] = subprocess.Popen(
                 [*command, json.dumps(self.settings)],
@@ -176,7 +220,7 @@ class Groups:
         return self.events()
 
 
-def _send(process: subprocess.Popen[bytes], number: int) -> None:
+def _send(process: subprocess.Popen[bytes] | Forked, number: int) -> None:
     """Send a signal to all processes of a group; a test may have started one without a session of its own."""
     try:
         os.killpg(process.pid, number)

@@ -1,6 +1,6 @@
 """A replica group of a training under torchft: `python torchft_training.py FOLDER NUMBER SETTINGS`.
 
-It is a process, or as many as the settings say, of which the first one starts the others; these shard the model. Each
+It is a process, or as many as the settings say, of which the first one forks the others; these shard the model. Each
 appends a line of JSON to `FOLDER/NUMBER-RANK.jsonl` for each attempt of an update, before its sum, and for each update
 that is committed. They train until the update that the file `FOLDER/end` names.
 """
@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
+from helpers.commands import free_port
 from variable_batch_size.optim import bucketed_sync
 
 SAMPLES, WIDTH, ROWS, REFERENCE = 61, 8, 4, 8
@@ -155,17 +156,40 @@ def miss_once(manager: Any) -> None:
     manager.should_commit = once
 
 
-def train(folder: Path, number: int, settings: Settings, rank: int = 0, port: int = 0) -> None:
-    """Train as a process of a replica group; the settings under "only" are those of one group."""
+def start_forked(folder: Path, number: int, settings: Settings, lighthouse: str) -> None:
+    """Train as a replica group in a process that was forked, as if a program had been started."""
+    os.setsid()
+    log = os.open(folder / f"log-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
+    warnings.simplefilter("ignore")
+    start(folder, number, settings)
+
+
+def start(folder: Path, number: int, settings: Settings) -> None:
+    """Train as a replica group; the settings under "only" are those of one group."""
     settings = settings | settings.get("only", {}).get(str(number), {})
+    processes, port, rank = settings.get("processes", 1), free_port(), 0
+    for other in range(1, processes):
+        if os.fork() == 0:
+            rank = other
+            break
+    torch.set_num_threads(1)  # after a fork its first call may be made by one thread only (caffe2's thread pool)
+    train(folder, number, settings, rank, port)
+    for _ in range(1, processes if rank == 0 else 1):
+        os.wait()
+    os._exit(0)  # torchft's threads would keep the process
+
+
+def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -> None:
+    """Train as a process of a replica group."""
     processes = settings.get("processes", 1)
     from torchft import Manager, ProcessGroupGloo
 
     from variable_batch_size.integrations.torchft import TorchftBackend
 
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
-    command = [sys.executable, "-W", "ignore", *sys.argv[:4]]
-    others = [subprocess.Popen([*command, str(one), str(store.port)]) for one in range(1, processes) if rank == 0]
     if processes > 1:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     seconds = settings.get("timeout", 5)
@@ -249,10 +273,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int = 0, port: in
         weights = [weight.tolist() for weight in weights_of(model)]
         first_step, sizes = optimizer.sampler.trace.runs
         note("end", weights=weights, updates=optimizer.updates, runs=[first_step.tolist(), sizes.tolist()])
-    for process in others:
-        process.wait()
-    os._exit(0)  # torchft's threads would keep the process
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), *map(int, sys.argv[4:]))
+    start(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
