@@ -67,11 +67,11 @@ def results(run: Training) -> list[Array]:
 
 
 def contract(ddp: bool) -> dict[str, list[Array]]:
-    """All rules, with other options for each."""
+    """All rules, with two options for each, and of the pairs of an option and a wrapper most."""
     found = {}
     for number, kind in enumerate(EQUATIONS):
-        for place, options in enumerate(OPTIONS):
-            wrapper = WRAPPERS[(number + place) % len(WRAPPERS)]
+        for place in (number, number + 17):
+            wrapper, options = WRAPPERS[place % len(WRAPPERS)], OPTIONS[place % len(OPTIONS)]
             run = training(kind, ODD, model=either(network(), ddp, **wrapper), backend=here(), **options)
             found[f"{kind.__name__} {options}"] = results(run.run(len(ODD)))
     return found
@@ -290,15 +290,16 @@ def gan(ddp: bool) -> dict[str, list[Array]]:
 
 
 def compiled(ddp: bool) -> dict[str, list[Array]]:
-    """`torch.compile` around and inside the wrapper."""
+    """`torch.compile` around and inside the wrapper, beside what is not compiled."""
     found = {}
     for place in ("around", "inside"):
         bare = network()
-        if place == "inside":
+        if ddp and place == "inside":
             bare.compile(backend="aot_eager")
         module = either(bare, ddp)
         run = training(vbs.AdaScaleOptimizer, ODD, model=module, backend=here())
-        run.model = torch.compile(module, backend="aot_eager") if place == "around" else module  # type: ignore[assignment]
+        if ddp and place == "around":
+            run.model = torch.compile(module, backend="aot_eager")  # type: ignore[assignment]
         found[place] = run.run(len(ODD)).weights()
         torch._dynamo.reset()
     return found
