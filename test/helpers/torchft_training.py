@@ -188,6 +188,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
     from torchft import Manager, ProcessGroupGloo
 
     from variable_batch_size.integrations.torchft import TorchftBackend
+    from variable_batch_size.integrations.torchft import backend as module
 
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     if processes > 1:
@@ -216,6 +217,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
     if "receives_later" in settings:
         receive_later(manager, folder, waits=settings["receives_later"] == rank)
     bucketed_sync._BUCKET = 100  # bytes: several buckets
+    module._SILENCE = 2
     deal: dict[str, Any] = {}
     confirm = backend._confirm
 

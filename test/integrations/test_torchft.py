@@ -111,7 +111,9 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, t
         groups.kill_lighthouse()
         for number in range(2):
             assert groups.ended(number) == 1
-            assert "an update needs a quorum of replica groups, but" in (tmp_path / f"log-{number}").read_text()
+            log = (tmp_path / f"log-{number}").read_text()
+            assert "an update needs a quorum of replica groups, but" in log
+            assert "Has waited for a quorum of replica groups for 2 s" in log
 
 
 @pytest.mark.parametrize(("there", "comes"), [([0, 1], 2), ([1], 0)])
