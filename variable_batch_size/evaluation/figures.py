@@ -101,6 +101,8 @@ def paper(analysis: Analysis, task: str) -> dict[str, bytes]:
         draw_regret(below.subplots(), analysis, task, across=True)
         handles, labels = panels[2, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(6, max(1, len(labels))), frameon=False)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # the layout is made, and the same in each format
         without = {"png": {"Software": None}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
         files = {name: io.BytesIO() for name in FORMATS}
         for name, file in files.items():
