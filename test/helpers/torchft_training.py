@@ -170,7 +170,8 @@ def start_forked(folder: Path, number: int, settings: Settings, lighthouse: str)
 def start(folder: Path, number: int, settings: Settings) -> None:
     """Train as a replica group; the settings under "only" are those of one group."""
     settings = settings | settings.get("only", {}).get(str(number), {})
-    processes, port, rank = settings.get("processes", 1), free_port(), 0
+    processes, rank = settings.get("processes", 1), 0
+    port = free_port() if processes > 1 else 0  # of the store, which chooses one if nobody else has to know it
     for other in range(1, processes):
         if os.fork() == 0:
             rank = other
