@@ -70,7 +70,7 @@ def contract(ddp: bool) -> dict[str, list[Array]]:
     """All rules, with two options for each, and of the pairs of an option and a wrapper most."""
     found = {}
     for number, kind in enumerate(EQUATIONS):
-        for place in (number, number + 17):
+        for place in (number, number + 17):  # another option, and another wrapper
             wrapper, options = WRAPPERS[place % len(WRAPPERS)], OPTIONS[place % len(OPTIONS)]
             run = training(kind, ODD, model=either(network(), ddp, **wrapper), backend=here(), **options)
             found[f"{kind.__name__} {options}"] = results(run.run(len(ODD)))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ import torch.multiprocessing as mp
 
 IMPORTED = ["pytest", "torch.distributed", "variable_batch_size.optim", "helpers.distributed_jobs"]
 IMPORTED += ["torch.distributed.fsdp", "variable_batch_size.integrations.torchft"]  # the last one if it is installed
+multiprocessing.set_forkserver_preload(IMPORTED)
 
 
 def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
@@ -18,7 +23,6 @@ def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> 
 
     The processes have the environment variables of the first call in this process.
     """
-    multiprocessing.set_forkserver_preload(IMPORTED)
     mp.start_processes(_call, (function, args), nprocs, start_method="forkserver")
 
 
@@ -27,9 +31,31 @@ def _call(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> No
     function(rank, *args)
 
 
-def forked(function: Callable[..., None], args: tuple[Any, ...]) -> multiprocessing.process.BaseProcess:
-    """Call `function(*args)` in such a process."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
-    process.start()
-    return process
+class Forked:
+    """A process that calls `function(*arguments)`, with the methods of a Popen."""
+
+    def __init__(self, function: Callable[..., None], *arguments: object) -> None:
+        self._process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return the exit code."""
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,41 +25,12 @@ import torch
 
 import variable_batch_size as vbs
 from helpers.commands import free_port
-from helpers.processes import forked
+from helpers.processes import Forked
 from helpers.torchft_training import SAMPLES, Settings, loader_of, loss_of, make, start_forked
 
 TRAINING = Path(__file__).with_name("torchft_training.py")
 PATIENCE = 120.0  # seconds for anything, after which it hangs
 Event = dict[str, Any]
-
-
-class Forked:
-    """A process that begins with its imports done, with the methods of a Popen."""
-
-    def __init__(self, function: Callable[..., None], *arguments: object) -> None:
-        self._process = forked(function, arguments)
-        assert self._process.pid is not None
-        self.pid: int = self._process.pid
-
-    def poll(self) -> int | None:
-        """Return the exit code, if it has ended."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return the exit code."""
-        self._process.join(timeout)
-        if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it has not ended."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill it."""
-        self.send_signal(signal.SIGKILL)
 
 
 class Groups:

@@ -178,8 +178,9 @@ def start(folder: Path, number: int, settings: Settings) -> None:
             break
     torch.set_num_threads(1)  # after a fork its first call may be made by one thread only (caffe2's thread pool)
     train(folder, number, settings, rank, port)
-    for _ in range(1, processes if rank == 0 else 1):
-        os.wait()
+    if rank == 0:
+        for _ in range(1, processes):
+            os.wait()
     os._exit(0)  # torchft's threads would keep the process
 
 
@@ -189,7 +190,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
     from torchft import Manager, ProcessGroupGloo
 
     from variable_batch_size.integrations.torchft import TorchftBackend
-    from variable_batch_size.integrations.torchft import backend as module
+    from variable_batch_size.integrations.torchft import backend as torchft_backend
 
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     if processes > 1:
@@ -218,7 +219,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
     if "receives_later" in settings:
         receive_later(manager, folder, waits=settings["receives_later"] == rank)
     bucketed_sync._BUCKET = 100  # bytes: several buckets
-    module._SILENCE = 2
+    torchft_backend._SILENCE = 2  # seconds
     deal: dict[str, Any] = {}
     confirm = backend._confirm
 
