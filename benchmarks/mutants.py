@@ -3,10 +3,10 @@
     python benchmarks/mutants.py FOLDER --reach -- -m "not cuda"
     python benchmarks/mutants.py FOLDER --label "make test" -- -m "not slow and not cuda"
 
-A seed draws faults in `optim/`, `data/` and `checkpoint/`, as many of each kind: an operator that is another one, a
-comparison that includes or excludes its bound, a call that is left out, a factor of 1 + 1e-8. The first command runs
-the tests once, with a note at each of these places of the tests that come by. The second one plants one fault at a time
-and runs the tests that come by, the quick ones first, until one fails. What follows `--` selects the tests of pytest.
+Each seed draws faults in the rooms below, as many of each kind: an operator that is another one, a comparison that
+includes or excludes its bound, a call that is left out, a factor of 1 + 1e-8. The first command runs the tests once,
+with a note at each of these places of the tests that come by. The second one plants one fault at a time and runs the
+tests that come by, the quick ones first, until one fails. What follows `--` selects the tests of pytest.
 
 FOLDER gets a copy of the repository and the notes; `--repository` names another one, and `--places` the FOLDER of
 another search, with whose faults and notes two versions of the tests are compared. A fault is found by a test that
@@ -34,7 +34,7 @@ from xml.etree import ElementTree
 from results import record
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("optim", "data", "checkpoint")
+ROOMS = ("optim", "data", "checkpoint", "backend", "adaptive", "trace", "rules", "metrics", "cli")  # folders or files
 KINDS = ("operator", "bound", "call", "weight")
 OPERATORS: dict[Any, Any] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 BOUNDS: dict[Any, Any] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
@@ -83,12 +83,14 @@ def places(file: Path, name: str) -> Iterator[Place]:
         yield from (Place(name, node.lineno, kind, number, ast.unparse(node)) for kind in kinds)  # type: ignore[attr-defined]
 
 
-def draw(package: Path, number: int, seed: int) -> list[Place]:
-    """Return so many places, as many of each kind."""
-    files = sorted(path for room in ROOMS for path in (package / room).rglob("*.py"))
-    found = [place for path in files for place in places(path, str(path.relative_to(package)))]
-    rng = random.Random(seed)
-    return [one for kind in KINDS for one in rng.sample([p for p in found if p.kind == kind], number // len(KINDS))]
+def draw(package: Path, number: int, seeds: list[int]) -> list[Place]:
+    """Return so many places for each seed, as many of each kind, and none twice."""
+    files = sorted(path for room in ROOMS for path in [*(package / room).rglob("*.py"), package / f"{room}.py"])
+    found = [place for path in files if path.exists() for place in places(path, str(path.relative_to(package)))]
+    of_kind = {kind: [place for place in found if place.kind == kind] for kind in KINDS}
+    rngs = map(random.Random, seeds)
+    drawn = [place for rng in rngs for kind in KINDS for place in rng.sample(of_kind[kind], number // len(KINDS))]
+    return list(dict.fromkeys(drawn))
 
 
 def fault(kind: str, node: Any) -> Any:
@@ -247,8 +249,8 @@ def parse() -> argparse.Namespace:
     add("folder", type=Path)
     add("--repository", type=Path, default=ROOT, help="whose last commit is tested")
     add("--places", type=Path, help="FOLDER of the search whose faults are planted")
-    add("--number", type=int, default=40)
-    add("--seed", type=int, default=29)
+    add("--number", type=int, default=52, help="faults of each seed")
+    add("--seeds", type=int, nargs="+", default=[53, 54])
     add("--only", type=int, nargs="+", help="numbers of the faults that are planted, by default all")
     add("--reach", action="store_true", help="note which tests come by, and plant nothing")
     add("--label", default="", help="name of these tests in records.csv; without it nothing is recorded")
@@ -263,9 +265,9 @@ def main() -> None:
     folder = flags.folder.resolve()
     noted = (flags.places or folder).resolve()
     bench = Bench(flags.repository, folder, noted, flags.options)
-    listed = noted / f"places-{flags.number}-{flags.seed}.json"
+    listed = noted / f"places-{flags.number}-{'-'.join(map(str, flags.seeds))}.json"
     if not listed.exists():
-        listed.write_text(json.dumps(draw(bench.package, flags.number, flags.seed), indent=1))
+        listed.write_text(json.dumps(draw(bench.package, flags.number, flags.seeds), indent=1))
     drawn = [Place(*row) for row in json.loads(listed.read_text())]
     if flags.reach:
         bench.reach(drawn)
@@ -282,7 +284,7 @@ def main() -> None:
     found = sum(map(bool, outcomes))
     print(f"{found} of {len(outcomes)} found")
     if flags.label:
-        on = f"{len(outcomes)} of {len(drawn)} by seed {flags.seed}"
+        on = f"{len(outcomes)} of {len(drawn)} by seeds {flags.seeds}"
         record("planted faults that the tests find", flags.label, found, "faults", on=on)
 
 
