@@ -23,7 +23,9 @@ SETUP := setup.cfg pyproject.toml
 
 # Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
 test test-all test-newest test-integrations test-integrations-oldest test-gpu: export OMP_NUM_THREADS := 1
-PYTEST := pytest -n $(JOBS) --dist loadgroup
+# A test that hangs for ten minutes shows where, and ends the run (an option of pytest 9, which test-gpu does not need).
+WATCHED := -o faulthandler_exit_on_timeout=true
+PYTEST := pytest -n $(JOBS) --dist loadgroup $(WATCHED)
 
 .PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers test-tpu tpu-compiler dist check-tag clean
 .DELETE_ON_ERROR:
@@ -87,7 +89,8 @@ test-newest:
 	$(NEWEST)/bin/$(PYTEST) -m "not xla and not cuda and (not slow or torch)" $(ARGS)
 
 # Without a GPU this target says so and installs nothing. It tests the checkout; GPU_PYTHON needs the packages that
-# setup.cfg requires, hypothesis and pytest>=9.
+# the library imports at once (torch, numpy, pandas, tqdm, lazy_loader, typing_extensions), hypothesis and pytest>=8.
+# COMMIT names what is measured where the copy has no .git.
 GPUS = $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 
 test-gpu:
@@ -110,7 +113,7 @@ test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
 	@code=0; set -x; $(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX) || [ $$? -eq 5 ] || code=1; \
-	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \
+	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \
 	|| [ $$? -eq 5 ] || code=1; exit $$code # 5: ARGS selects none of these
 
 # The oldest versions of the trainers that setup.cfg allows, over the other packages of that environment: weights, resumes
@@ -126,7 +129,7 @@ test-integrations-oldest:
 	@$(PYTHON) -m venv --clear $(OLD_VENV)
 	@for site in $(CURDIR)/$(INTEGRATIONS)/lib/python*/site-packages; do echo "$$site"; done >$$(echo $(OLD_VENV)/lib/python*/site-packages)/newest.pth
 	$(OLD_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps $$($(PYTHON) -c '$(OLDEST)')
-	$(OLD_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) $(OLDEST_TESTS)
+	$(OLD_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) $(ARGS) $(OLDEST_TESTS)
 
 docs: $(VENV)/.has-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs

@@ -8,6 +8,7 @@ again. docs/measurements.py shows the same rows, with their quartiles, in docs/p
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -72,7 +73,7 @@ def record(
         case=case,
         unit=unit,
         command=" ".join([*path, "python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        commit=git("rev-parse", "--short", "HEAD") + (" with changes" if changed else ""),
+        commit=os.environ.get("COMMIT") or git("rev-parse", "--short", "HEAD") + (" with changes" if changed else ""),
         versions=", ".join([*own, *filter(None, [libraries])]),
         note=note,
         **rounded,

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -248,7 +249,11 @@ def processes(
     def chosen(models: dict[str, Make]) -> dict[str, Make]:
         return {name: make for name, make in models.items() if name.split()[0] in sizes}
 
-    sides = {"AdaScale / linear rule": (adascale, linear), **LOGGING}
+    sides = {"AdaScale / linear rule": (adascale, linear)}
+    if find_spec("tensorboardX"):  # which a rented machine with PyTorch may lack
+        sides |= LOGGING
+    else:
+        print("tensorboardX is not installed: logging is not measured")
     if world > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
