@@ -43,6 +43,7 @@ def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines()[2].startswith("2 ")
 
 
+@pytest.mark.usefixtures("published_mnist")
 @pytest.mark.parametrize("line", tours())
 def test_the_tour_trains(line: str) -> None:
     words = shlex.split(line.replace("PJRT_DEVICE=TPU", ""))  # the same code, on the devices of this machine
@@ -54,6 +55,7 @@ def test_the_tour_trains(line: str) -> None:
     assert re.search(r"^samples +12,000$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.usefixtures("published_mnist")
 @pytest.mark.slow("trains MNIST twice")
 @pytest.mark.torch
 def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
@@ -70,6 +72,7 @@ def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) 
     assert len(tables[0]) == 3
 
 
+@pytest.mark.usefixtures("published_mnist")
 @pytest.mark.slow("trains MNIST")
 def test_the_tour_exits_with_21_below_its_target() -> None:
     done = run(sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01", OMP_NUM_THREADS="1")
@@ -84,6 +87,7 @@ def test_make_has_the_target(target: str) -> None:
     assert {"train": TOUR, "test": "pytest"}[target] in done.stdout
 
 
+@pytest.mark.usefixtures("published_mnist")
 @pytest.mark.slow("trains MNIST")
 @pytest.mark.xla
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would install an environment first")

@@ -118,6 +118,7 @@ def test_a_training_does_not_depend_on_the_world(world: Callable[[int], Reports]
         torch.testing.assert_close(world(cores)[0]["parameters"], alone, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow("launches XLA")
 @pytest.mark.parametrize(
     "job", [xla_jobs.fail_in_one_rank, pytest.param(xla_jobs.fail_in_one_loader, marks=other_world)]
 )
@@ -149,6 +150,7 @@ if __name__ == "__main__":
     assert start(script, tmp_path).wait(STARTUP) == 21
 
 
+@pytest.mark.slow("launches XLA")
 @pytest.mark.parametrize(
     ("script", "by", "code"),
     [
@@ -221,6 +223,7 @@ def test_a_handler_runs_if_another_thread_receives_the_signal() -> None:
     assert job == [True]
 
 
+@pytest.mark.slow("launches XLA")
 def test_learning_rates_do_not_compile_without_launch_either(tmp_path: Path) -> None:
     script = """
 if __name__ == "__main__":
@@ -283,8 +286,7 @@ def start(script: str, folder: Path) -> subprocess.Popen[bytes]:
     """Start a script that uses `launch`, in a process of its own."""
     path = folder / "program.py"
     path.write_text(IMPORTS + script)
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets its background jobs ignore Ctrl-C
-    return subprocess.Popen([sys.executable, str(path), str(folder)], env=environment(), preexec_fn=heard)
+    return subprocess.Popen([sys.executable, str(path), str(folder)], env=environment())
 
 
 def child_of(folder: Path) -> int:

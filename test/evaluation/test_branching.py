@@ -364,10 +364,8 @@ def test_the_cost_is_known_beforehand() -> None:
     assert sum(map(sum, (trial.samples for trial in branches.run().trials))) == 8192
 
 
+@pytest.mark.usefixtures("published_mnist")
 def test_mnist_in_seconds() -> None:
-    from helpers import mnist
-
-    mnist.fetch()
     found = branch(None, "mnist-cnn", batch_size=256, candidates=["linear", "linear*64"], updates=12, minibatch_size=64)
     assert found.places[0].name == "linear"
     assert found.trials[0].losses[-1] < 2.3
