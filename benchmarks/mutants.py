@@ -39,7 +39,7 @@ KINDS = ("operator", "bound", "call", "weight")
 OPERATORS: dict[Any, Any] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 BOUNDS: dict[Any, Any] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 UNKNOWN = 10.0  # seconds of a test whose time is not known
-SHARED = 300.0  # seconds for what tests share, which is in the time of the first one of them only
+SHARED = 900.0  # seconds for what tests share, which is in the time of the first one of them only
 BATCH = 50  # tests of one run of pytest
 PROBE = """
 import os

@@ -128,6 +128,7 @@ def test_tasks_of_the_job_group_agree() -> None:
 # --------------------------------------------------------------------------------------------------------- no scheduler
 
 
+@pytest.mark.slow("starts a process twice")
 def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     command = [sys.executable, *TRAIN.split()]
     running = start(command, place, "log-0")

@@ -83,6 +83,7 @@ def run_columns(rank: int, folder: Path) -> None:
     torch.save(trained, folder / f"rank{rank}.pt")
 
 
+@pytest.mark.slow("starts processes")
 def test_both_columns_about_data_parallel_train_the_same_weights(tmp_path: Path) -> None:
     spawn(run_columns, (tmp_path,), nprocs=2)
     left, right = torch.load(tmp_path / "rank0.pt")

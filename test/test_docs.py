@@ -95,6 +95,7 @@ def test_the_commands_of_our_scripts_have_flags_that_exist() -> None:
                 assert not [flag for flag in flags if f'"{flag}"' not in sources], line
 
 
+@pytest.mark.slow("starts a process")
 def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     exec(blocks(DOCS / "quickstart.md", "python")[0], names)

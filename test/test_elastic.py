@@ -71,6 +71,7 @@ def test_a_shell_loop_resumes_with_another_number_of_cores(
     assert re.search(r"^samples +12,000$", output, re.MULTILINE)
 
 
+@pytest.mark.slow("restarts torchrun")
 def test_torchrun_continues_when_a_machine_joins_and_when_it_is_lost(
     tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:

@@ -40,6 +40,7 @@ def train_in_process(rank: int, port: int, size: int, folder: Path) -> None:
     torch.save(weights, folder / f"rank{rank}.pt")
 
 
+@pytest.mark.slow("starts processes")
 def test_the_backend_of_the_page_connects_processes(tmp_path: Path) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     spawn(train_in_process, (store.port, 2, tmp_path), nprocs=2)

@@ -49,6 +49,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.slow("starts a process")
 def test_a_main_thread_blocked_in_c_records_the_first_signal_and_exits_on_the_second(
     tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
@@ -242,6 +243,7 @@ def test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal(
     assert [len(rank) for rank in lines] == [2, 1, 1]
 
 
+@pytest.mark.slow("starts a process")
 def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
     tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

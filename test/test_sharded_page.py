@@ -28,6 +28,7 @@ def test_the_script_prints_what_the_page_shows_if_it_stops_and_resumes_elsewhere
     assert losses(3, folder, "--updates=50") + losses(2, folder) == blocks(PAGE, "text")[0].splitlines()
 
 
+@pytest.mark.slow("starts processes")
 def test_bfloat16_stays_near() -> None:
     (shown,) = losses(2, "--updates=20", "--bfloat16")
     first = blocks(PAGE, "text")[0].splitlines()[0]

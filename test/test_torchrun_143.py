@@ -23,6 +23,7 @@ def torchrun(place: Path, script: str, *flags: str) -> subprocess.Popen[bytes]:
     return start(command, place, "log")
 
 
+@pytest.mark.slow("starts torchrun")
 @pytest.mark.torch
 def test_torchrun_exits_at_once_while_it_waits_for_another_host(
     place: Path, started: list[subprocess.Popen[bytes]]
@@ -62,6 +63,7 @@ def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subproces
     assert_saved_and_resumed(place)
 
 
+@pytest.mark.slow("starts torchrun")
 @pytest.mark.parametrize(("code", "expected"), [(STOPPED, STOPPED), (21, 1), (0, 0)])
 def test_torchrun_exits_with_143_only_if_its_workers_do(place: Path, code: int, expected: int) -> None:
     assert torchrun(place, f"import sys; sys.exit({code})").wait(TIMEOUT) == expected, logs(place)

@@ -150,6 +150,7 @@ def log_without_closing(folder: Path) -> None:
     globals()["tracker"] = tracker  # so that it is not collected before the process ends
 
 
+@pytest.mark.slow("starts processes")
 def test_an_open_tracker_is_flushed_when_the_process_ends(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=log_without_closing, args=(tmp_path,))
     process.start()

@@ -29,6 +29,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow("starts processes")
 def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
     parts = [(2, 23), (3, 41), (1, 60)]
     weights, runs, measured = elastic(tmp_path, NOISE_SCALE, parts)

@@ -43,7 +43,7 @@ def until(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(size, sum(number for _, number in parts[: row + 1])) for row, (size, _) in enumerate(parts)]
 
 
-@examples(30)
+@examples(8)
 @given(settings_(), PARTS)
 def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting: Setting, drawn: list[tuple[int, int]]) -> None:
     """Law 10: the same decisions; the replay of their record equals the training."""
@@ -65,7 +65,7 @@ def test_decisions_do_not_depend_on_worlds_stops_and_loaders(setting: Setting, d
     assert again["vbs"]["progress"] == state["vbs"]["progress"]
 
 
-@examples(20)
+@examples(6)
 @given(settings_(), PARTS, st.integers(1, 20))
 def test_the_record_of_a_controller_that_reads_the_world_replays(
     setting: Setting, drawn: list[tuple[int, int]], samples: int

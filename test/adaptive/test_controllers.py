@@ -193,6 +193,7 @@ def test_the_candidates_are_a_grid_with_the_bounds_full_rounds_and_the_present_s
     assert all(after <= (before + 0.5) * ratio + 0.5001 for before, after in itertools.pairwise(found))
 
 
+@pytest.mark.slow("tries a thousand models")
 def test_goodput_is_the_best_of_all_candidates_of_1000_models() -> None:
     for seed in range(1000):
         check_goodput(np.random.default_rng(seed))

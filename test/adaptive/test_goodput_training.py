@@ -87,9 +87,7 @@ def goodput(size: int, input: ControlInput, model: Throughput, *, fixed_shape: b
     return adascale_gain(sigma2, mu2, size, 1) / model.seconds(size, 1, MICROBATCH, fixed_shape=fixed_shape)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("start", [16, 100, 512])
-@pytest.mark.parametrize("base", [0.001, 0.1, 10.0], ids="base{}".format)
+@pytest.mark.parametrize(("base", "start", "seed"), [(0.001, 16, 0), (0.1, 100, 1), (10.0, 512, 0), (0.1, 512, 1)])
 def test_it_explores_until_it_has_measured_and_then_decides(
     base: float, start: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_wrong_measurements(measured: Any, error: type[Exception], message: str)
         Throughput.fit(measured)
 
 
+@pytest.mark.slow("fits many models")
 @given(MODELS, st.sampled_from([(1, 2), (1, 4), (2, 4)]))
 def test_overlap_that_cannot_be_told_is_1(model: Throughput, devices: tuple[int, int]) -> None:
     """With one microbatch of one size for each number of devices, any overlap fits."""

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from helpers.agreements import OfStore, agreements, in_threads, message_of
 from helpers.properties import examples
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Backend, parting
 from variable_batch_size.backend.agreement import AbsentRankError, Agreement
 from variable_batch_size.backend.parting import has_ended, identity
 from variable_batch_size.testing import run_ranks
@@ -27,7 +26,6 @@ from variable_batch_size.world import World
 
 Result = TypeVar("Result")
 LONG = 3_000  # updates; no rank makes that many
-IDENTITY = "from variable_batch_size.backend.parting import identity; print(identity(), flush=True)"
 texts = st.lists(st.text(st.characters(exclude_categories=()), max_size=30), min_size=1, max_size=4)
 
 
@@ -293,16 +291,26 @@ def test_the_last_rank_to_report_gets_all_reports_while_others_wait_in_a_call(ki
 # ------------------------------------------------------------------------------------------------------ other processes
 
 
+def identity_of(process: subprocess.Popen[bytes]) -> str:
+    return f"{parting._machine()} {process.pid} {parting._state_and_start(process.pid)[1]}"
+
+
+def killed() -> str:
+    """Return the identity of a process that was killed."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        found = identity_of(process)
+        process.kill()
+    return found
+
+
 def test_processes_that_were_killed_are_known() -> None:
-    process = subprocess.Popen([sys.executable, "-c", f"{IDENTITY}; input()"], stdin=-1, stdout=-1, text=True)
-    assert process.stdout is not None
-    found = process.stdout.readline().strip()
-    assert not has_ended(found)
-    assert not has_ended(identity())
-    process.kill()
-    while not has_ended(found):  # nobody has taken its exit code yet
-        time.sleep(0.01)
-    process.communicate()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        found = identity_of(process)
+        assert not has_ended(found)
+        assert not has_ended(identity())
+        process.kill()
+        while not has_ended(found):  # nobody has taken its exit code yet
+            time.sleep(0.01)
     assert has_ended(found)
     assert not has_ended(f"another machine {found}")
     assert not has_ended("")
@@ -314,11 +322,10 @@ def test_processes_that_were_killed_are_known() -> None:
 def test_ranks_do_not_wait_for_a_process_that_was_killed(victim: int, came: bool) -> None:
     """Also if it had come to the call: rank 0 tells the others of all messages, and was killed before it did."""
     ranks = agreements(3 * [dist.HashStore()])
-    killed = subprocess.run([sys.executable, "-c", IDENTITY], stdout=-1, text=True, check=True).stdout.strip()
 
     def run(rank: int) -> Any:
         agreement = ranks[rank]
-        agreement._processes[victim] = killed
+        agreement._processes[victim] = killed()
         if rank == victim:
             return came and agreement._store.set(f"1/{rank}", json.dumps(["read()", "", agreement._course.after(0)]))
         return message_of(lambda: agreement.gather("read()", f"of {rank}"))

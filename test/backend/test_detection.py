@@ -35,6 +35,7 @@ def run(kind: str, explicit: bool, world_size: str | None) -> subprocess.Complet
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("kind", ["sampler", "broadcast"])
 def test_several_processes_without_a_process_group_are_refused(kind: str) -> None:
     found = run(kind, explicit=False, world_size="2")
@@ -43,6 +44,7 @@ def test_several_processes_without_a_process_group_are_refused(kind: str) -> Non
     assert "call torch.distributed.init_process_group() first, or pass num_replicas and rank" in found.stderr
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("kind", "explicit", "world_size"),
     [

@@ -1,7 +1,7 @@
 """Trainings in real gloo processes.
 
-Eight processes start once. They run `gains` as a world of 8, and every scenario as a world of 3 and then of 2. Each
-rank writes its results to a file, which the tests read.
+Three processes start once, and run every scenario as a world of 3 and then of 2. Each rank writes its results to a
+file, which the tests read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers.reference import SIZES, assert_equal, filled, training, twin
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gloo")
-    spawn(run_scenarios, (folder,), nprocs=8)
+    spawn(run_scenarios, (folder, WORLDS), nprocs=max(WORLDS))
     return folder
 
 
@@ -34,8 +34,16 @@ def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [8, *WORLDS])
-def test_gains_equal_those_of_one_process_and_take_one_collective(folder: Path, size: int) -> None:
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eight")
+    spawn(run_scenarios, (folder, [8]), nprocs=8)
+    return folder
+
+
+@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow("starts eight processes")), *WORLDS])
+def test_gains_equal_those_of_one_process_and_take_one_collective(size: int, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue("folder" if size in WORLDS else "eight")
     for rank in range(size):
         found, messages = torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False)["gains"]
         for dtype, tolerance, gains_found in zip((torch.float64, torch.float32), (1e-12, 1e-4), found, strict=True):

@@ -33,6 +33,7 @@ def train(optimizer):
 """
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("train", "end"),
     [

@@ -115,6 +115,7 @@ def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
 another = pytest.mark.slow("starts another process")
 
 
+@pytest.mark.slow("starts a process")
 @pytest.mark.parametrize(
     "end", ["", pytest.param("raise SystemExit(3)", marks=another), pytest.param("del saves, run", marks=another)]
 )

@@ -54,6 +54,7 @@ def test_the_seconds_of_a_training_that_is_killed_and_resumes() -> None:
     assert Goodput.of(finished).total == 10  # a script that is started again after its end
 
 
+@pytest.mark.slow("starts commands that import torch")
 def test_a_training_writes_its_events_on_rank_0(tmp_path: Path) -> None:
     run = training()
     with pytest.raises(KeyError), checkpoint(tmp_path, run, every=2) as saves:  # noqa: PT012

@@ -336,7 +336,7 @@ with checkpoint(folder, run, every=1, blob=torch.nn.Linear(700, 700)) as saves:
     seed = 5
     print("seed", seed)
     rng, reached = random.Random(seed), 0
-    for waits in (True, False, False):
+    for waits in (True, False):
         writer = start(script, tmp_path, "waits" if waits else "continues")
         assert writer.stdout is not None
         for _ in range(3):

@@ -35,6 +35,7 @@ def run_campaign(endings: Sequence[tuple[int, str, str]], last_world: int, folde
     campaign.finish(last_world)
 
 
+@pytest.mark.slow("starts torchrun")
 def test_a_killed_worker_ends_the_others_and_all_resume_exactly(tmp_path: Path) -> None:
     run_campaign([(2, "a worker", "saved")], last_world=1, folder=tmp_path)
 

@@ -43,6 +43,7 @@ def updates(folder: str) -> list[int]:
     return [entry.update for entry in folder_at(folder).entries()]
 
 
+@pytest.mark.slow("saves to S3")
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_training_is_saved_and_goes_on(wait: bool, folder: str, caplog: pytest.LogCaptureFixture) -> None:
     run = training()

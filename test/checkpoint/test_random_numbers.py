@@ -190,14 +190,15 @@ WORKERS = [
 ]
 
 
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("case", WORKERS, ids=range(len(WORKERS)))
+@pytest.mark.parametrize(("case", "stop"), zip(WORKERS, itertools.cycle(STOPS)), ids=range(2 * len(WORKERS)))
 def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -> None:
     check(replace(case, stop=stop), tmp_path)
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-@pytest.mark.parametrize("case", [case for case in WORKERS if not case.loader_is_saved], ids=str)
+UNSAVED = [case for case in WORKERS if not case.loader_is_saved]
+
+
+@pytest.mark.parametrize(("case", "epoch"), zip(UNSAVED, itertools.cycle(range(3))), ids=range(2 * len(UNSAVED)))
 def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case: Case, epoch: int, tmp_path: Path) -> None:
     """As the first checkpoint, or one at the begin of each epoch; a loader that is saved begins to iterate for that."""
     seed(1)

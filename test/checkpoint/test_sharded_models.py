@@ -32,6 +32,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     ("segments", "setting"),
     [

@@ -34,6 +34,7 @@ WEIGHTS = [training().run(updates).weights() for updates in range(len(SIZES) + 1
 PROCESSES = 6  # of the job, until the store is well again
 
 
+@pytest.mark.slow("restarts a job many times")
 @examples(16)
 @given(
     seed=st.integers(0, 2**32),

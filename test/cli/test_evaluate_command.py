@@ -35,6 +35,7 @@ def test_trains_each_cell_once(tmp_path: Path) -> None:
     assert run_main(*arguments, "--dry-run")[1].endswith("5 trainings, 0 to make, of 0 samples in all\n")
 
 
+@pytest.mark.slow("trains")
 def test_traces_have_the_names_that_they_are_given(tmp_path: Path) -> None:
     arguments = ["evaluate", TINY, "--trace", 8, "--trace", "0:8 10:32", *BOTH, "--seeds", 1, "--folder", tmp_path]
     status, _, err = run_main(*arguments, "--name", "small", "--name", "growing")
@@ -179,6 +180,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         assert message.endswith("; choose another one")
 
 
+@pytest.mark.slow("trains")
 def test_trainings_that_cannot_be_compared_lie_in_one_folder(tmp_path: Path) -> None:
     """Each is a task of its own in the report: other samples, another learning rate of the reference."""
     arguments = ["evaluate", TINY, "--trace", 8, *BOTH, "--seeds", 1, "--folder", tmp_path]

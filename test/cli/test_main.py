@@ -47,6 +47,7 @@ finally:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow("starts processes")
 def test_it_runs_as_a_program_and_as_a_module() -> None:
     modules = "variable_batch_size", "variable_batch_size.cli.main"
     for program in (["vbs"], *([sys.executable, "-m", name] for name in modules)):
@@ -128,6 +129,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow("starts processes")
 def test_completion_scripts_are_printed() -> None:
     done = run("bash", "-c", "_VBS_COMPLETE=complete_bash COMP_WORDS='vbs tr' COMP_CWORD=1 vbs")
     assert (done.returncode, done.stdout.split()) == (0, ["trace"])

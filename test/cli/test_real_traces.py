@@ -36,6 +36,7 @@ def test_the_table_is_printed_by_the_command(tmp_path: Path) -> None:
     assert printed(tmp_path) == rows(PAGE.read_text())
 
 
+@pytest.mark.slow("simulates many trainings")
 def test_a_row_has_the_numbers_of_the_sweep(tmp_path: Path) -> None:
     log, short = tmp_path / "b.json", tmp_path / "a.csv"
     shutil.copy(ROOT / "traces" / "spot_example.json", log)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from html import unescape
 from pathlib import Path
 
@@ -30,10 +29,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     variables = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'test'}", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "variable_batch_size", *map(str, arguments)]
     pipe = subprocess.PIPE
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets its background jobs ignore Ctrl-C
-    return subprocess.Popen(
-        command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=heard
-    )
+    return subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def stop(evaluation: subprocess.Popen[str], folder: Path, number: signal.Signals) -> tuple[str, str]:
@@ -73,6 +69,7 @@ def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     assert len(Plan.read(tmp_path).keys) == 8
 
 
+@pytest.mark.slow("starts a process")
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow("starts processes"))])
 def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
     if jobs > 1:
@@ -88,6 +85,7 @@ def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
     assert last[2] == f"for a report: vbs report {tmp_path}"
 
 
+@pytest.mark.slow("trains")
 def test_trainings_that_judge_are_still_to_come_while_learning_rates_are_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +116,7 @@ def test_trainings_that_judge_are_still_to_come_while_learning_rates_are_chosen(
     assert f"Trainings: {number}, 0 of them failed" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow("trains")
 @pytest.mark.filterwarnings("always:the (records|source) of the task")
 def test_records_of_two_versions_of_a_task_are_told(tmp_path: Path, done: Path) -> None:
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
@@ -136,6 +135,7 @@ def test_records_of_two_versions_of_a_task_are_told(tmp_path: Path, done: Path) 
     assert err.endswith(mixed)
 
 
+@pytest.mark.slow("trains")
 def test_an_extended_evaluation_is_all_of_it(tmp_path: Path, done: Path) -> None:
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     for record in list(tmp_path.glob("????????????????.json"))[:3]:
@@ -170,6 +170,7 @@ def test_a_plan_that_is_deleted_forgets_what_is_not_asked_for_again(tmp_path: Pa
     assert [path.name for path in tmp_path.glob("*.png")] == ["report-helpers-evaluation-tasks-Tiny.png"]
 
 
+@pytest.mark.slow("draws a report")
 def test_recommendations_are_wrapped(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run_main("report", done, "--recommend")
@@ -181,6 +182,7 @@ def test_recommendations_are_wrapped(done: Path, monkeypatch: pytest.MonkeyPatch
     assert run_main("evaluate", *SMALL, "--folder", done, "--recommend")[1].splitlines()[2:] == lines
 
 
+@pytest.mark.slow("draws two reports")
 def test_the_report_of_a_table_is_that_of_its_records(tmp_path: Path, done: Path) -> None:
     write_records(read_records(done), tmp_path / "table.csv.gz")
     status, out, err = run_main("report", tmp_path / "table.csv.gz")
@@ -189,6 +191,7 @@ def test_the_report_of_a_table_is_that_of_its_records(tmp_path: Path, done: Path
         assert (tmp_path / "table" / name).read_bytes() == (done / name).read_bytes()
 
 
+@pytest.mark.slow("trains")
 def test_a_task_that_cannot_be_loaded_has_no_target(tmp_path: Path, done: Path) -> None:
     for record in read_records(done):
         vars(record)["cell"]["task"] = "no_such_module:Task"

@@ -283,6 +283,7 @@ def test_printed_intervals_are_not_negative() -> None:
     assert " (-" not in run_main(*command)[1]
 
 
+@pytest.mark.slow("simulates many trainings")
 def test_several_intervals_between_saves_are_compared(tmp_path: Path) -> None:
     """Each beside the others, in order of the policies, as if it were given alone."""
     other = tmp_path / "other.csv"

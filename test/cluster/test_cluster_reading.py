@@ -125,6 +125,7 @@ first_lines = st.one_of(
 )
 
 
+@pytest.mark.slow("reads each example by each reader")
 @examples(500)
 @given(st.lists(first_lines, min_size=1, max_size=3).map("\n".join))
 def test_no_two_readers_recognize_the_same_file(content):

@@ -135,6 +135,7 @@ def test_mean_and_autocovariance_over_time_are_those_of_the_formulas(process):
         near(products.mean(axis=1), process.covariance(lag * step))
 
 
+@pytest.mark.slow("draws many traces")
 @every_process
 def test_a_trace_begins_in_the_stationary_state(process):
     lag = 0.5 / process.decay

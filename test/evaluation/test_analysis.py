@@ -56,6 +56,7 @@ def test_an_accuracy_is_better_if_it_is_higher() -> None:
     assert fact(analysis, "64", "adascale")["difference"] == pytest.approx(0.05 / 2.6, abs=0.004)
 
 
+@pytest.mark.slow("analyses evaluations")
 def test_seeds_that_diverged_are_counted() -> None:
     found = records(seeds=8, divergence={"linear": 0.5, "constant": 0.2})
     for trace in BEST_LR:
@@ -162,6 +163,7 @@ def test_rules_in_bold_are_seldom_wrong() -> None:
     assert wrong <= 5
 
 
+@pytest.mark.slow("analyses evaluations")
 def test_pairs_are_of_the_same_seed() -> None:
     found = [one for one in records(seeds=4) if one.cell["rule"] != "root" or one.cell["seed"] in (1, 3)]
     assert fact(Analysis(found), "64", "root")["difference_n"] == 2

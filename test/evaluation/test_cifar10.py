@@ -179,6 +179,7 @@ def test_only_training_crops_and_evaluation_repeats(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow("trains")
 def test_a_training_that_resumes_sees_the_same_crops(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

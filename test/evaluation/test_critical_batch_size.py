@@ -12,6 +12,7 @@ from helpers.branching_tasks import Quadratic
 from variable_batch_size.evaluation import critical_batch_size
 
 
+@pytest.mark.slow("trains")
 def test_the_critical_batch_size_of_a_quadratic() -> None:
     """With linear scaling, the learning rate of batch 32 is 0.4, of 64 above 0.5: it diverges."""
     found = critical_batch_size(

@@ -122,6 +122,7 @@ def test_the_time_under_a_capacity_trace_ends_a_training(tmp_path: Path) -> None
     assert 60 - 1 <= cost.curve["seconds"][-1] < 63  # type: ignore[index]
 
 
+@pytest.mark.slow("trains")
 @pytest.mark.filterwarnings("ignore:.*the batch size is 24 for")
 @pytest.mark.parametrize("by", ["seconds", "cost"])
 @pytest.mark.parametrize("policy", ["constant:8", "per-device:8"])

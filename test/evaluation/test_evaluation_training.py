@@ -131,12 +131,14 @@ def test_the_hash_of_a_dataset_is_that_of_its_samples(samples: Any, known: bool)
     assert not known or hashes[0] == hashes[1] != data_hash(SimpleNamespace(dataset=lambda: samples[:1]))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow("starts processes")
 def test_processes_make_the_same_records(tmp_path: Path) -> None:
     pytest.importorskip("joblib")
     here, there = (run(experiment(), tmp_path / str(jobs), jobs=jobs, progress=False) for jobs in (1, 2))
     assert without_times(there) == without_times(here)
 
 
+@pytest.mark.slow("starts processes")
 def test_a_killed_process_ends_the_evaluation_which_continues_when_it_is_run_again(tmp_path: Path) -> None:
     pytest.importorskip("joblib")
     killed = {"helpers.evaluation_tasks:Killed": {"folder": str(tmp_path)}}

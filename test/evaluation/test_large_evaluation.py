@@ -74,6 +74,7 @@ def test_the_records_are_those_of_their_names(file: str, tasks: set[str]) -> Non
     assert set(Analysis(found).tasks) == tasks
 
 
+@pytest.mark.slow("draws a report")
 def test_the_page_has_the_losses_of_adam_and_of_muon() -> None:
     analysis, page = Analysis(read_records(ROOT / "benchmarks" / "evaluation_adam.csv.gz")), DOCS / "evaluation.md"
     for name in ("AdamW", "Muon"):

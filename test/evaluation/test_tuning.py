@@ -111,6 +111,7 @@ def test_what_is_not_judged_yet_is_shown_by_the_tuning_seeds() -> None:
     assert "optimistic" in render(analysis)
 
 
+@pytest.mark.slow("analyses evaluations")
 @pytest.mark.parametrize(
     ("trace", "lrs", "seeds", "said"),
     [

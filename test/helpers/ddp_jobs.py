@@ -23,7 +23,6 @@ from helpers.mishaps import train_scaled
 from helpers.models import Experts
 from helpers.reference import ADAM, EQUATIONS, REF, Array, Training, filled, network, training
 
-WORLDS = (3, 2)
 SECONDS = 60  # that a rank waits for the others
 ODD = (9, 4, 17, 1, 12, 3, 2, 30)  # ranks have unequal numbers of microbatches, and some none
 
@@ -67,13 +66,12 @@ def results(run: Training) -> list[Array]:
 
 
 def contract(ddp: bool) -> dict[str, list[Array]]:
-    """All rules, with two options for each, and of the pairs of an option and a wrapper most."""
+    """All rules, each with an option and a wrapper; `make fuzz` draws the other triples."""
     found = {}
     for number, kind in enumerate(EQUATIONS):
-        for place in (number, number + 17):  # another option, and another wrapper
-            wrapper, options = WRAPPERS[place % len(WRAPPERS)], OPTIONS[place % len(OPTIONS)]
-            run = training(kind, ODD, model=either(network(), ddp, **wrapper), backend=here(), **options)
-            found[f"{kind.__name__} {options}"] = results(run.run(len(ODD)))
+        wrapper, options = WRAPPERS[number % len(WRAPPERS)], OPTIONS[number % len(OPTIONS)]
+        run = training(kind, ODD, model=either(network(), ddp, **wrapper), backend=here(), **options)
+        found[f"{kind.__name__} {options}"] = results(run.run(len(ODD)))
     return found
 
 
@@ -325,20 +323,22 @@ SAME: tuple[Callable[[bool], dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def run_scenarios(rank: int, folder: Path) -> None:
-    """Run the scenarios in each world that this rank belongs to; save the results to `world<size>-rank<rank>.pt`."""
+def joined(rank: int, folder: Path, size: int) -> None:
+    """Join the ranks of a world, with their messages of C++ in files."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    for size in WORLDS:
-        if rank < size:
-            store = dist.FileStore(str(folder / f"store{size}"), size)
-            limit = timedelta(seconds=SECONDS)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-            found: dict[str, Any] = {one.__name__: [one(ddp) for ddp in (False, True)] for one in SAME}
-            found["replayed"] = replayed()
-            torch.save(found, folder / f"world{size}-rank{rank}.pt")
-            dist.destroy_process_group()
+    store, limit = dist.FileStore(str(folder / "store"), size), timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def run_scenarios(rank: int, folder: Path, size: int) -> None:
+    """Run the scenarios in DistributedDataParallel; save the results to `rank<rank>.pt`."""
+    joined(rank, folder, size)
+    found: dict[str, Any] = {one.__name__: one(True) for one in SAME}
+    found |= {"plain gan": gan(False), "replayed": replayed()}
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
 
 
 def alone() -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
-from helpers.ddp_jobs import ODD, SECONDS, WORLDS, Gan, here, wrapped
+from helpers.ddp_jobs import ODD, Gan, here, joined, wrapped
 from helpers.mishaps import discard
 from helpers.models import Experts
 from helpers.reference import SGD, filled, network, training
@@ -231,10 +229,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 def discards(rank: int, folder: Path, size: int, where: str, who: str) -> None:
     """Raise in the third update of a training in DistributedDataParallel, see `discard`."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS))
+    joined(rank, folder, size)
     run, fails = training(sizes=ODD, model=wrapped(), backend=here()), who == "all ranks" or rank == size - 1
     layer: Any = run.model.module[1]  # type: ignore[index]
     discard(run, layer, len(ODD), where, fails=fails, path=folder / f"rank{rank}.json")
@@ -242,10 +237,7 @@ def discards(rank: int, folder: Path, size: int, where: str, who: str) -> None:
 
 def groups(rank: int, folder: Path) -> None:
     """Two pairs of ranks train on equal batches; then one rank changes its learning rate, which all four hear."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    store = dist.FileStore(str(folder / "store"), 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=SECONDS))
+    joined(rank, folder, 4)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = pairs[rank // 2]
     found: dict[str, Any] = {"weights": [], "messages": []}
@@ -261,14 +253,8 @@ def groups(rank: int, folder: Path) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-def run_mistakes(rank: int, folder: Path) -> None:
-    """Make the mistakes in each world that this rank belongs to, and write the messages by world and rank."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    for size in WORLDS:
-        if rank < size:
-            store = dist.FileStore(str(folder / f"store{size}"), size)
-            limit = timedelta(seconds=SECONDS)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-            (folder / f"world{size}-rank{rank}.json").write_text(json.dumps(dict(messages())))
-            dist.destroy_process_group()
+def run_mistakes(rank: int, folder: Path, size: int) -> None:
+    """Make the mistakes, and write the messages by rank."""
+    joined(rank, folder, size)
+    (folder / f"rank{rank}.json").write_text(json.dumps(dict(messages())))
+    dist.destroy_process_group()

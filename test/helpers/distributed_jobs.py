@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -274,11 +274,11 @@ def gains(folder: Path) -> tuple[list[list[float]], list[dict[torch.dtype, int]]
     return found, messages
 
 
-def run_scenarios(rank: int, folder: Path) -> None:
+def run_scenarios(rank: int, folder: Path, sizes: Sequence[int]) -> None:
     """Run the scenarios of each world that this rank belongs to; save the results to `world<size>-rank<rank>.pt`."""
     torch.set_num_threads(1)
     os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    for size in (8, *WORLDS):
+    for size in sizes:
         if rank < size:
             store = dist.FileStore(str(folder / f"store{size}"), size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))

@@ -25,13 +25,20 @@ from torch.utils.checkpoint import checkpoint
 
 import variable_batch_size as vbs
 from helpers.mishaps import train_scaled
-from helpers.reference import ADAM, EQUATIONS, Array, Training, filled, network, training
+from helpers.reference import ADAM, Array, Training, filled, network, training
 from variable_batch_size.world import World
 
 SECONDS = 60  # that a rank waits for the others
 NAMES = ("replicas", "shards", "tensors")  # of the dimensions of meshes
 ODD = (9, 4, 17, 1, 12, 3, 2, 30)  # ranks have unequal numbers of microbatches, and some none
 
+KINDS = (
+    vbs.LinearRuleOptimizer,
+    vbs.LinearRuleMomentumOptimizer,
+    vbs.SqrtSDERuleOptimizer,
+    vbs.AdaScaleOptimizer,
+    vbs.AdamScaleOptimizer,
+)
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "sum"},
@@ -148,9 +155,9 @@ def results(run: Training) -> list[Array]:
 
 
 def contract() -> dict[str, list[Array]]:
-    """All rules, each with one more option, but that of Adam's second moment."""
+    """A rule of each kind, with one more option: of the learning rate, the gradient, the betas, the noise."""
     found = {}
-    for number, kind in enumerate(kind for kind, equation in EQUATIONS.items() if not equation.squares):
+    for number, kind in enumerate(KINDS):
         options = OPTIONS[number % len(OPTIONS)]
         if kind in (vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer):
             options = {}

@@ -24,7 +24,13 @@ from helpers.reference import (
 )
 
 SETTLED = 3  # updates after which nothing compiles
-every_class = pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=lambda kind: kind.__name__)
+# Rules share one step(): those that scale the learning rate, the betas too, and by the noise of SGD and of Adam.
+QUICK = {vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer}
+every_class = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow("compiles")) for one in OPTIMIZERS.values()],
+    ids=lambda kind: kind.__name__,
+)
 # Rules that change the weight decay, betas or eps.
 CHANGE_OTHERS = {
     vbs.LinearRuleMomentumOptimizer,
@@ -134,6 +140,7 @@ def test_a_compiled_caller_runs_the_step_outside_of_its_graph(kind: type[vbs.Cus
     assert len(counters["graph_break"]) <= 2  # at log and at step
 
 
+@pytest.mark.slow("compiles")
 @pytest.mark.parametrize("kind", [vbs.LinearRuleOptimizer, vbs.AdaScaleOptimizer])
 def test_compiled_autograd_is_no_change_of_the_gradients(kind: type[vbs.CustomOptimizer]) -> None:
     eager, run = (training(kind, SIZES * 2) for _ in range(2))

@@ -57,7 +57,7 @@ def test_a_rule_is_chosen_by_its_name() -> None:
 
 
 @every_class
-@examples(40)
+@examples(14)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=2, max_size=4),
     minibatch_size=st.integers(1, 64),
@@ -121,7 +121,7 @@ def test_an_update_makes_one_collective_call(kind: Kind) -> None:
 
 
 @every_class
-@examples(20)
+@examples(10)
 @given(
     stop=st.integers(0, len(SIZES)),
     before=st.tuples(st.integers(1, 9), st.integers(1, 4)),

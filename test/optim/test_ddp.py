@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.ddp_jobs import ODD, SAME, WORLDS, alone, run_scenarios
+from helpers.ddp_jobs import ODD, SAME, alone, run_scenarios
 from helpers.ddp_mistakes import ERRORS, discards, groups, run_mistakes
 from helpers.mishaps import assert_discarded
 from helpers.processes import spawn
@@ -50,11 +50,14 @@ MESSAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+WORLDS = [3, pytest.param(2, marks=pytest.mark.slow("starts another world"))]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids="world {}".format)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("ddp")
-    spawn(run_scenarios, (path,), nprocs=max(WORLDS))
-    return path
+    spawn(run_scenarios, (path, request.param), nprocs=request.param)
+    return [torch.load(path / f"rank{rank}.pt", weights_only=False) for rank in range(request.param)]
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +65,14 @@ def expected() -> dict[str, Any]:
     return alone()
 
 
-@pytest.fixture(params=WORLDS, ids="world {}".format)
-def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
-    size = request.param
-    return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
-
-
 @pytest.mark.parametrize("name", [one.__name__ for one in SAME])
 def test_the_updates_are_those_of_one_process(name: str, ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for rank in ranks:
-        plain, ddp = rank[name]
-        assert plain.keys() == ddp.keys() == expected[name].keys()
-        for case, weights in plain.items():
-            assert_equal(ddp[case], weights)
-            assert_equal(ddp[case], ranks[0][name][1][case], 0)
-            if name != "gan":  # in which a microbatch sees what the ones before have updated
-                assert_equal(weights, expected[name][case])
+        own = rank["plain gan"] if name == "gan" else expected[name]  # a microbatch of a GAN sees earlier updates
+        assert rank[name].keys() == own.keys()
+        for case, weights in rank[name].items():
+            assert_equal(weights, own[case])
+            assert_equal(weights, ranks[0][name][case], 0)
 
 
 def test_a_replay_leaves_statistics_and_random_numbers_as_they_were(ranks: list[dict[str, Any]]) -> None:
@@ -120,17 +115,15 @@ def test_each_error_is_tested() -> None:
     assert [one.__name__.lstrip("_") for one in ERRORS] == list(MESSAGES)
 
 
-@pytest.fixture(scope="module")
-def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=WORLDS, ids="world {}".format)
+def mistakes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     path = tmp_path_factory.mktemp("mistakes")
-    spawn(run_mistakes, (path,), nprocs=max(WORLDS))
-    return path
+    spawn(run_mistakes, (path, request.param), nprocs=request.param)
+    return [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(request.param)]
 
 
-@pytest.mark.parametrize("size", WORLDS)
 @pytest.mark.parametrize("mistake", MESSAGES)
-def test_a_mistake_raises_on_every_rank(mistakes: Path, size: int, mistake: str) -> None:
-    for rank in range(size):
-        found = json.loads((mistakes / f"world{size}-rank{rank}.json").read_text())
+def test_a_mistake_raises_on_every_rank(mistakes: list[dict[str, str]], mistake: str) -> None:
+    for found in mistakes:
         with pytest.raises(RuntimeError, match=MESSAGES[mistake]):
             raise RuntimeError(found.get(mistake, "no error"))

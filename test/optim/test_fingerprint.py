@@ -92,6 +92,7 @@ def test_a_python_number_is_found() -> None:
     assert any("'alpha', -" in first for pairs in found.values() for first, _ in pairs)
 
 
+@pytest.mark.slow("starts processes")
 def test_ranks_issue_the_same_however_their_sums_are_made(tmp_path: Path) -> None:
     variants = {
         "linear": Training(SIZES),

@@ -274,6 +274,7 @@ def test_rejects_an_unknown_estimator(noise: Any) -> None:
         training(vbs.LinearRuleOptimizer, SIZES, noise=noise)
 
 
+@pytest.mark.slow("measures memory in processes")
 @pytest.mark.parametrize("noise", [None, "differenced"])
 def test_measuring_takes_one_more_copy_of_the_gradients(noise: str | None) -> None:
     """Differenced takes another copy. Copies are counted where most exist: after each backward and in each step."""

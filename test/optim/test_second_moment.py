@@ -118,6 +118,7 @@ def moved(size: int, lr: float, kind: Any = KIND) -> np.ndarray[Any, Any]:
     return np.concatenate([own.ravel() for own in run.run(updates * 4 // size).weights()])
 
 
+@pytest.mark.slow("makes many updates")
 def test_an_update_of_k_references_is_k_updates_in_the_limit_of_small_rates() -> None:
     """With the reference as microbatch the noise is the same, too: what is left shrinks as lr does."""
     start = np.concatenate([parameter.detach().numpy().ravel() for parameter in network().parameters()])

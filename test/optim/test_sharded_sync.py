@@ -104,6 +104,7 @@ def test_replicas_that_differ_are_told_from_shards(tmp_path: Path) -> None:
         assert "the same part of sharded parameters must have the same values, but ranks 0 and 2 differ;" in message
 
 
+@pytest.mark.slow("starts processes")
 def test_a_rank_may_come_later_to_a_forward(tmp_path: Path) -> None:
     """Others that wait there for it, and it within its own update, do not take one another for lost."""
     spawn(one_is_slow, (tmp_path,), nprocs=3)

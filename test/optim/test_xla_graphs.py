@@ -66,6 +66,7 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
     assert list(map(late, found)) == [{}] * len(found)
 
 
+@pytest.mark.slow("launches XLA")
 @pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.slow("launches another world"))])
 def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(cores: int, tmp_path: Path) -> None:
     several, one, single = 4 * MINIBATCH_SIZE * cores, MINIBATCH_SIZE * cores, MINIBATCH_SIZE

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rule_pages import description, rule_sections, rule_table
 
 import variable_batch_size as vbs
@@ -51,6 +52,7 @@ print(vbs.__file__)
 """
 
 
+@pytest.mark.slow("runs pytest in a copy")
 def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
     package = shutil.copytree(Path(vbs.__file__).parent, tmp_path / "variable_batch_size")
     (package / "rules" / "cube_root.py").write_text(RULE)

@@ -215,6 +215,7 @@ def test_longer_restarts_never_make_more_progress(
     assert progress[0] >= progress[1]
 
 
+@pytest.mark.slow("simulates many trainings")
 def test_youngs_interval_is_nearly_the_best() -> None:
     """Young 1974: sqrt(2 * seconds of a save * mean time between kills)."""
     save, between = 60.0, 3600.0

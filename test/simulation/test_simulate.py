@@ -140,6 +140,7 @@ def check_conservation(run: Run) -> None:
         assert productive[total].sum() == pytest.approx(run.summary[total], rel=1e-9)
 
 
+@pytest.mark.slow("simulates many trainings")
 @examples(500)
 @given(cases(grid=True))
 def test_the_twin_agrees_where_times_coincide(case: dict[str, Any]) -> None:
@@ -174,6 +175,7 @@ def restart_of(case: dict[str, Any], nodes: int, cause: Any) -> float:
     return costs.restart_seconds(nodes, cause)
 
 
+@pytest.mark.slow("simulates many trainings")
 @examples(400)
 @given(cases(grid=True), st.sampled_from([0.1, 1 / 3, 1e-3, 0.7, 86400 / 7]))
 def test_rounding_changes_no_event(case: dict[str, Any], unit: float) -> None:

@@ -111,20 +111,20 @@ def test_renumber_ignores_the_step_column(tmp_path, column):
 
 
 @pytest.mark.parametrize("row", ["{},{}", " {} , {} "])
-def test_reads_and_queries_a_million_steps(tmp_path, row):
-    sizes = np.random.default_rng(0).integers(32, 1025, 10**6)  # (steps,)
+def test_reads_and_queries_many_steps(tmp_path, row):
+    sizes = np.random.default_rng(0).integers(32, 1025, 10**5)  # (steps,)
     ends = np.cumsum(sizes)  # (steps,)
     path = write(tmp_path, lines(sizes, row))
     trace = BatchTrace.from_csv(path)
     assert trace == BatchTrace.from_sizes(sizes)
-    assert (len(trace), trace.total_samples, trace.max_batch_size) == (10**6, ends[-1], 1024)
-    assert np.array_equal(trace.batch_sizes(np.arange(10**6)), sizes)
-    for step in (0, 1, 499_999, 999_999):
+    assert (len(trace), trace.total_samples, trace.max_batch_size) == (10**5, ends[-1], 1024)
+    assert np.array_equal(trace.batch_sizes(np.arange(10**5)), sizes)
+    for step in (0, 1, 49_999, 99_999):
         assert trace.batch_size(step) == sizes[step]
         assert trace.offset(step + 1) == ends[step]
         assert trace.step_at(ends[step] - 1) == step
     rounded = trace.round_to(32)
-    steps = np.arange(10**6)  # (steps,)
+    steps = np.arange(10**5)  # (steps,)
     assert np.abs(np.cumsum(rounded.batch_sizes(steps)) - ends).max() <= 16
     assert not (rounded.batch_sizes(steps) % 32).any()
 
