@@ -126,36 +126,6 @@ def test_a_ramp_is_the_schedule_of_its_batch_sizes(ramp):
     assert named == BatchTrace.parse(schedule, unit="samples")
 
 
-@pytest.mark.parametrize(
-    ("ramp", "parts"),
-    [
-        ((16, 20, 8, 100), ["end must be start + n * increment", "16 + n * 8", "got 20", "change"]),
-        ((16, 16, 8, 100), ["n >= 1", "got 16"]),
-        ((16, 8, 8, 100), ["n >= 1", "got 8"]),
-        ((1, 10**6 + 2, 1, 100), ["at most 10^6 increments", "got 1000001", "larger increment"]),
-        ((8, 16, 8, 100, 13), ["steps must be > 13", "ramp(8, 16, 8, 100)", "got 13", "raise it"]),
-    ],
-)
-def test_rejects_a_ramp_that_has_no_whole_number_of_increments(ramp, parts):
-    with pytest.raises(ValueError, match=r" must .*, got .*; ") as caught:
-        BatchTrace.ramp(*ramp)
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["start", "end", "increment", "samples", "steps"])
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        *((value, ValueError) for value in (0, -1, MAX_BATCH_SIZE + 1)),
-        *((value, TypeError) for value in (8.0, "8", True)),
-    ],
-)
-def test_rejects_an_argument_of_a_ramp_by_its_name(name, value, error):
-    arguments = {"start": 8, "end": 16, "increment": 8, "samples": 100, "steps": 20, name: value}
-    with pytest.raises(error, match=rf"^{name} must be an integer >= 1.*, got .*; pass an int in this range$"):
-        BatchTrace.ramp(**arguments)
-
-
 def test_a_ramp_ends_like_any_other_trace():
     trace = BatchTrace.ramp(8, 16, 8, 100, steps=14, on_end="cycle")
     assert trace.batch_sizes(range(12, 16)).tolist() == [8, 16, 8, 8]
