@@ -27,6 +27,7 @@ from variable_batch_size.adaptive.table import parse_policy
 ANSWER = "^the batch size of the controller must be an integer >= 1"
 FORMS = "per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, norm-test:ETA or goodput:LOW-HIGH"
 TAGS = ("world_size", "global_batch_size", "num_microbatches", "updates_per_second")
+ABSENT = "^scalars.csv must have the columns .*, got none called vbs/{}; pass the scal"
 UNUSED = "must have a row with the seconds of updates of one batch size, got none in {} rows; train for"
 FACTOR = r"^schedule\(7\) must be a finite number >= 0, got .*; let it return a factor"
 SLOW = [[2, 64, 1, 1], [2, 8, 2, 1], [4, 32, 1, 1.2], [4, 16, 2, 1.2]]  # the same seconds for more rounds
@@ -65,23 +66,16 @@ MISTAKES = [
     Mistake(lambda: sampler(start=300), ValueError, "^start must be at most the dataset's size of 120 samples, got 30"),
     Mistake(lambda: sampler(NoiseScale()), ValueError, "needs a batch size to keep while it knows too little"),
     Mistake(lambda: vbs.CustomSampler(9, PerDevice(8), 1, 0), TypeError, "^trace must be a batch trace, or an Adaptiv"),
-    Mistake(lambda: vbs.CustomSampler(9, vbs.AdaptiveTrace, 1, 0), TypeError, "^trace must be a batch trace, or an Ad"),
     Mistake(lambda: vbs.CustomSampler(9, adaptive(), 1, 0, on_end="stop"), ValueError, "^on_end must be left out with"),
     Mistake(lambda: sampler(lambda input: 0), ValueError, ANSWER),
     Mistake(lambda: sampler(lambda input: 2.5), TypeError, ANSWER),
-    Mistake(lambda: sampler(lambda input: None), TypeError, ANSWER),
     Mistake(lambda: Smoothed(lambda input: -5, 0.5)(ControlInput(1, 8)), ValueError, ANSWER),
     Mistake(lambda: Smoothed(lambda input: True, 0.5)(ControlInput(1, 8)), TypeError, ANSWER),
     Mistake(lambda: Monotone(lambda input: 2**60)(ControlInput(1, 8)), ValueError, ANSWER),
     Mistake(lambda: Monotone(lambda input: "a")(ControlInput(1, 8)), TypeError, ANSWER),
     Mistake(lambda: sampler(lambda input: round(input.noise.sigma2)), AttributeError, "must say in its class what it "),
     Mistake(lambda: sampler(Early()), ValueError, r"must return a batch size before the first estimate.*return input"),
-    Mistake(
-        lambda: sampler(lambda input: round(math.nan)),
-        ValueError,
-        "^cannot convert float NaN to integer$",
-        foreign=True,
-    ),
+    Mistake(lambda: sampler(lambda input: round(math.nan)), ValueError, "^cannot convert float NaN", foreign=True),
     Mistake(lambda: NoiseScale(0), ValueError, "^factor must be > 0, got 0; "),
     Mistake(lambda: NoiseScale("1"), TypeError, r"^factor must be a finite number >= 0, got '1' \(str\); "),
     Mistake(lambda: NormTest(math.inf), ValueError, "^eta must be a finite number >= 0, got inf; "),
@@ -91,9 +85,7 @@ MISTAKES = [
     Mistake(lambda: Seesaw(0.5, 8, 9), TypeError, r"^schedule must be a function of the samples so far, got 0\.5 \(fl"),
     Mistake(lambda: Seesaw(Halving(1, 2), 8, 7), ValueError, "^critical must be an integer >= 8, got 7; "),
     Mistake(lambda: Seesaw(lambda samples: -0.5, 8, 16)(ControlInput(1, samples=7)), ValueError, FACTOR),
-    Mistake(lambda: Seesaw(lambda samples: math.nan, 8, 16)(ControlInput(1, samples=7)), ValueError, FACTOR),
     Mistake(lambda: Monotone(NoiseScale), TypeError, r"^controller must be a callable object such as PerDevice\(64"),
-    Mistake(lambda: Monotone(64), TypeError, r"^controller must be a callable object such as PerDevice\(64\), got 64 "),
     Mistake(lambda: Smoothed(NoiseScale(), 1.5), ValueError, r"^weight must be <= 1, got 1\.5; pass a number in \(0, "),
     Mistake(lambda: After(-1, PerDevice(1), PerDevice(1)), ValueError, "^samples must be an integer >= 0, got -1; "),
     Mistake(lambda: After(9, "0:64", PerDevice(1)), TypeError, "^first, if it is no BatchTrace, must be a callable ob"),
@@ -105,27 +97,17 @@ MISTAKES = [
         for text in ("", "64", "per-device:", "linear:64", "constant:1.5", "noise-scale:.5", "goodput:9")
     ),
     Mistake(lambda: parse_policy("per-device:0"), ValueError, "must be an integer >= 1, got 0; "),
-    Mistake(lambda: parse_policy("constant:0"), ValueError, "must be an integer >= 1, got 0; "),
     Mistake(lambda: parse_policy("noise-scale:0"), ValueError, r"must be > 0, got 0\.0; "),
-    Mistake(lambda: parse_policy("norm-test:0"), ValueError, r"must be > 0, got 0\.0; "),
     Mistake(lambda: parse_policy("goodput:0-9"), ValueError, "must be an integer >= 1, got 0; "),
     Mistake(lambda: Throughput(0, 0), ValueError, r"^a microbatch must take time, accum_base \+ accum_row >= 1e-15 se"),
-    Mistake(lambda: Throughput(5e-324, 0), ValueError, r"^a microbatch must take time, accum_base \+ accum_row >= 1e-"),
     Mistake(lambda: Throughput(-1, 1), ValueError, "^accum_base must be a finite number >= 0, got -1; pass seconds"),
     Mistake(lambda: Throughput(1, 1, 0, 0, 11), ValueError, r"^overlap must be in \[1, 10\], got 11\.0; pass 1 for no"),
     Mistake(lambda: Throughput.simple(0), ValueError, "^samples_per_second must be > 0, got 0"),
-    *(
-        Mistake(
-            lambda tag=tag: from_csv("", tags=[name for name in TAGS if name != tag]),
-            ValueError,
-            f"^scalars.csv must have the columns .*, got none called vbs/{tag}; pass the scal",
-        )
-        for tag in TAGS
-    ),
+    Mistake(lambda: from_csv("", tags=TAGS[1:]), ValueError, ABSENT.format("world_size")),
+    Mistake(lambda: from_csv("", tags=TAGS[:3]), ValueError, ABSENT.format("updates_per_second")),
     Mistake(lambda: from_csv(""), ValueError, UNUSED.format(0)),
     Mistake(lambda: from_csv("0,1,8,1,nan,nan"), ValueError, UNUSED.format(1)),
     Mistake(lambda: from_csv("0,1,8,1,1,6", tags=(*TAGS, "samples_per_second")), ValueError, UNUSED.format(1)),
-    Mistake(lambda: from_csv("0,1,8,1,2,0", tags=(*TAGS, "samples_per_second")), ValueError, UNUSED.format(1)),
     Mistake(lambda: from_csv("0,1,8,1,1", 0), ValueError, "^minibatch_size must be an integer >= 1"),
     Mistake(lambda: from_csv("0,1,8,1,1", 2.5), TypeError, "^minibatch_size must be an integer >= 1"),
     Mistake(lambda: Throughput.fit([]), ValueError, r"^the measurements must have the shape \(updates, 4\), got the s"),

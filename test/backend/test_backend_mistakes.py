@@ -46,13 +46,9 @@ MISTAKES = [
     Mistake(lambda: without_xla(lambda: launch(print)), ModuleNotFoundError, NOT_INSTALLED),
 ]
 OF_LAUNCH = [
-    Mistake(
-        lambda: launch_on("CPU", 0), ValueError, "^cores must be an integer >= 1, got 0; pass cores=1 or more, or omit"
-    ),
+    Mistake(lambda: launch_on("CPU", 0), ValueError, "^cores must be an integer >= 1, got 0; pass cores=1 or more, or"),
     Mistake(lambda: launch_on("CPU", 1, lambda: None), TypeError, "define the function at the top of a module"),
-    Mistake(
-        lambda: launch_on("TPU", 4), ValueError, "all cores of a TPU, got cores=4; omit cores, or set PJRT_DEVICE=CPU"
-    ),
+    Mistake(lambda: launch_on("TPU", 4), ValueError, "all cores of a TPU, got cores=4; omit cores, or set PJRT_DEVICE"),
 ]
 
 

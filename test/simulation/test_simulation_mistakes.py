@@ -1,6 +1,5 @@
 """What is said of simulations, sweeps and conversions with wrong arguments, and of curves of the noise."""
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -54,9 +53,7 @@ MISTAKES = [
     Mistake(lambda: simulate(CAPACITY, 128, dataset_size=9, **COSTS), ValueError, "^every batch size of the trace mus"),
     Mistake(lambda: run(prices="3"), TypeError, r"^prices must be a number, or \(seconds, prices\), got '3' \(str\)"),
     Mistake(lambda: run(prices=([1, 0], [1, 1])), ValueError, "^the seconds of prices must be finite and ascend"),
-    Mistake(lambda: run(prices=([0, math.nan], [1, 1])), ValueError, "^the seconds of prices must be finite and ascen"),
     Mistake(lambda: run(prices=([0, 9], [1, -1])), ValueError, PRICE + r"1, -1\]"),
-    Mistake(lambda: run(prices=([0, 1e6], [1, math.inf])), ValueError, PRICE),
     Mistake(lambda: run(prices=([0, 1], [1])), ValueError, r"^prices must have the shape \(2,\) of seconds, got \(1,"),
     Mistake(lambda: run(overheads=Overheads(restart=lambda *_: -1)), ValueError, "^the seconds of a restart must be a"),
     Mistake(lambda: run(until=0.5, by="seconds", overheads=Overheads(restart=20)).trace, ValueError, ENDED),
@@ -66,9 +63,7 @@ MISTAKES = [
     Mistake(lambda: Overheads(notice=-1), ValueError, "^notice must be a finite number >= 0"),
     Mistake(lambda: Overheads(least_nodes=0), ValueError, "^least_nodes must be an integer >= 1"),
     Mistake(lambda: Overheads(blocking=1), TypeError, "^blocking must be a bool"),
-    Mistake(
-        lambda: several(dataset_size=500), ValueError, "^z under large: a batch must have at most the 500 samples of "
-    ),
+    Mistake(lambda: several(dataset_size=500), ValueError, "^z under large: a batch must have at most the 500 samples"),
     Mistake(lambda: sweep(TRACES, {"short": [64, 64]}, **COSTS), ValueError, "^short under t: step must be < 2"),
     Mistake(lambda: several(throughput=None), TypeError, "^throughput must be a Throughput"),
     Mistake(lambda: sweep({}, POLICIES, **COSTS), ValueError, r"^traces must have at least one item, got none; pass "),
@@ -83,7 +78,6 @@ MISTAKES = [
     Mistake(lambda: from_csv("update,loss\n1,2\n"), ValueError, "must have the columns .*, got none called vbs/mu2; l"),
     Mistake(lambda: from_csv(f"{HEAD}\n1,nan,nan\n"), ValueError, "must have a row with an estimate of the noise, got"),
     Mistake(lambda: from_csv(f"{HEAD}\n1,x,1\n"), ValueError, "vbs/sigma2 in line 2 must be a number, got 'x'"),
-    Mistake(lambda: NoiseCurve([], [], []), ValueError, "equally many rows"),
     Mistake(lambda: NoiseCurve([0], [1.0, 2.0], [1.0]), ValueError, "equally many rows"),
     Mistake(lambda: NoiseCurve([0, 0], [1.0, 2.0], [1.0, 1.0]), ValueError, r"^progress\[1\] must be > 0.0, .*, got 0"),
     Mistake(lambda: NoiseCurve([0], [0.0], [0.0]), ValueError, r"^sigma2\[0\] or mu2\[0\] must be > 0"),

@@ -81,8 +81,6 @@ def test_a_step_that_reaches_several_thresholds_leaves_out_the_batch_sizes_betwe
 
 
 def test_the_end_of_a_trace_and_one_size_alone_do_not_depend_on_the_unit():
-    with pytest.raises(ValueError, match=r"^steps must be > 8, the first step .* of '0:128 1K:256', got 8; raise it"):
-        BatchTrace.parse("0:128 1K:256", 8, unit="samples")
     trace = BatchTrace.parse("0:128 1K:256", 9, unit="samples", on_end="cycle")
     assert trace.batch_sizes(range(7, 11)).tolist() == [128, 256, 128, 128]
     assert BatchTrace.parse("64", unit="samples") == BatchTrace.parse("0:64") == BatchTrace.constant(64)
