@@ -325,26 +325,3 @@ def test_rejects_what_is_not_one_number_and_adds_nothing() -> None:
     with pytest.raises(ValueError, match=r"^the name 'samples' is reserved for the number of samples.*; choose"):
         run.metrics.add(hit=1e9, samples=4)
     assert run.run(2).metrics.read() == pytest.approx(expected([4, 4], dataset_size=8), rel=1e-12)
-
-
-def test_rejects_a_second_value_of_a_name_for_a_microbatch() -> None:
-    run = Measured([4], dataset_size=8)
-    run.metrics.add(value=1.0)
-    run.metrics.add(other=1.0)
-    with pytest.raises(
-        RuntimeError, match=r"^a microbatch takes one value for each name, .* 'value' was added twice in step 0; call"
-    ):
-        run.metrics.add(value=1.0)
-
-
-def test_rejects_a_value_after_the_last_step_of_an_epoch() -> None:
-    run = Measured([4], dataset_size=8).run(2)
-    with pytest.raises(RuntimeError, match=r"^add\(\) must be called before the step\(\) of a microbatch, .*; call it"):
-        run.metrics.add(value=1.0)
-
-
-def test_rejects_the_inner_optimizer() -> None:
-    with pytest.raises(
-        TypeError, match=r"^an Accumulator needs the vbs\.CustomOptimizer of the training loop or .*, got SGD; pass"
-    ):
-        vbs.Accumulator(training().optimizer.inner)  # type: ignore[arg-type]

@@ -215,19 +215,6 @@ def test_the_backend_is_that_of_the_process() -> None:
     assert vbs.Accumulator(sampler)._source.backend.world == vbs.backend.World()
 
 
-def test_rejects_other_sources_and_backends() -> None:
-    run = training()
-    for wrong in (run.optimizer.inner, run.sampler, None):
-        with pytest.raises(
-            TypeError, match=r"^an Accumulator needs the vbs\.CustomOptimizer .* or the vbs\.Evaluation"
-        ):
-            vbs.Accumulator(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^an evaluation needs a sampler .* for rank 1 of 2 and .* rank 0 of 1; omit"):
-        vbs.Accumulator(vbs.EvaluationSampler(4, 2, 1), backend=vbs.backend.LocalBackend())
-    with pytest.raises(ValueError, match=r"^an Accumulator of a training uses .*, got backend=LocalBackend; omit it"):
-        vbs.Accumulator(run.optimizer, backend=vbs.backend.LocalBackend())
-
-
 def test_numbers_of_numpy_need_no_device() -> None:
     run = Evaluation(10)
     for values, hits in run.loader:

@@ -18,7 +18,7 @@ import torch
 import variable_batch_size as vbs
 from helpers.adaptive_training import DATA, SAMPLES, TARGETS, Setting, Wild, part, read_ahead, trained
 from helpers.loops import InThread
-from variable_batch_size.adaptive import ConstantBatch, ControlInput, NoiseScale, PerDevice
+from variable_batch_size.adaptive import ConstantBatch, ControlInput
 from variable_batch_size.adaptive.decisions import Decision
 from variable_batch_size.rules.adascale import measured_gain
 from variable_batch_size.testing import ThreadBackend, run_ranks
@@ -331,12 +331,6 @@ class Failing:
         return 8
 
 
-@pytest.mark.parametrize("answer", [0, -3, 2.5, "8", None, True])
-def test_a_wrong_answer_is_refused(answer: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^the batch size of the controller must be an integer >= 1"):
-        vbs.CustomSampler(SAMPLES, vbs.AdaptiveTrace(lambda input: answer), 1, 0)
-
-
 def test_all_ranks_raise_when_a_controller_fails() -> None:
     setting = Setting(vbs.AdaptiveTrace(Failing(), every=5, delay=5), 4, fixed_shape=False, rule="linear")
 
@@ -350,42 +344,6 @@ def test_all_ranks_raise_when_a_controller_fails() -> None:
         "the controller must choose a batch size, but after update 10 it failed with ZeroDivisionError: no machines; "
         "correct Failing() and restore the last checkpoint"
     }
-
-
-def test_bad_arguments() -> None:
-    wild = Wild(1, needs_noise=False)
-    for error, match, arguments in (
-        (
-            ValueError,
-            r"^the bounds must include a multiple of multiple_of=64",
-            {"bounds": (65, 127), "multiple_of": 64},
-        ),
-        (ValueError, r"^start must be an integer >= 8", {"start": 4, "bounds": (8, 16)}),
-        (ValueError, r"^start must be a multiple of multiple_of=8, got 20; pass 24", {"start": 20, "multiple_of": 8}),
-        (ValueError, r"^every must be an integer >= 1", {"every": 0}),
-        (TypeError, r"^delay must be an integer >= 0", {"delay": 2.5}),
-    ):
-        with pytest.raises(error, match=match):
-            vbs.AdaptiveTrace(wild, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^controller must be a callable object such as PerDevice\(64\)"):
-        vbs.AdaptiveTrace(64)  # type: ignore[arg-type]
-    for match, trace in (
-        (r"^delay must be > 3 in a training, got 3; pass 16", vbs.AdaptiveTrace(wild, delay=3)),
-        (
-            r"^the upper one of bounds must be at most the dataset's size of 120",
-            vbs.AdaptiveTrace(wild, bounds=(1, 121)),
-        ),
-        (r"needs a batch size to keep while it knows too little", vbs.AdaptiveTrace(NoiseScale())),
-    ):
-        with pytest.raises(ValueError, match=match):
-            vbs.CustomSampler(SAMPLES, trace, 1, 0)
-    for wrong in (PerDevice(8), vbs.AdaptiveTrace, PerDevice):
-        with pytest.raises(
-            TypeError, match=r"^trace must be a batch trace, or an AdaptiveTrace, got .*; put AdaptiveTr"
-        ):
-            vbs.CustomSampler(SAMPLES, wrong, 1, 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^on_end must be left out with a trace that never ends"):
-        vbs.CustomSampler(SAMPLES, vbs.AdaptiveTrace(wild), 1, 0, on_end="stop")
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rule_pages import description
 
 from helpers import controllers
-from helpers.controllers import EXAMPLES, WITH_TRACE, Halving
+from helpers.controllers import EXAMPLES, WITH_TRACE
 from variable_batch_size import adaptive
 from variable_batch_size.adaptive import (
     AdaptiveTrace,
@@ -30,7 +30,6 @@ from variable_batch_size.adaptive import (
     NoiseScale,
     NormTest,
     PerDevice,
-    Seesaw,
     Smoothed,
     Throughput,
 )
@@ -348,30 +347,6 @@ def test_the_noise_scale_has_no_unit(input: ControlInput, unit: float) -> None:
     other = dataclasses.replace(input, noise=Noise(noise.sigma2 * unit, noise.mu2 * unit))
     for controller in EXAMPLES:
         assert controller(other) == controller(input)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: NoiseScale(0), ValueError, r"^factor must be > 0, got 0; "),
-        (lambda: NoiseScale("1"), TypeError, r"^factor must be a finite number >= 0, got '1' \(str\); "),
-        (lambda: NormTest(math.inf), ValueError, r"^eta must be a finite number >= 0, got inf; "),
-        (lambda: Goodput((9, 8)), ValueError, r"^the upper one of bounds must be an integer >= 9, got 8; "),
-        (lambda: Goodput(64), TypeError, r"^bounds must be two integers, got 64 \(int\); pass \(least, largest\)$"),
-        (lambda: Goodput((1, 2), -1), ValueError, r"^threshold must be a finite number >= 0, got -1; "),
-        (lambda: Seesaw(0.5, 8, 9), TypeError, r"^schedule must be a function of the samples so far, got 0\.5 \(floa"),
-        (lambda: Seesaw(Halving(1, 2), 8, 7), ValueError, r"^critical must be an integer >= 8, got 7; "),
-        (lambda: Monotone(NoiseScale), TypeError, r"^controller must be a callable object such as PerDevice\(64"),
-        (lambda: Monotone(64), TypeError, r"^controller must be a callable object such as PerDevice\(64\), got 64 "),
-        (lambda: Smoothed(NoiseScale(), 1.5), ValueError, r"^weight must be <= 1, got 1\.5; pass a number in \(0, 1\]"),
-        (lambda: After(-1, PerDevice(1), PerDevice(1)), ValueError, r"^samples must be an integer >= 0, got -1; "),
-        (lambda: After(9, "0:64", PerDevice(1)), TypeError, r"^first, if it is no BatchTrace, must be a callable obj"),
-        (lambda: After(9, PerDevice(1), 64), TypeError, r"^then must be a callable object such as PerDevice\(64\), "),
-    ],
-)
-def test_a_wrong_argument_is_named(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_no_controller_imports_what_takes_long() -> None:

@@ -29,14 +29,6 @@ def test_a_higher_learning_rate_makes_no_smaller_batch() -> None:
     assert Seesaw(lambda samples: 1.5, 64, 128)(ControlInput(devices=1)) == 64
 
 
-@pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
-def test_a_schedule_returns_a_factor(factor: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"^schedule\(7\) must be a finite number >= 0, got .*; let it return a factor"
-    ):
-        Seesaw(lambda samples: factor, 8, 16)(ControlInput(devices=1, samples=7))
-
-
 @pytest.mark.parametrize("wrap", [None, lambda it: Monotone(it), lambda it: After(9, it, PerDevice(4))])
 def test_seesaw_is_for_rules_that_take_the_root(wrap: Any) -> None:
     """In a training, also inside of another controller; a simulation may measure its progress by any rule."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -88,28 +87,3 @@ def test_what_a_row_says_of_the_update(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("9,3,1100,18")  # of a process that was killed
     assert len(updates_in(path)) == 2
-
-
-@pytest.mark.parametrize("tag", TAGS[:4])
-def test_a_missing_column_is_named(tag: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "scalars.csv", [row(1, 8, 1.0)], tuple(name for name in TAGS if name != tag))
-    with pytest.raises(
-        ValueError, match=rf"^{path} must have the columns .*, got none called vbs/{tag}; pass the scal"
-    ):
-        Throughput.from_csv(path)
-
-
-@pytest.mark.parametrize(
-    "rows", [[], [[1, 8, 1, math.nan, math.nan]], [[1, 8, 1, 0, 0]], [row(1, 8, 1.0, samples=6.0)], [[1, 8, 1, 2, 0]]]
-)
-def test_no_row_can_be_used(rows: list[list[float]], tmp_path: Path) -> None:
-    path = write(tmp_path / "scalars.csv", rows)
-    message = f"must have a row with the seconds of updates of one batch size, got none in {len(rows)} rows; train for"
-    with pytest.raises(ValueError, match=message):
-        Throughput.from_csv(path)
-
-
-@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (2.5, TypeError)])
-def test_a_wrong_microbatch(size: Any, error: type[Exception], tmp_path: Path) -> None:
-    with pytest.raises(error, match=r"^minibatch_size must be an integer >= 1"):
-        Throughput.from_csv(write(tmp_path / "scalars.csv", [row(1, 8, 1.0)]), size)

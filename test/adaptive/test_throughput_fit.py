@@ -90,32 +90,6 @@ def test_few_updates(updates: int) -> None:
     assert found.accum_base == 0  # all microbatches have equally many rows
 
 
-@pytest.mark.parametrize(
-    ("measured", "error", "message"),
-    [
-        ([], ValueError, r"^the measurements must have the shape \(updates, 4\), got the shape \(0,\); pass devices, "),
-        ([[1, 2, 3]], ValueError, r"got the shape \(1, 3\)"),
-        ([["a", 1, 1, 1]], TypeError, r"^the measurements must have"),
-        ([[1, 8, 1, 1], [1, 8, 1, 0]], ValueError, r"^seconds in row 1 must be finite and > 0, got 0.0; pass devices"),
-        ([[1, np.nan, 1, 1]], ValueError, r"^rows in row 0 must be finite"),
-        (
-            [[1, 8, 1, 0.5], [0.5, 1, 8, 1]],
-            ValueError,
-            r"^devices in row 1 must be whole, got 0.5; pass devices, rows, ",
-        ),
-        ([[2, 8, 1.5, 1]], ValueError, r"^rounds in row 0 must be whole"),
-        (
-            [[2, 64, 1, 1], [2, 8, 2, 1], [4, 32, 1, 1.2], [4, 16, 2, 1.2]],
-            ValueError,
-            r"^the measurements must show how long a microbatch takes, got sec",
-        ),
-    ],
-)
-def test_wrong_measurements(measured: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Throughput.fit(measured)
-
-
 @pytest.mark.slow("fits many models")
 @given(MODELS, st.sampled_from([(1, 2), (1, 4), (2, 4)]))
 def test_overlap_that_cannot_be_told_is_1(model: Throughput, devices: tuple[int, int]) -> None:

@@ -70,11 +70,6 @@ def test_help_is_printed(args: list[str], status: int) -> None:
     assert "Usage: vbs" in out
 
 
-def test_unknown_commands_are_one_line() -> None:
-    assert error_of("pln")[0] == 2
-    assert error_of("trace", "mke") == (2, "No such command 'mke'. Did you mean 'make'?; see vbs trace --help")
-
-
 @given(st.floats(0, 1e9), st.sampled_from([("", 1), ("s", 1), ("m", 60), ("h", 3600), ("d", 86400)]))
 def test_a_duration_may_have_a_unit(number: float, unit: tuple[str, int]) -> None:
     suffix, seconds = unit

@@ -11,7 +11,7 @@ import pytest
 
 import variable_batch_size as vbs
 from helpers.commands import run as command_run
-from helpers.console import error_of, run_json, run_main
+from helpers.console import run_json, run_main
 from helpers.pages import ROOT
 from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
@@ -132,11 +132,6 @@ def test_a_log_is_read_as_by_capacity_convert(tmp_path: Path) -> None:
         assert run_main("capacity", "convert", log, *flags, "--out", converted)[0] == 0
         found = run_json("simulate", log, *flags, *command)
         assert found == run_json("simulate", converted, *command) != run_json("simulate", log, *command)
-    message = (
-        "--format, --inverted, --max-gap and --cores-per-node are for a LOG, got none; pass one, or leave them out"
-    )
-    machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900]
-    assert error_of("simulate", *machines, *command, "--max-gap", 9)[1] == message
 
 
 def test_what_a_preemption_loses_without_checkpoints_is_said() -> None:
@@ -183,11 +178,6 @@ def test_the_seconds_of_a_training(tmp_path: Path) -> None:
     table[table["vbs/world_size"] == 1].to_csv(tmp_path / "alone.csv", index=False)
     alone = run_main("simulate", few, "--throughput", tmp_path / "alone.csv", *command[4:])[2]
     assert " on 1 device; the simulation has up to 4.\n" in alone
-    both = "--throughput takes the place of {}, got both; leave out one of them"
-    assert error_of(*command, "--samples-per-second", 9) == (2, both.format("--samples-per-second"))
-    assert error_of(*command, "--communication-seconds", 9) == (2, both.format("--communication-seconds"))
-    message = "--samples-per-second or --throughput must give the time of an update, got neither; pass one of them"
-    assert error_of("simulate", LOG, *command[4:]) == (2, message)
 
 
 def test_a_trace_on_standard_output_is_alone() -> None:
@@ -300,9 +290,6 @@ def test_several_intervals_between_saves_are_compared(tmp_path: Path) -> None:
             alone = list(alone["runs"].values()) if len(logs) > 1 else [alone]
             assert [run[label] for run in runs] == [run[name] for run in alone]
         assert "differences" not in found or list(found["differences"]) == labels
-    message = "--trace-out is for one policy and one capacity trace, got 2 and 1; pass one of each"
-    several = ["--save-every", "60,90", "--trace-out", tmp_path / "trace.csv"]
-    assert error_of("simulate", LOG, *RATE, "--policy", NAMES[0], *several) == (2, message)
 
 
 def test_noise_chooses_the_rule(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import variable_batch_size as vbs
 from helpers.commands import run
-from helpers.console import error_of, run_json, run_main
+from helpers.console import run_json, run_main
 
 SCHEDULE = "0:8 4:12 10:6"
 
@@ -47,19 +47,6 @@ def test_infinite_traces_are_shown(source: str, tmp_path: Path) -> None:
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_errors_are_one_line(tmp_path: Path) -> None:
-    assert error_of("trace", "make", "5:8", "--steps", 3, "-o", tmp_path / "a.csv")[0] == 1
-    assert error_of("trace", "make", SCHEDULE, "--steps", 3, "-o", tmp_path / "a.csv")[1].startswith(
-        "--steps must be > 10"
-    )
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    status, message = error_of("trace", "make", SCHEDULE, "--steps", 30, "-o", tmp_path / "file" / "a.csv")
-    assert (status, "Not a directory" in message or "File exists" in message) == (1, True)
-    status, message = error_of("trace", "make", SCHEDULE, "--steps", 30, "-o", tmp_path)
-    assert message.startswith(f"'{tmp_path}' must be a file that can be written, got Is a directory; choose another")
-
-
 def test_the_folder_of_a_file_is_created(tmp_path: Path) -> None:
     path = tmp_path / "some" / "where" / "trace.csv"
     assert run_main("trace", "make", SCHEDULE, "--steps", 30, "-o", path)[0] == 0
@@ -91,33 +78,3 @@ def test_pictures_are_png_or_svg(tmp_path: Path) -> None:
         picture = tmp_path / f"trace.{suffix}"
         assert run_main("trace", "show", "64", "--no-picture", "--png", picture)[0] == 0
         assert picture.read_bytes().startswith(beginning)
-
-
-@pytest.mark.parametrize("command", [["trace", "show"], ["capacity", "show"], ["simulate"]], ids=" ".join)
-def test_a_picture_that_cannot_be_written_is_an_error_at_once(command: list[str], tmp_path: Path) -> None:
-    """Before a file is read, and before a line is printed."""
-    for path, message in [
-        (tmp_path / "a.jpg", f"a picture must be a file that ends in .png or .svg, got '{tmp_path}/a.jpg'; rename it"),
-        (tmp_path / "no" / "a.png", f"the folder of a picture must be there, got '{tmp_path}/no'; create it"),
-    ]:
-        found = error_of(*command, tmp_path / "absent.csv", "--png", path)
-        assert found == (2, f"Invalid value for '--png': {message}; see vbs {' '.join(command)} --help")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("column", ["batchsize", "batch_size"])
-def test_a_file_of_the_other_kind_of_trace_names_its_command(column: str, tmp_path: Path) -> None:
-    batches, capacity = tmp_path / "batches.csv", tmp_path / "capacity.csv"
-    batches.write_text(f"step,{column}\n0,64\n")
-    capacity.write_text("seconds,nodes\n0,4\n60,4\n")
-    simulate = ["simulate", batches, "--policy", "constant:8", "--samples-per-second", 9, "--ref-batchsize", 8]
-    for command in (["capacity", "show", batches], ["capacity", "convert", batches, "--out", "-"], simulate):
-        assert error_of(*command)[1] == (
-            f"capacity trace ({batches}:1): a capacity trace must have numbers of nodes, not the batch sizes of a "
-            f"batch trace, got 'step,{column}'; pass a log, or show this file with vbs trace show"
-        )
-    message = error_of("trace", "show", capacity)[1]
-    assert message.startswith("TRACE must be a batch trace, got what looks like a capacity trace of the format csv (")
-    assert message.endswith("; use vbs capacity show for that")
-    capacity.write_text("a,b\n")
-    assert error_of("trace", "show", capacity)[1].startswith(f"trace header ({capacity}:1) must have one column")

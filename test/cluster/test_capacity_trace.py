@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 from bisect import bisect_right
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -137,55 +136,6 @@ def test_equal_functions_are_equal() -> None:
             array[0] = 1
     with pytest.raises(AttributeError):
         trace.end = 3.0  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([], []), r"^a capacity trace must have at least one row, got no rows; pass at least one$"),
-        (([0, 2, 1], [1, 1, 1]), r"^seconds must be in ascending order, and seconds\[2\] >= 2.0, got 1.0; sort"),
-        (([0, math.nan], [1, 1], 5), r"^seconds\[1\] must be in \[0, 2\*\*53\], got nan; correct it$"),
-        (([-1], [1], 5), r"^seconds\[0\] must be in \[0, 2\*\*53\], got -1.0; correct it$"),
-        (([0], [-1], 5), r"^nodes\[0\] must be an integer in \[0, 2\*\*53\], got -1; correct it$"),
-        (([0, 1], [1], 5), r"^nodes must have the shape \(2,\) of seconds, got \(1,\); pass a row each$"),
-        (([0], [1]), r"^end must be > 0 and >= 0.0, the time of the last row, got 0.0; pass a later end=$"),
-        (([0, 4], [1, 2], 3), r"^end must be > 0 and >= 4.0, the time of the last row, got 3.0; pass a later end=$"),
-        (([0], [1], 5, [-2]), r"^prices\[0\] must be in \[0, 2\*\*53\], got -2.0; correct it$"),
-        (([[0]], [[1]], 5), r"^seconds must have one dimension, got the shape \(1, 1\); pass"),
-    ],
-)
-def test_wrong_values_are_named(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CapacityTrace(*arguments)
-
-
-@pytest.mark.parametrize("arguments", [(["a"], [1], 5), ([0], [1.5], 5), ([0], [True], 5), ([0], [1], "5")])
-def test_wrong_types_are_named(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(TypeError, match=r"must be .*, got .*; "):
-        CapacityTrace(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda trace: trace.at(20.5), r"^seconds must be in \[0, 20.0\], got 20.5; pass times within the trace$"),
-        (lambda trace: trace.at([0, -1]), r"^seconds must be in \[0, 20.0\], got -1.0; pass"),
-        (lambda trace: trace.at(float("nan")), r"^seconds must be in \[0, 20.0\], got nan; pass"),
-        (
-            lambda trace: trace.slice(20),
-            r"^start must be < stop, within the 20.0 seconds of the trace, got start=20.0, stop=20.0; pass",
-        ),
-        (lambda trace: trace.slice(6, 5), r"^start must be < stop, .*, got start=6.0, stop=5.0; pass"),
-        (lambda trace: trace.clip(5, 4), r"^max must be an integer >= 5"),
-        (lambda trace: trace.machines(0), r"^devices must be an integer >= 1, got 0"),
-        (lambda trace: trace.devices(0), r"^per_node must be an integer >= 1, got 0"),
-        (lambda trace: trace.resampled(0), r"^every must be > 0, got 0; pass seconds$"),
-        (lambda trace: trace.scaled(-1), r"^factor must be a finite number >= 0, got -1; pass a positive number$"),
-    ],
-)
-def test_wrong_arguments_are_named(call: Callable[[CapacityTrace], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(CapacityTrace([5], [3], end=20))
 
 
 def test_it_draws_itself() -> None:

@@ -1,8 +1,7 @@
-"""The contract of every reader of capacity traces, what each format means, and the sentences of the errors."""
+"""The contract of every reader of capacity traces, what each format means, and its errors."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.capacity_files import COLLECTION, PLACES, TEXTS, meaning, parcae_line, with_number, with_time
+from helpers.capacity_files import COLLECTION, PLACES, TEXTS, meaning, with_number, with_time
 from helpers.commands import run
 from helpers.pages import DOCS
 from helpers.properties import examples
@@ -177,36 +176,6 @@ def test_bytes_that_are_not_utf8(name, file):
     assert error_of(path) == error_of(path, name) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "found"),
-    [
-        ("csv", "seconds,nodes\n0,4\n", "0.0"),
-        ("bamboo-counts", "0,4\n0,5\n", "0.0"),
-        ("bamboo-events", "0,add,a\n", "0.0"),
-        ("gcloud", "2021-12-10, 13:07:45, 80\n", "0.0"),
-        ("parcae", parcae_line(0, "add", ["a"], 0), "0.0"),
-        ("eth", ",Time,GPUs\n0,1651064158,8\n", "0.0"),
-        ("skypilot", '{"metadata": {"gap_seconds": 0}, "data": [1]}', "0.0"),
-        ("skypilot", '{"metadata": {"gap_seconds": 1e308}, "data": [1, 2, 3]}', "inf"),
-    ],
-)
-def test_a_trace_must_last(name, text, found, file):
-    assert error_of(file(text)) == (
-        f"capacity trace (FILE:{text.count(chr(10)) or 1}): a trace must end after a finite time > 0, got {found}; "
-        "correct the times, or add a row at its end"
-    )
-
-
-def test_the_file_of_an_unknown_format(file):
-    assert error_of(file('{"SpotPriceHistory": []}')) == (
-        'capacity trace (FILE:1): a file must begin like seconds,nodes (csv) or {"metadata": {"gap_seconds": 300}, '
-        '"data": [0, 3]} (skypilot) or 480000,add,node1 (bamboo-events) or 21529,4 (bamboo-counts) or '
-        '2021-12-10, 13:07:45, 80 (gcloud) or [0, "add", {"nodes": ["node-0"], "duration": 60000}] (parcae) or '
-        ",Time,GPUs (eth), got '{\"SpotPriceHistory\": []}'; write it as seconds,nodes, as in docs/capacity.md "
-        "under Any other log, or pass format="
-    )
-
-
 def test_the_recipe_of_the_message_is_there():
     assert "\n### Any other log\n" in (DOCS / "capacity.md").read_text()
 
@@ -217,44 +186,12 @@ def test_a_file_of_another_format(name, file):
         assert error_of(file(TEXTS[other]), name).startswith("capacity trace (FILE:")
 
 
-def test_paths_that_cannot_be_read(tmp_path):
-    for path, kind, found in [
-        (tmp_path / "absent", FileNotFoundError, "No such file or directory"),
-        (tmp_path, IsADirectoryError, "Is a directory"),
-        ("a\0b", ValueError, "embedded null byte"),
-    ]:
-        for reading in (read, CapacityTrace.from_csv):
-            with pytest.raises(kind) as caught:
-                reading(path)
-            expected = f'capacity trace ({path}) must be a file that can be read, got "{found}"; pass another path'
-            assert str(caught.value) == expected
-
-
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read everything")
 def test_a_file_without_permission(file):
     path = file(TEXTS["csv"])
     path.chmod(0)
     with pytest.raises(PermissionError, match='got "Permission denied"; pass another path'):
         read(path)
-
-
-def test_wrong_arguments(file):
-    path = file(TEXTS["csv"])
-    for arguments, options, message in [
-        ((3,), {}, "the path of a capacity trace must be a string or a path, got 3 (int); pass the path of a file"),
-        ((path, 3), {}, ", got 3 (int); choose one of these"),
-        ((path,), {"inverted": "yes"}, "inverted must be an integer >= 1, got 'yes' (str); pass True for a cluster"),
-        ((path,), {"max_gap": "1"}, "max_gap must be a finite number >= 0, got '1' (str); pass seconds > 0"),
-    ]:
-        with pytest.raises(TypeError, match=re.escape(message)):
-            read(*arguments, **options)
-    assert error_of(path, "CSV") == (
-        'format must be "csv", "skypilot", "bamboo-events", "bamboo-counts", "gcloud", "parcae" or "eth", '
-        "got 'CSV'; choose one of these"
-    )
-    assert error_of(path, inverted=0).startswith("inverted must be an integer >= 1, got 0; pass True for a cluster")
-    assert error_of(path, max_gap=0) == "max_gap must be > 0, got 0; pass seconds > 0, or None for gaps of any length"
-    assert error_of(path, max_gap=math.nan).startswith("max_gap must be a finite number >= 0, got nan; ")
 
 
 @every_format

@@ -157,13 +157,6 @@ def test_a_download_with_another_hash_is_an_error_and_is_not_kept(server, tmp_pa
     assert not list(target.parent.iterdir())
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"^name must be one of skypilot/.*, parcae/bert-hl, got 'nonsense'; "):
-        cluster.fetch("nonsense", cache=tmp_path)
-    with pytest.raises(TypeError, match=r"^name must be one of "):
-        cluster.fetch(3, cache=tmp_path)
-
-
 def test_without_pooch_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'variable_batch_size[cluster]'")):

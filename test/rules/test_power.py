@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.properties import examples
-from helpers.reference import training
 
 updates = st.builds(
     vbs.rules.RuleInput,
@@ -33,16 +32,3 @@ def test_the_exponent_is_that_of_two_tuned_learning_rates(first: int, second: in
     lr = vbs.rules.PowerRule(exponent)(vbs.rules.RuleInput(second, first)).lr
     if first != second:
         assert math.log(lr) / math.log(second / first) == pytest.approx(exponent, abs=1e-6)
-
-
-@pytest.mark.parametrize("wrong", [-0.5, math.inf, math.nan])
-def test_rejects_an_exponent_that_is_negative_or_not_finite(wrong: float) -> None:
-    with pytest.raises(ValueError, match=r"^exponent must be a finite number >= 0, got .*; pass 1 for the linear rule"):
-        vbs.rules.PowerRule(wrong)
-
-
-def test_its_name_alone_is_not_enough() -> None:
-    with pytest.raises(ValueError, match=r"PowerRule takes some; pass rule=vbs\.rules\.PowerRule\(\.\.\.\)"):
-        training(vbs.CustomOptimizer, rule="power")
-    with pytest.raises(TypeError, match=r"^exponent must be a finite number >= 0"):
-        vbs.rules.PowerRule("linear")  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 
 import pytest
@@ -69,12 +68,6 @@ def test_adascale_gain_lies_between_one_and_k(sigma2: float, mu2: float, size: i
     assert vbs.rules.adascale_gain(sigma2, 0.0, size, ref_batchsize) == pytest.approx(k)
 
 
-@pytest.mark.parametrize("rule", [vbs.rules.AdaScaleRule(), vbs.rules.AdamScaleRule(), vbs.rules.SurgeRule()], ids=repr)
-def test_a_rule_that_needs_noise_raises_without_it(rule: vbs.rules.Rule) -> None:
-    with pytest.raises(ValueError, match=rf"^{re.escape(repr(rule))} needs the gradient noise, but the input has none"):
-        rule(vbs.rules.RuleInput(8, 4))
-
-
 @every_rule
 def test_a_rule_is_a_value(rule: vbs.rules.Rule) -> None:
     same = eval(repr(rule), {name: getattr(vbs.rules, name) for name in vbs.rules.__all__})
@@ -108,18 +101,13 @@ def test_constant_timescale_scales_lr_times_weight_decay_by_k(
     assert found.weight_decay == pytest.approx(update.ratio ** (1 - exponent))
 
 
-def test_constant_timescale_needs_a_rule_and_a_reference() -> None:
+def test_constant_timescale_is_a_value() -> None:
     rule = vbs.rules.ConstantTimescale(vbs.rules.ConstantRule())
     assert repr(rule) == "ConstantTimescale(rule=ConstantRule())"
     assert (rule, hash(rule)) == (
         vbs.rules.ConstantTimescale(vbs.rules.ConstantRule()),
         hash(vbs.rules.ConstantTimescale(vbs.rules.ConstantRule())),
     )
-    with pytest.raises(ValueError, match=r"^ConstantTimescale\(rule=ConstantRule\(\)\) needs ref_batchsize"):
-        training(vbs.CustomOptimizer, rule=rule, ref_batchsize=None)
-    for wrong in (vbs.rules.RootRule, "root", None):
-        with pytest.raises(TypeError, match=r"^rule must be a name, or a callable object such as LinearRule\(\)"):
-            vbs.rules.ConstantTimescale(wrong)  # type: ignore[arg-type]
 
 
 def test_a_custom_rule_takes_five_lines() -> None:

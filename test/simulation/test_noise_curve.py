@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -45,41 +44,6 @@ def test_from_the_scalars_of_a_training(tmp_path: Path) -> None:
     marked = tmp_path / "marked.csv"  # as spreadsheets write it
     marked.write_text("vbs/progress,vbs/sigma2,vbs/mu2,loss\n2.5,8,2,1\n4,9,0,1\n5,7,1", encoding="utf-8-sig")  # cut
     assert NoiseCurve.from_csv(marked) == curve
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "update,loss\n1,2\n",
-            r"must have the columns vbs/progress, vbs/sigma2, vbs/mu2, got none called vbs/mu2; log",
-        ),
-        ("vbs/progress,vbs/sigma2,vbs/mu2\n1,nan,nan\n", r"must have a row with an estimate of the noise, got none"),
-        ("vbs/progress,vbs/sigma2,vbs/mu2\n1,x,1\n", r"vbs/sigma2 in line 2 must be a number, got 'x'"),
-    ],
-)
-def test_a_file_without_noise(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "scalars.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        NoiseCurve.from_csv(path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([], [], []), ValueError, "equally many rows"),
-        (([0], [1.0, 2.0], [1.0]), ValueError, "equally many rows"),
-        (([0, 0], [1.0, 2.0], [1.0, 1.0]), ValueError, r"^progress\[1\] must be > 0.0, the one before, got 0.0; sort"),
-        (([0], [0.0], [0.0]), ValueError, r"^sigma2\[0\] or mu2\[0\] must be > 0"),
-        (([0], [-1.0], [0.0]), ValueError, r"^sigma2\[0\] must be a finite number >= 0, got -1.0"),
-        (([0], ["a"], [0.0]), TypeError, r"^sigma2\[0\] must be"),
-        ((0, 1, 1), TypeError, r"^progress must be a sequence of numbers, got 0 \(int\); pass a number for each row"),
-    ],
-)
-def test_wrong_rows(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        NoiseCurve(*arguments)
 
 
 def test_progress_follows_the_noise() -> None:

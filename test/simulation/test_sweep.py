@@ -124,23 +124,3 @@ def test_prices_of_some_traces_only() -> None:
     assert means(table).loc[("z", "cost_per_hour")].isna().all()
     table = sweep({"t": CapacityTrace([0], [2], 600)}, POLICIES, **(ARGUMENTS | {"prices": None}))
     assert not {"cost", "cost_per_hour", "cost_per_progress"} & set(means(table).index.unique("fact"))
-
-
-def test_an_error_names_policy_and_trace() -> None:
-    traces = several(CapacityTrace([0], [2], 600), CapacityTrace([0], [9], 600))
-    with pytest.raises(ValueError, match=r"^z under trace 1: a batch must have at most the 500 samples of the dataset"):
-        sweep(traces, POLICIES, **ARGUMENTS, dataset_size=500)
-    with pytest.raises(ValueError, match=r"^short under trace 0: step must be < 2"):
-        sweep(traces, {"short": [64, 64]}, **ARGUMENTS)
-    with pytest.raises(TypeError, match=r"^throughput must be a Throughput"):
-        sweep(traces, POLICIES, throughput=None)
-    with pytest.raises(ValueError, match=r"^traces must have at least one item, got none; pass \{name: value\}"):
-        sweep({}, POLICIES, **ARGUMENTS)
-    with pytest.raises(ValueError, match=r"^policies must have at least one item"):
-        sweep(traces, {}, **ARGUMENTS)
-    wrong: Any = [traces["trace 0"]]
-    with pytest.raises(TypeError, match=r"^traces must be a mapping with a name for each item, got \[Capacity"):
-        sweep(wrong, POLICIES, **ARGUMENTS)
-    wrong = PerDevice(64)
-    with pytest.raises(TypeError, match=r"^policies must be a mapping .* got PerDevice.*; pass \{name: value\}"):
-        sweep(traces, wrong, **ARGUMENTS)

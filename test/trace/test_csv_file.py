@@ -1,7 +1,6 @@
 """Traces as CSV files: both readers, the errors that locate a wrong cell, the writer, and the traces of the project."""
 
 import itertools
-import re
 from pathlib import Path
 
 import numpy as np
@@ -131,123 +130,6 @@ def test_reads_and_queries_many_steps(tmp_path, row):
 
 # Invalid files
 
-HEAD = "step,batchsize\n"
-BAD_ROW = "fix the row, or drop it and renumber"
-BAD_STEP = "renumber=True"
-SIZE = "batchsize must be an integer >= 1"
-INVALID = {
-    "zero": (HEAD + "0,5\n1,0\n", "row 2 (a.csv:3)", SIZE, "got 0;", BAD_ROW),
-    "zero in batch_size": ("step,batch_size\n0,5\n1,0\n", "(a.csv:3): batch_size must be", ">= 1", "got 0;", BAD_ROW),
-    "text in batch_size": ("batch_size,step\nx,0\n", "(a.csv:2): batch_size must be", ">= 1", "got 'x';", BAD_ROW),
-    "negative": (HEAD + "0,5\n1,-32\n", "row 2 (a.csv:3)", SIZE, "got -32;", BAD_ROW),
-    "fraction": (HEAD + "0,1.5\n1,5\n", "row 1 (a.csv:2)", SIZE, "got '1.5';", BAD_ROW),
-    "decimal point": (HEAD + "0,5\n1,128.0\n", "row 2 (a.csv:3)", SIZE, "got '128.0';", BAD_ROW),
-    "exponent": (HEAD + "0,1e3\n", "row 1 (a.csv:2)", SIZE, "got '1e3';", BAD_ROW),
-    "empty cell": (HEAD + "0,5\n1,\n2,5\n", "row 2 (a.csv:3)", SIZE, "got '';", BAD_ROW),
-    "nan": (HEAD + "0,nan\n", "row 1 (a.csv:2)", SIZE, "got 'nan';", BAD_ROW),
-    "infinity": (HEAD + "0,inf\n", "row 1 (a.csv:2)", SIZE, "got 'inf';", BAD_ROW),
-    "text": (HEAD + "0,many\n", "row 1 (a.csv:2)", SIZE, "got 'many';", BAD_ROW),
-    "bool": (HEAD + "0,True\n1,True\n", "row 1 (a.csv:2)", SIZE, "got 'True';", BAD_ROW),
-    "underscore": (HEAD + "0,1_0\n", "row 1 (a.csv:2)", SIZE, "got '1_0';", BAD_ROW),
-    "other digits": (HEAD + "0,٣\n", "row 1 (a.csv:2)", SIZE, "got '٣';", BAD_ROW),
-    "zero byte": (HEAD + "0,1\x002\n", "a.csv", "must be", "got", "fix the "),
-    "2**53 + 1": (HEAD + f"0,{2**53 + 1}\n", "row 1 (a.csv:2)", f"<= {2**53}", f"got {2**53 + 1}", BAD_ROW),
-    "2**64": (HEAD + f"0,{2**64}\n", "row 1 (a.csv:2)", f"<= {2**53}", f"got {2**64}", BAD_ROW),
-    "10**99": (HEAD + "0,1" + "0" * 99 + "\n", "row 1 (a.csv:2)", SIZE, "got '1000", BAD_ROW),
-    "steps from 1": (HEAD + "1,5\n2,5\n", "row 1 (a.csv:2)", "step must be 0", "got 1;", BAD_STEP),
-    "step missing": (HEAD + "0,5\n2,5\n", "row 2 (a.csv:3)", "step must be 1", "got 2;", BAD_STEP),
-    "step twice": (HEAD + "0,5\n0,5\n", "row 2 (a.csv:3)", "step must be 1", "got 0;", BAD_STEP),
-    "text as a step": (HEAD + "0,5\nx,5\n", "row 2 (a.csv:3)", "step must be 1", "got 'x';", BAD_STEP),
-    "decimal point in a step": (HEAD + "0.0,5\n1.0,5\n", "row 1 (a.csv:2)", "step must be 0", "got '0.0';", BAD_STEP),
-    "empty step": (HEAD + "0,5\n,5\n", "row 2 (a.csv:3)", "step must be 1", "got '';", BAD_STEP),
-    "after blank lines": ("\n" + HEAD + "0,5\n\n \n1,0\n", "row 2 (a.csv:6)", SIZE, "got 0;", BAD_ROW),
-    "after CRLF": (lines([5, 5, 0], end="\r\n"), "row 3 (a.csv:4)", SIZE, "got 0;", BAD_ROW),
-    "after a quoted line end": ('step,batchsize,note\n0,5,"a\nb"\n1,0,\n', "row 2 (a.csv:4)", SIZE, "got 0;", BAD_ROW),
-    "no size column": ("step,size\n0,5\n", "(a.csv:1)", "column batchsize or batch_size", "got 'step,size'", "rename"),
-    "no step column": ("batchsize\n5\n", "(a.csv:1)", "column step", "got 'batchsize'", "rename"),
-    "no header": ("0,5\n1,5\n", "(a.csv:1)", "column step", "got '0,5'", "rename"),
-    "semicolons": ("step;batchsize\n0;5\n", "(a.csv:1)", "column step", "got 'step;batchsize'", "rename"),
-    "step column twice": ("step,batchsize,step\n0,5,0\n", "(a.csv:1)", "one column step", "got 'step,", "rename"),
-    "batch_size column twice": (
-        "step,batch_size,batch_size\n0,5,5\n",
-        "(a.csv:1)",
-        "one column batch_size",
-        "got 'step,",
-        "drop or rename",
-    ),
-    "both size columns": (
-        "step,batch_size,batchsize\n0,5,5\n",
-        "header (a.csv:1)",
-        "only one of the columns batchsize and batch_size",
-        "got both",
-        "drop the column batch_size",
-    ),
-    "empty": ("", "(a.csv:1)", "column step", "got an empty file", "add"),
-    "blank": (" \n\n", "(a.csv:1)", "column step", "got an empty file", "add"),
-    "only a header": (HEAD, "(a.csv:1)", "at least one step", "got only the header", "add rows"),
-    "extra cell in one row": (HEAD + "0,5\n1,5,5\n", "row 2 (a.csv:3)", "2 cells", "got 3", "fix the row"),
-    "extra cell in every row": (HEAD + "0,5,5\n1,5,5\n", "row 1 (a.csv:2)", "2 cells", "got 3", "fix the row"),
-    "comma at the end": (HEAD + "0,5,\n", "row 1 (a.csv:2)", "2 cells", "got 3", "fix the row"),
-    "missing cell": (HEAD + "0,5\n1\n", "row 2 (a.csv:3)", "2 cells", "got 1", "fix the row"),
-    "extra cell, then missing cell": (
-        "a,step,batchsize,b\n0,0,5,0\n0,1,5,0,0\n0,2,5\n",
-        "row 2 (a.csv:3)",
-        "4 cells",
-        "got 5",
-        "fix the row",
-    ),
-    "Latin-1": ("step,batchsize,ä\n".encode("latin-1"), "(a.csv:1)", "UTF-8", "got byte 0xe4", "save"),
-    "binary": (HEAD.encode() + bytes(range(256)), "(a.csv:3)", "UTF-8", "got byte 0x80", "save"),
-    "UTF-16": (HEAD.encode("utf-16"), "(a.csv:1)", "UTF-8", "got byte 0xff", "save"),
-    "unclosed quote": (
-        'step,batchsize\n0,"5\n' + "1,5\n" * 40000,
-        "(a.csv:",
-        "must be valid CSV",
-        "got field",
-        "fix the line",
-    ),
-    "a wrong row before an unclosed quote": (HEAD + '5,5\n1,"5\n', "row 1 (a.csv:2)", "must be 0", "got 5", "fix"),
-}
-
-
-@pytest.mark.parametrize(
-    ("rows", "beginning"),
-    [("0,16\n12,48\n22,32\n", "0:16 12:48"), ("0,16\n1,8\n22,32\n", "0:16 1:8 22:32"), ("0,9\n1,9\n2,9\n9,5\n", None)],
-)
-def test_names_the_schedule_if_the_rows_may_be_those_where_the_batch_size_changes(tmp_path, rows, beginning):
-    text = HEAD + rows
-    with pytest.raises(ValueError, match="because each update has a row") as caught:
-        BatchTrace.from_csv(write(tmp_path, text))
-    assert (f'pass the schedule "{beginning} ..." instead' in str(caught.value)) == (beginning is not None)
-    assert ("pass the schedule" in str(caught.value)) == (beginning is not None)
-
-
-@pytest.mark.parametrize("case", INVALID)
-def test_rejects_an_invalid_file_with_place_value_and_remedy(tmp_path, monkeypatch, case):
-    text, *parts = INVALID[case]
-    monkeypatch.chdir(tmp_path)
-    name = write(tmp_path, text).name
-    with pytest.raises(ValueError, match=r"must .*, got .*; ") as caught:
-        BatchTrace.from_csv(name)
-    missing = [part for part in parts if part not in str(caught.value)]
-    assert not missing, str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=f"^{re.escape(str(caught.value))}$"):
-        read(name, "rows")
-
-
-def test_the_message_names_row_and_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "traces").mkdir()
-    sizes = [128] * 16 + [-32, 128]
-    write(tmp_path, lines(sizes), "traces/a.csv")
-    expected = (
-        "trace row 17 (traces/a.csv:18): batchsize must be an integer >= 1, got -32; "
-        "fix the row, or drop it and renumber"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        BatchTrace.from_csv("traces/a.csv")
-
 
 @given(column=columns, sizes=any_sizes, data=st.data(), blank=st.lists(st.integers(0, 40), max_size=5))
 def test_the_line_of_an_error_counts_every_line_of_the_file(tmp_path_factory, column, sizes, data, blank):
@@ -259,28 +141,6 @@ def test_the_line_of_an_error_counts_every_line_of_the_file(tmp_path_factory, co
     with pytest.raises(ValueError, match=f"{column} must .* got 0;") as caught:
         BatchTrace.from_csv(path)
     assert f"trace row {bad + 1} ({path}:{rows.index(f'{bad},0') + 1})" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "part"), [("6\r7,1,", "3 cells"), ("6,1,,", "3 cells"), ("6", "3 cells"), ("1\0007,1,", "")]
-)
-def test_renumber_rejects_rows_with_other_cells(tmp_path, row, part):
-    path = write(tmp_path, f"batchsize,step,note\n5,0,\n{row}\n7,2,\n")
-    with pytest.raises(ValueError, match=rf"a.csv:3\).* must .*{part}.*, got .*; fix the"):
-        BatchTrace.from_csv(path, renumber=True)
-
-
-@pytest.mark.parametrize(("name", "error"), [("none.csv", FileNotFoundError), (".", IsADirectoryError)])
-def test_rejects_a_path_that_is_not_a_file(tmp_path, monkeypatch, name, error):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=rf"^trace must be a CSV file, got '{name}' \(.*\); correct the path, pass"):
-        BatchTrace.of(name)
-
-
-@pytest.mark.parametrize("path", [None, 1.5, True])
-def test_rejects_a_path_of_another_type(path):
-    with pytest.raises(TypeError, match="PathLike"):
-        BatchTrace.from_csv(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
@@ -336,10 +196,3 @@ def test_steps_that_are_numbered_from_0_in_each_epoch_are_read_on(tmp_path_facto
         pytest.warns(UserWarning, match="begins again"),
     ):
         read(path, reader)
-
-
-def test_an_unclosed_quote_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"trace line \(.*a\.csv:3\) must be valid CSV, got unexpected end of data; fix"
-    ):
-        BatchTrace.from_csv(write(tmp_path, 'step,batchsize\n0,64\n1,"32'))

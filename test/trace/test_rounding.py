@@ -1,6 +1,5 @@
 """Traces of multiples that stay closest to another trace."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,18 +35,3 @@ def test_an_infinite_trace_is_rounded_if_its_last_size_is_a_multiple(sizes, last
 
 def test_rounding_keeps_runs_of_multiples_as_runs():
     assert BatchTrace.constant(64, steps=10**15).round_to(32) == BatchTrace.constant(64, steps=10**15)
-
-
-@pytest.mark.parametrize(
-    ("trace", "multiple", "error", "parts"),
-    [
-        (BatchTrace.from_sizes([64, 64, 31, 64]), 32, ValueError, ["step 2", ">= 32", "got 31", "smaller multiple"]),
-        (BatchTrace.parse("0:64 5:100"), 32, ValueError, ["infinite trace", "multiple of 32", "got 100", "steps="]),
-        (BatchTrace.constant(64), 0, ValueError, ["multiple must be an integer >= 1", "got 0"]),
-        (BatchTrace.constant(64), 2.0, TypeError, ["multiple must be an integer >= 1", "got 2.0"]),
-    ],
-)
-def test_rounding_rejects_sizes_that_no_multiple_can_follow(trace, multiple, error, parts):
-    with pytest.raises(error, match="; ") as caught:
-        trace.round_to(multiple)
-    assert all(part in str(caught.value) for part in parts)

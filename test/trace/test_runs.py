@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,17 +29,3 @@ def test_long_runs_take_no_memory() -> None:
     trace = BatchTrace.from_runs([3, 5], [2**40, 2**40])
     assert trace.steps == 2**41
     assert trace.total_samples == 8 * 2**40
-
-
-@pytest.mark.parametrize(
-    ("sizes", "lengths", "message"),
-    [
-        ([], [], r"^a trace must have a length for each size, and at least one, got 0 and 0; pass as many$"),
-        ([1], [1, 2], r"got 1 and 2; pass as many$"),
-        ([0], [1], r"^sizes\[0\] must be an integer >= 1, got 0"),
-        ([1, 1], [1, 0], r"^lengths\[1\] must be an integer >= 1, got 0"),
-    ],
-)
-def test_wrong_runs_are_named(sizes: list[int], lengths: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BatchTrace.from_runs(sizes, lengths)
