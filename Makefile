@@ -11,7 +11,8 @@ TAG ?=
 N ?= 1000
 SEED ?=
 TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
-SCRIPTS ?= $(filter-out benchmarks/records.py benchmarks/results.py benchmarks/differential.py $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
+SHARED := benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/adaptive_tasks.py $(wildcard benchmarks/settings_*.py)
+SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
 
 VENV := .venv
 NEWEST := .venv-newest

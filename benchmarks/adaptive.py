@@ -2,7 +2,7 @@
 
     PYTHONPATH=test python benchmarks/adaptive.py --fashion-dir DIR
 
-A run trains one of the tasks of test/helpers/adaptive_tasks.py on one core until its validation loss, evaluated every
+A run trains one of the tasks of benchmarks/adaptive_tasks.py on one core until its validation loss, evaluated every
 `Task.between` samples, is at most `Task.target`, or `Task.samples` are used. The batch size is constant: the least, the
 largest, or three times the least; or that of a controller with these bounds, which is asked every 20 updates. All of a
 task follow the same rule: AdaScale around SGD, at a constant learning rate of the reference; the root rule around
@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 import variable_batch_size as vbs
-from helpers.adaptive_tasks import TASKS, Images, Task, Training
+from adaptive_tasks import TASKS, Images, Task, Training
 from records import Measured, spread
 from results import record
 from rules import load

@@ -20,8 +20,8 @@ from torch.utils.data import Subset
 from transformers import get_scheduler
 
 from differential import Reader, Setting, compare
-from helpers.accelerate_settings import Rows, train, with_all
 from helpers.yardstick import Samples, network
+from settings_accelerate import Rows, train, with_all
 
 BROKEN_OFF = "the next loop yields the rest of the epoch"
 DRAWS = "random numbers are drawn for each microbatch"

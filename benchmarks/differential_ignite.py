@@ -15,11 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as lrs
 
+import settings_ignite as jobs
 from differential import TRAINED, Reader, Setting, compare
-from helpers import ignite_settings as jobs
-from helpers.ignite_settings import EPOCH, ITERATION, Run, evaluate, metric, on, rate, save
 from helpers.our_order import named
 from helpers.yardstick import CLASSES
+from settings_ignite import EPOCH, ITERATION, Run, evaluate, metric, on, rate, save
 
 LATER = "a run continues with the samples that follow, where Ignite begins an epoch anew"
 NONE = "gradients are None after the step"

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+import settings_keras as jobs
 from differential import TRAINED, Reader, Setting, compare
-from helpers import keras_settings as jobs
 from helpers.keras_backend import keras
 from helpers.keras_jobs import Classifier
 from helpers.our_order import BATCH

@@ -16,7 +16,8 @@ from torch.optim import lr_scheduler as lrs
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from differential import Reader, Setting, compare
-from helpers.lightning_settings import (
+from helpers.our_order import BATCH, loader, named
+from settings_lightning import (
     ADAMW,
     Classifier,
     Data,
@@ -35,7 +36,6 @@ from helpers.lightning_settings import (
     metrics,
     rates,
 )
-from helpers.our_order import BATCH, loader, named
 from variable_batch_size.integrations.lightning import VariableBatchStrategy
 
 OWN = "vbs", "zero_grad", "combined_loader"  # what is logged and saved besides, and how often REPEATED ran

@@ -14,14 +14,14 @@ import torch
 import transformers as hf
 from transformers import DataCollatorForTokenClassification, EarlyStoppingCallback
 
+import settings_transformers as own
 from differential import EXACT, TRAINED, Reader, Setting, compare
-from helpers import transformers_settings as own
 from helpers.transformers_jobs import Rows, gpt2, sum_in_float64, tokenizer
-from helpers.transformers_settings import Asks, Net
+from settings_transformers import Asks, Net
 
 
 def of(options: dict[str, Any] | None = None, tolerance: float = EXACT, **arguments: Any) -> Setting:
-    """Return a setting of options of `transformers_settings.train`, and of training arguments."""
+    """Return a setting of options of `settings_transformers.train`, and of training arguments."""
     return Setting(partial(own.train, {**(options or {}), "args": arguments}), tolerance=tolerance)
 
 

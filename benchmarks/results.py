@@ -198,8 +198,9 @@ CYCLES, CYCLES_SHOWN = "estimated cycles on a TPU, ratio", ("linear / by hand", 
 OWN = "own seconds"  # the case of a simulation that has the seconds of the training with which it is compared
 HEAD = """# Measurements
 
-Newest medians, on 2 cores of a Xeon, or on the GPU that is named. Of a / b, below 1 a is faster than b, and in parentheses the quartiles lie on both
-sides of 1: no difference was found. Quartiles: records.csv; more: docs/performance.md.\
+Newest medians, on 2 cores of a Xeon, or on the GPU that is named. Of a / b, below 1 a is faster than b, and in
+parentheses the quartiles lie on both sides of 1: no difference was found. Quartiles: records.csv; more:
+docs/performance.md.\
 """
 TABLES = [
     Table(
@@ -209,7 +210,9 @@ TABLES = [
         ("on",),
         "CPU",
     ),
-    Table("time of an update of 1, 4 and 16 microbatches", ("time of an update",), ("where", "what"), ("on",), "NVIDIA"),
+    Table(
+        "time of an update of 1, 4 and 16 microbatches", ("time of an update",), ("where", "what"), ("on",), "NVIDIA"
+    ),
     Table("time of an update of 1 and 4 microbatches", ("time of an update",), ("what",), ("on", "where"), "XLA"),
     Table(
         "cycles that a TPU's compiler estimates (kernels; on v5e:2x2 with all-reduces, too); no TPU was run",
