@@ -38,6 +38,7 @@ ROOMS = ("optim", "data", "checkpoint", "backend", "adaptive", "trace", "rules",
 KINDS = ("operator", "bound", "call", "weight")
 OPERATORS: dict[Any, Any] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 BOUNDS: dict[Any, Any] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
+HANGS = 120  # seconds of a test
 UNKNOWN = 10.0  # seconds of a test whose time is not known
 SHARED = 900.0  # seconds for what tests share, which is in the time of the first one of them only
 BATCH = 50  # tests of one run of pytest
@@ -156,7 +157,8 @@ class Bench:
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.options, *arguments]
+        hangs = ["-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *hangs, *self.options, *arguments]
         return subprocess.run(
             command,
             cwd=self.copy,
@@ -232,6 +234,8 @@ class Bench:
                 return "a test that hangs"
             finally:
                 path.write_text(source)
+            if "Timeout (" in done.stdout + done.stderr:
+                return "a test that hangs"
             failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)  # a test, or a file
             if done.returncode and not failed:
                 raise RuntimeError(f"pytest must run, got {done.returncode}:\n{done.stdout}\n{done.stderr}")
