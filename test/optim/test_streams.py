@@ -281,10 +281,16 @@ def test_an_iterator_goes_on_after_a_break() -> None:
     check([used], SIZES[: len(used)], STREAMS[:1])
 
 
-def test_a_trace_may_end_the_loop() -> None:
-    optimizer = source(vbs.backend.LocalBackend(), vbs.BatchTrace.of([4, 5], on_end="stop"))
-    used = train(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer))
-    assert used == [[*range(4)], [*range(4, 9)]]
+@pytest.mark.parametrize(("on_end", "sizes"), [("stop", [4, 5]), ("hold", [4, 5, 5, 2]), ("cycle", [4, 5, 4, 3])])
+def test_a_trace_may_end_the_loop(on_end: Any, sizes: list[int]) -> None:
+    """Only with "stop" before the stream, of 16 rows, does."""
+    optimizer = source(vbs.backend.LocalBackend(), vbs.BatchTrace.of([4, 5], on_end=on_end))
+    used = train(optimizer, vbs.updates(Chunks(range(16), 1), optimizer))
+    assert [len(update) for update in used] == sizes
+    assert [row for update in used for row in update] == [*range(sum(sizes))]
+
+
+def test_a_stream_that_is_longer_than_its_trace_raises() -> None:
     optimizer = source(vbs.backend.LocalBackend(), [4, 5])
     with pytest.raises(IndexError, match=r"step must be < 2, because trace has 2 steps"):
         train(optimizer, vbs.updates(Chunks(STREAMS[0], 1), optimizer))

@@ -16,6 +16,7 @@ import variable_batch_size as vbs
 from helpers.properties import examples
 from helpers.reference import Training, assert_equal, training
 from helpers.tokens import DATASET, batches_of, plain
+from variable_batch_size.backend.sent_numbers import SentNumbers
 from variable_batch_size.testing import run_ranks
 
 
@@ -137,6 +138,19 @@ def test_an_update_without_tokens_has_no_norm() -> None:
     assert begun.train(1) == [False]
     assert begun.run.optimizer.grad_norm is not None
     assert begun.run.optimizer.grad_norm.isnan()
+
+
+def test_an_update_without_tokens_changes_nothing_where_the_host_does_not_read() -> None:
+    """On a device that compiles, the update is made, with a gradient of 0, and the next one counts again."""
+    backend = vbs.backend.LocalBackend(sent=SentNumbers("cpu"))
+    begun = texts([0] * DATASET, [4], minibatch_size=2, backend=backend, hyperparameters={"lr": 0.02})
+    before = [weight.copy() for weight in begun.run.weights()]
+    assert begun.train(1) == [True]
+    assert_equal(begun.run.weights(), before, 0)
+    begun.lengths.fill_(1)
+    begun.train(1)
+    assert all(np.isfinite(weight).all() for weight in begun.run.weights())
+    assert not np.array_equal(begun.run.weights()[0], before[0])
 
 
 def test_a_grad_scaler_passes_the_count_on() -> None:
