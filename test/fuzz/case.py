@@ -64,8 +64,10 @@ FEATURES = {
     "wrong_loop": 0.15,  # a microbatch skipped, or stepped twice, or a backward() left in a loop that is left
     "interrupt": 0.1,  # KeyboardInterrupt at a line of step()
     "closure": 0.15,  # step(closure)
-    "log": 0.25,  # optimizer.log
+    "log": 0.4,  # optimizer.log
     "counts": 0.2,  # step(count=)
+    "average": 0.3,  # WeightAverage
+    "checkpoint": 0.35,  # segments and rollbacks go through a Checkpoint
 }
 
 RULES = ("constant", "linear", "root", "legw")
@@ -113,6 +115,23 @@ class RuleCase:
 
 
 @dataclass(frozen=True)
+class AverageCase:
+    """A `WeightAverage`."""
+
+    decay: float
+    by: str  # "progress" or "samples"
+
+
+@dataclass(frozen=True)
+class SavesCase:
+    """How a training is saved in a folder."""
+
+    keep: int
+    every: int | None  # updates
+    mode: str | None  # "min" or "max" of what is reported
+
+
+@dataclass(frozen=True)
 class Case:
     """A training. All numbers are arguments of the package; everything else is derived by plan and twin."""
 
@@ -151,6 +170,8 @@ class Case:
     closure: bool = False
     logs: bool = False
     counts: bool = False
+    average: AverageCase | None = None
+    saves: SavesCase | None = None
     used: frozenset[str] = field(default=frozenset(), compare=False)
 
     @cached_property

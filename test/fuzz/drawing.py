@@ -7,7 +7,19 @@ from typing import Any
 
 import torch
 
-from fuzz.case import NOISE_RULES, OPTIMIZERS, RULES, SQUARES_RULE, Case, Draw, Event, RuleCase, Segment
+from fuzz.case import (
+    NOISE_RULES,
+    OPTIMIZERS,
+    RULES,
+    SQUARES_RULE,
+    AverageCase,
+    Case,
+    Draw,
+    Event,
+    RuleCase,
+    SavesCase,
+    Segment,
+)
 from fuzz.plan import Asked, TraceCase, planned_updates
 
 MOST_MICROBATCHES = 60  # of a training, so that a case takes milliseconds
@@ -91,6 +103,8 @@ def draw_case(seed: int, without: frozenset[str] = frozenset()) -> Case:
         closure=draw.feature("closure"),
         logs=draw.feature("log"),
         counts=counts,
+        average=_average(draw),
+        saves=_saves(draw),
     )
     return replace(case, events=_events(draw, case), used=frozenset(draw.used))
 
@@ -137,6 +151,19 @@ def _ends(draw: Draw, trace: TraceCase, updates: int, samples: int) -> dict[str,
         "max_updates": None if kind == "samples" else draw.integer("max_updates", 1, updates + 2),
         "max_samples": None if kind == "updates" else draw.integer("max_samples", 1, samples + 5),
     }
+
+
+def _average(draw: Draw) -> AverageCase | None:
+    if not draw.feature("average"):
+        return None
+    return AverageCase(draw.number("decay of averages", 0, 0.99), draw.choice("averages by", ["progress", "samples"]))
+
+
+def _saves(draw: Draw) -> SavesCase | None:
+    if not draw.feature("checkpoint"):
+        return None
+    every, mode = draw.choice("every", [None, 1, 2, 3]), draw.choice("best", [None, "min", "max"])
+    return SavesCase(draw.integer("keep", 1, 3), every, mode)
 
 
 def _minibatch_size(draw: Draw, planned: list[Any], measured: bool) -> int:
@@ -255,6 +282,8 @@ def _events(draw: Draw, case: Case) -> tuple[Event, ...]:
     alone = all(segment.world == 1 for segment in case.segments)
     if draw.feature("interrupt", alone and case.poisoned is None and not case.closure):
         events += [Event("interrupt", at(), rng.randint(0, 3), detail=str(rng.random()))]
+    if case.saves is not None:
+        events += [Event("restore", at(), rng.randint(0, 2), detail=rng.choice(["newest", "best"]))]
     if draw.feature("in_place"):
         detail = rng.choice(["zeroed", "multiplied"])
         events += [Event("misuse", early, int(detail == "zeroed"), detail=detail)]

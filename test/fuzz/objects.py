@@ -110,6 +110,12 @@ def create_optimizer(
     )
 
 
+def create_average(case: Case, model: Net, optimizer: vbs.CustomOptimizer) -> vbs.WeightAverage | None:
+    if (how := case.average) is None:
+        return None
+    return vbs.WeightAverage(model.parameters(), how.decay, optimizer, by=how.by)  # type: ignore[arg-type]
+
+
 def create_rule(rule: RuleCase, faulty: bool) -> Any:
     """A rule or its name; a faulty one can be armed to raise."""
     if rule.by_name and not faulty:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import signal
 import warnings
@@ -19,6 +20,7 @@ EXPECTED_WARNINGS: list[tuple[str, type[Warning]]] = [  # beginning of the messa
     ("Skipped an update", RuntimeWarning),
     ("The gradient noise could not be estimated", UserWarning),
     ("The controller got the same gradient noise", UserWarning),
+    ("Batch normalization gets microbatches", UserWarning),
     ("AdaScale's gain is meant for SGD", UserWarning),
     (".*fork.*", DeprecationWarning),
 ]
@@ -32,8 +34,9 @@ def run_all(cases: list[int], without: frozenset[str], processes: int) -> Iterat
 
 
 def prepare() -> None:
-    """Use one thread a process; any warning that is not expected is an error."""
+    """Use one thread a process, and log no restores; any warning that is not expected is an error."""
     torch.set_num_threads(1)
+    logging.getLogger("variable_batch_size").setLevel(logging.ERROR)
     warnings.simplefilter("error")
     for message, category in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)

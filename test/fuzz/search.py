@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from fuzz.case import SQUARES_RULE, Case
 from fuzz.drawing import draw_case
 from fuzz.model import tokens
 from fuzz.objects import State, loaders_of, through_file
+from fuzz.saving import Folder
 from fuzz.training import Rank, Record
 from fuzz.twin import Expected, expected
 from variable_batch_size.backend import Backend, LocalBackend
@@ -80,11 +83,25 @@ def changes_gradients(case: Case, wanted: list[Expected], *, by_rank: bool) -> i
 
 def train(case: Case) -> list[list[Record]]:
     """Train all segments; return the records of all ranks of each."""
+    if case.saves is None:
+        return train_segments(case, None)
+    with tempfile.TemporaryDirectory() as path:
+        return train_segments(case, Folder(Path(path)))
+
+
+def train_segments(case: Case, folder: Folder | None) -> list[list[Record]]:
+    """Train all segments, which save in a folder if there is one."""
     records, start, state = [], 0, None
     for number, segment in enumerate(case.segments):
 
-        def train_rank(backend: Backend, begin: int = start, given: State | None = state, at: int = number) -> Rank:
-            rank = Rank(case, case.segments[at], begin, given, backend)
+        def train_rank(
+            backend: Backend,
+            begin: int = start,
+            given: State | None = state,
+            at: int = number,
+            found: Folder | None = folder,
+        ) -> Rank:
+            rank = Rank(case, case.segments[at], begin, given, found, backend)
             rank.final = rank.train()
             return rank
 
@@ -93,6 +110,7 @@ def train(case: Case) -> list[list[Record]]:
         states = [rank.final for rank in ranks]
         state = {**states[segment.saved_by % segment.world], "loaders": None}
         state = through_file(state) if segment.through_file else state
+        folder = ranks[0].saves.folder if ranks[0].saves else None
         start = segment.end
         if number + 1 < len(case.segments):
             state["loaders"] = loaders_of(states, segment, case.segments[number + 1], case)
@@ -109,7 +127,8 @@ def sensitivity(case: Case, wanted: list[Expected]) -> list[float]:
     """How far the twin comes, at each update, from rounding its initial weights: far, in a training that diverges."""
     result = []
     for update, other in zip(wanted, expected(case, shift=10 * torch.finfo(torch.float64).eps), strict=True):
-        moved = [float((weight - other.weights[name]).abs().max()) for name, weight in update.weights.items()]
+        pairs = [(update.weights, other.weights), (update.averages, other.averages)]
+        moved = [float((one - pair[1][name]).abs().max()) for pair in pairs for name, one in pair[0].items()]
         result.append(max(*moved, abs(update.progress - other.progress), abs(update.lr_factor - other.lr_factor)))
     return result
 
@@ -123,6 +142,7 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
             ("samples", record.samples, update.samples),
             ("rows", record.rows, rows_of_rank(update, *record.world)),
             ("step() returned", record.updated, update.updated),
+            ("counted", record.count is not None, case.counts),
             ("logged", set(record.logged), {"one", "value"} if case.logs else set()),
             ("done", record.done, is_done(case, record.update, update.samples)),
         ]
@@ -132,6 +152,8 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
             if found != right:
                 return f"after update {record.update} {name}: {found} instead of {right}"
         numbers = [("progress", record.progress, update.progress)]
+        if record.count is not None:
+            numbers.append(("count", record.count, sum(map(tokens, case.updates[record.update].samples))))
         if record.logged:
             mean = mean_of(case, record.update)  # nan if nothing was counted
             numbers += [("value", record.logged["value"], mean), ("one", record.logged["one"], mean * 0 + 1)]
@@ -142,8 +164,10 @@ def difference(case: Case, records: list[list[Record]], wanted: list[Expected], 
                 continue
             if not abs(found - right) <= slack[record.update] + TOLERANCE[case.dtype] * max(1.0, abs(right)):
                 return f"after update {record.update} {name}: {found} instead of {right}"
-        if text := weights_differ(case, record, update.weights, slack[record.update]):
-            return f"after update {record.update} of {len(wanted)}: {text}"
+        for found, right in ((record.weights, update.weights), (record.averages, update.averages)):
+            if text := weights_differ(case, record, found, right, slack[record.update]):
+                average = " (average)" if found is record.averages else ""
+                return f"after update {record.update} of {len(wanted)}: {text}{average}"
     return done(case, records)
 
 
@@ -175,10 +199,12 @@ def rows_of_rank(update: Expected, rank: int, size: int) -> list[list[int]]:
     return rows[rank::size] or [rows[rank % len(rows)]]
 
 
-def weights_differ(case: Case, record: Record, wanted: dict[str, Tensor], slack: float) -> str | None:
+def weights_differ(
+    case: Case, record: Record, found: dict[str, Tensor], wanted: dict[str, Tensor], slack: float
+) -> str | None:
     tolerance = TOLERANCE[case.dtype] * (1 + record.update / 10 if case.dtype.itemsize == 2 else 1)  # rounding adds up
-    largest = max(float(weight.abs().max()) for weight in wanted.values())
-    for name, weight in record.weights.items():
+    largest = max((float(weight.abs().max()) for weight in wanted.values()), default=0.0)
+    for name, weight in found.items():
         by = float((weight.double() - wanted[name]).abs().max())
         if not by <= slack + tolerance * max(1.0, largest):
             return f"{name} differs by {by:.2g}"

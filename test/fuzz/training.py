@@ -14,7 +14,17 @@ from torch import Tensor
 import variable_batch_size as vbs
 from fuzz.case import Case, Event, Segment, WrongError
 from fuzz.model import FEATURES, Data, Net, seed_masks, tokens
-from fuzz.objects import PlantedError, State, create_inner, create_loader, create_optimizer, create_rule, create_sampler
+from fuzz.objects import (
+    PlantedError,
+    State,
+    create_average,
+    create_inner,
+    create_loader,
+    create_optimizer,
+    create_rule,
+    create_sampler,
+)
+from fuzz.saving import Folder, Saves
 from helpers.interrupts import Interrupt
 from variable_batch_size.backend import Backend
 
@@ -36,13 +46,17 @@ class Record:
     progress: float
     lr_factor: float
     logged: dict[str, float]
+    count: float | None
+    averages: dict[str, Tensor]
     done: bool
 
 
 class Rank:
     """The objects of a user's script on one rank, for one segment of a case."""
 
-    def __init__(self, case: Case, segment: Segment, start: int, state: State | None, backend: Backend) -> None:
+    def __init__(
+        self, case: Case, segment: Segment, start: int, state: State | None, folder: Folder | None, backend: Backend
+    ) -> None:
         self.case, self.segment, self.start, self.backend = case, segment, start, backend
         self.model = Net(case.parts, torch.Generator().manual_seed(case.seed)).to(case.dtype)
         self.data = Data(case.seed, case.dataset_size, case.poisoned, case.dtype)
@@ -55,6 +69,8 @@ class Rank:
         faulty = any(event.kind == "fault" and event.detail.startswith("rule") for event in self.events)
         self.rules = [create_rule(rule, faulty) for rule in case.rules]
         self.optimizer = create_optimizer(case, self.model, self.inner, self.sampler, self.rules, backend)
+        self.average = create_average(case, self.model, self.optimizer)
+        self.saves = Saves(case, folder, self.model, self.optimizer, self.average) if folder is not None else None
         self.loader = create_loader(segment.loader, self.sampler)
         self.saved: dict[int, State] = {}
         self.fault: Event | None = None
@@ -64,25 +80,58 @@ class Rank:
         self.skipped = False  # whether the next update must be refused
         self.interrupt: Interrupt | None = None  # of the next step()
         self.repaired = 0  # interrupts so far
-        if state is not None:
-            self.load(state)
-            rank = backend.world.rank
-            if state["loaders"] is not None:
-                self.loader.load_state_dict(copy.deepcopy(state["loaders"][rank]))
+        self.given = state
+
+    def begin(self) -> None:
+        """Load the state of the part before."""
+        if self.saves is not None:
+            self.saves.begin()
+        elif self.given is not None:
+            self.load(self.given)
+        if self.given is not None and self.given["loaders"] is not None:
+            self.loader.load_state_dict(copy.deepcopy(self.given["loaders"][self.backend.world.rank]))
 
     def save(self) -> State:
+        if self.saves is not None:
+            return {"loaders": None}
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= {} if self.average is None else {"average": self.average.state_dict()}
         return copy.deepcopy(state) | {"loaders": None}
+
+    def keep(self, update: int) -> None:
+        """Keep the present state, to which a rollback may return."""
+        self.saved[update] = self.save()
+        if self.saves is not None and (self.saves.newest is None or self.saves.newest.update < update):
+            self.saves.save()
+
+    def load_kept(self, update: int) -> None:
+        """Return to the state of an update or, with checkpoints, to the newest one."""
+        if self.saves is None:
+            self.load(self.saved[update])
+        else:
+            self.restore("newest")
+
+    def restore(self, which: str) -> None:
+        assert self.saves is not None
+        self.saves.restore(best=which == "best", start=self.start)
+        self.open_rows, self.epoch = [], None
 
     def load(self, state: State) -> None:
         """Load weights and optimizer; the sampler follows."""
         self.model.load_state_dict(copy.deepcopy(state["model"]))
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if self.average is not None:
+            self.average.load_state_dict(copy.deepcopy(state["average"]))
         self.open_rows, self.epoch = [], None
 
     # The loop. ----------------------------------------------------------------------------------------------------
 
     def train(self) -> State:
+        with nullcontext() if self.saves is None else self.saves.checkpoint:
+            self.begin()
+            return self.train_segment()
+
+    def train_segment(self) -> State:
         while (update := self.optimizer.updates) < self.segment.end:
             before = self.progress()
             if self.epoch != (epoch := self.case.updates[update].epoch):
@@ -106,6 +155,8 @@ class Rank:
         state = self.save()
         if self.segment.loader == "stateful":
             state["loaders"] = copy.deepcopy(self.loader.state_dict())
+        if self.saves is not None:
+            self.saves.end()
         return state
 
     def progress(self) -> tuple[object, ...]:
@@ -221,12 +272,21 @@ class Rank:
                 progress=optimizer.progress,
                 lr_factor=optimizer.lr_factor(),
                 logged={name: value.item() for name, value in optimizer.logged.items()},
+                count=None if optimizer.count is None else optimizer.count.item(),
+                averages=self.averages(),
                 done=optimizer.done,
             )
         )
         self.open_rows = []
         for group, reference in zip(optimizer.param_groups, self.case.groups, strict=True):
             group["lr"] = reference["lr"] * self.case.decay ** (update + 1)
+        if self.saves is not None:
+            self.saves.after_update()
+
+    def averages(self) -> dict[str, Tensor]:
+        names = [name for name, _ in self.model.named_parameters()]
+        found = [] if self.average is None else [one.clone() for one in self.average.averages]
+        return dict(zip(names, found, strict=False))
 
     def check_hyperparameters(self, update: int) -> None:
         """Between updates every hyperparameter has the user's value."""
@@ -246,7 +306,7 @@ class Rank:
         update, last = self.optimizer.updates, self.optimizer.microbatch.ends_step
         for target in {event.target for event in self.events if event.kind == "rollback"} | {self.start}:
             if target == update and not self.open_rows and target not in self.saved:
-                self.saved[target] = self.save()
+                self.keep(target)
         for event in self.events:
             received = len(self.open_rows)
             if event.update == update and (received == event.after or (last and received <= event.after)):
@@ -303,9 +363,15 @@ class Rank:
     def on_save_inside(self, event: Event) -> None:
         if self.open_rows:
             self.must_raise(self.optimizer.state_dict, "state_dict() inside a step")
+            if self.saves is not None and self.segment.world == 1:
+                self.must_raise(self.saves.checkpoint.save, "Checkpoint.save() inside a step")
 
     def on_rollback(self, event: Event) -> bool:
-        self.load(self.saved[event.target if event.target in self.saved else self.start])
+        self.load_kept(event.target if event.target in self.saved else self.start)
+        return True
+
+    def on_restore(self, event: Event) -> bool:
+        self.restore(event.detail)
         return True
 
     def on_fault(self, event: Event) -> None:
@@ -341,7 +407,7 @@ class Rank:
         ):  # it forgets the previous gradient
             self.discard()
             return
-        self.load(self.saved[max(self.saved)])
+        self.load_kept(max(self.saved))
 
     def on_interrupt(self, event: Event) -> None:
         self.interrupt = Interrupt(1 + int(float(event.detail) * LINES_OF_STEP))
@@ -352,12 +418,12 @@ class Rank:
             self.open_rows.append(rows)
             self.commit(update, updated=True)
         elif self.case.noise == "differenced":  # of which an interrupt may leave no previous gradient
-            self.load(self.saved[max(self.saved)])
+            self.load_kept(max(self.saved))
             return
         try:
             self.discard()
         except RuntimeError:
-            self.load(self.saved[max(self.saved)])
+            self.load_kept(max(self.saved))
 
     def on_twice(self, event: Event) -> None:
         if self.case.by_update or self.segment.loader in ("sampler", "loader"):

@@ -30,6 +30,7 @@ class Expected:
     epoch: int  # of the next update
     progress: float
     lr_factor: float
+    averages: dict[str, Tensor]  # of the weights; empty without a WeightAverage
 
 
 class Twin:
@@ -52,6 +53,7 @@ class Twin:
             self.plain.squares_at = case.ref_batchsize
             self.plain.squares_of = [name for group, rule in own if rule.name == SQUARES_RULE for name in group]
         self.progress, self.lr_factor, self.samples = 0.0, 1.0, 0
+        self.averages = self.weights() if case.average else {}
 
     def train(self) -> list[Expected]:
         return [self.update(number) for number in range(len(self.case.updates))]
@@ -77,11 +79,12 @@ class Twin:
             factors = self.plain.update(reduced, gradients, rules)
             self.progress += factors[0].progress
             self.lr_factor = factors[0].lr * factors[0].gradient
+            self.average(factors[0].progress, batch_size)
         for group in self.groups:
             group["lr"] *= case.decay
         self.samples += batch_size
         return Expected(
-            weights={name: parameter.detach().clone() for name, parameter in self.model.named_parameters()},
+            weights=self.weights(),
             microbatches=microbatches,
             touched=[frozenset(own) for _, own in gradients],
             updated=updated,
@@ -89,7 +92,18 @@ class Twin:
             epoch=planned.epoch + planned.ends_epoch,
             progress=self.progress,
             lr_factor=self.lr_factor,
+            averages=dict(self.averages),
         )
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def average(self, progress: float, batch_size: int) -> None:
+        """a = decay^p a + (1 - decay^p) w."""
+        if (how := self.case.average) is None:
+            return
+        old = how.decay ** (progress if how.by == "progress" else batch_size / self.case.ref_batchsize)
+        self.averages = {name: old * self.averages[name] + (1 - old) * w for name, w in self.weights().items()}
 
     @property
     def rules(self) -> Sequence[RuleCase]:
@@ -139,4 +153,5 @@ def expected(case: Case, shift: float = 0.0) -> list[Expected]:
     twin = Twin(copy.copy(case))
     for parameter in twin.model.parameters():
         parameter.data *= 1 + shift
+    twin.averages = twin.weights() if case.average else {}
     return twin.train()
