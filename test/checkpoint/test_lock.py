@@ -70,8 +70,7 @@ def test_a_forked_child_that_outlives_the_writer_does_not_hold_the_lock(tmp_path
 import os, time
 saves = checkpoint(folder, training())
 if os.fork() == 0:
-    time.sleep(100)
-print("ready", flush=True)
+    print("ready", flush=True)  # after the child has closed its copy of the lock
 time.sleep(100)
 """
     writer = start(script, tmp_path, new_session=True)
