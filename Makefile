@@ -10,6 +10,7 @@ JOBS ?= auto
 TAG ?=
 N ?= 1000
 SEED ?=
+NIGHTLY ?=
 TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
 SHARED := benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/adaptive_tasks.py $(wildcard benchmarks/settings_*.py)
 SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
@@ -28,7 +29,7 @@ test test-all test-newest test-integrations test-integrations-oldest test-gpu: e
 WATCHED := -o faulthandler_exit_on_timeout=true
 PYTEST := pytest -n $(JOBS) --dist loadgroup $(WATCHED)
 
-.PHONY: help train evaluate lint test test-all test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers test-tpu tpu-compiler dist check-tag clean
+.PHONY: help train evaluate lint test test-all nightly test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers test-tpu tpu-compiler dist check-tag clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -36,8 +37,9 @@ help:
 	@echo "make train        train MNIST on several XLA cores while the batch size follows traces/test_trace.csv"
 	@echo "make evaluate     compare rules on MNIST under two traces, and write a report to runs/evaluate"
 	@echo "make lint         run ruff and mypy"
-	@echo "make test         run ruff, mypy and the tests, in ten minutes on two cores"
-	@echo "make test-all     run the slow tests, too, with more examples of each property"
+	@echo "make test         run ruff, mypy and the quick tests, in four minutes on two cores"
+	@echo "make test-all     run the slow tests, too"
+	@echo "make nightly      run all tests, in all environments, with more examples of each property: some hours"
 	@echo "make test-newest  run the tests that need no XLA, with the newest torch"
 	@echo "make test-integrations  run the tests with transformers, accelerate, lightning, ignite, keras and jax"
 	@echo "make test-integrations-oldest  run some of them with the oldest versions that are supported"
@@ -69,16 +71,24 @@ EVALUATE := --trace "0:32 200:64 300:128 350:256 375:512" --name doubling \
 evaluate: $(VENV)/.has-test
 	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter auto,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)
 
+LINT := $(VENV)/bin/python -m ruff check . && $(VENV)/bin/python -m ruff format --check . && $(VENV)/bin/python -m mypy
+
 lint: $(VENV)/.has-test
-	$(VENV)/bin/python -m ruff check .
-	$(VENV)/bin/python -m ruff format --check .
-	$(VENV)/bin/python -m mypy
+	$(LINT)
 
-test: lint
-	$(VENV)/bin/python -m $(PYTEST) -m "not slow and not cuda" $(ARGS)
+# Lint runs beside the tests. NIGHTLY=1 adds the longest tests to all of these targets.
+SHORT := $(if $(NIGHTLY),,not nightly and)
 
-test-all: lint
-	$(VENV)/bin/python -m $(PYTEST) -m "not cuda" --hypothesis-profile=all $(ARGS)
+test: SELECTED := not slow and not nightly and not cuda
+test-all: SELECTED := $(SHORT) not cuda
+test test-all: $(VENV)/.has-test
+	@log=$$(mktemp); { $(LINT); } >"$$log" 2>&1 & lint=$$!; code=0; set -x; \
+	$(VENV)/bin/python -m $(PYTEST) -m "$(SELECTED)" $(ARGS) || code=1; { set +x; } 2>/dev/null; \
+	wait $$lint || code=1; cat "$$log"; rm -f "$$log"; exit $$code
+
+nightly:
+	$(MAKE) --keep-going NIGHTLY=1 test-all test-newest test-tpu test-integrations test-integrations-oldest \
+	ARGS="--hypothesis-profile=all $(ARGS)"
 
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
 # `python -m pytest`, does not add the working directory to sys.path. Modules of an earlier build would be in the wheel.
@@ -87,7 +97,7 @@ test-newest:
 	$(call install,$(NEWEST),--upgrade torch ".[test]",test)
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
-	$(NEWEST)/bin/$(PYTEST) -m "not xla and not cuda and (not slow or torch)" $(ARGS)
+	$(NEWEST)/bin/$(PYTEST) -m "not xla and not cuda$(if $(NIGHTLY),, and not nightly and (not slow or torch))" $(ARGS)
 
 # Without a GPU this target says so and installs nothing. It tests the checkout; GPU_PYTHON needs the packages that
 # the library imports at once (torch, numpy, pandas, tqdm, lazy_loader, typing_extensions), hypothesis and pytest>=8.
@@ -113,12 +123,13 @@ JAX := test/integrations/test_jax_loop.py docs/trainers/jax.md
 test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
-	@code=0; set -x; $(INTEGRATIONS)/bin/python -m pytest $(ARGS) $(JAX) || [ $$? -eq 5 ] || code=1; \
-	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \
+	@code=0; set -x; $(INTEGRATIONS)/bin/python -m pytest -m "$(SHORT) not cuda" $(ARGS) $(JAX) || [ $$? -eq 5 ] || code=1; \
+	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) -m "$(SHORT) not cuda" $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \
 	|| [ $$? -eq 5 ] || code=1; exit $$code # 5: ARGS selects none of these
 
 # The oldest versions of the trainers that setup.cfg allows, over the other packages of that environment: weights, resumes
-# and private names, in one process.
+# and private names.
+WEIGHTS := internals or whole_batches or yardstick or weights or resume
 OLDEST = import configparser; c = configparser.ConfigParser(); c.read("setup.cfg"); e = c["options.extras_require"]; \
 	names = [n for k in ("transformers", "accelerate", "lightning", "ignite", "keras") for n in e[k].split()]; \
 	print(*sorted({n.replace(">=", "==") + ".0" * (n.count(".") < 2) for n in names}))

@@ -54,7 +54,7 @@ def test_an_update_of_packed_documents_is_that_of_the_documents(example: Any) ->
         torch.testing.assert_close(step, parameter.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_script_of_packed_documents_trains(launcher: list[str]) -> None:
     flags = ["--documents", "300", "--schedule", "0:2k 10k:4k"]
@@ -82,7 +82,7 @@ def test_trimmed_and_padded_batches_have_their_sizes(example: Any) -> None:
     assert padded == [example.CONTEXTS] * 2
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_script_of_rollouts_prints_what_the_policy_learns(launcher: list[str]) -> None:
     flags = ["--rule", "adamscale", "--updates", "20"]

@@ -128,7 +128,7 @@ def test_tasks_of_the_job_group_agree() -> None:
 # --------------------------------------------------------------------------------------------------------- no scheduler
 
 
-@pytest.mark.slow("starts a process twice")
+@pytest.mark.nightly("starts a process twice")
 def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     command = [sys.executable, *TRAIN.split()]
     running = start(command, place, "log-0")
@@ -143,7 +143,7 @@ def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started:
 # ---------------------------------------------------------------------------------------------------------------- Slurm
 
 
-@pytest.mark.slow("restarts jobs")
+@pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
 def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     job = free_port() - 20000  # so that the script computes a free port
@@ -194,7 +194,7 @@ def machines(place: Path, bucket: str) -> list[subprocess.Popen[bytes]]:
     ]
 
 
-@pytest.mark.slow("restarts jobs")
+@pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
 def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
     place: Path, started: list[subprocess.Popen[bytes]]
@@ -210,7 +210,7 @@ def test_all_pods_exit_with_143_if_one_is_evicted_and_resume(
     assert_saved_and_resumed(place)
 
 
-@pytest.mark.slow("restarts jobs")
+@pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
 def test_all_machines_exit_with_143_if_one_shuts_down(
     place: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
@@ -267,7 +267,7 @@ def wait_until_one_trains(place: Path) -> None:
     wait_for(lambda: "world 2 -> 1, batch size 64 -> 32" in logs(place), lambda: logs(place))
 
 
-@pytest.mark.slow("restarts workers")
+@pytest.mark.nightly("restarts workers")
 @pytest.mark.torch
 def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(
     place: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, port: str
@@ -290,7 +290,7 @@ def test_the_elastic_job_goes_on_if_the_first_pod_is_lost(
         assert second.wait(TIMEOUT) == STOPPED, logs(place)
 
 
-@pytest.mark.slow("restarts workers")
+@pytest.mark.nightly("restarts workers")
 @pytest.mark.torch
 def test_the_elastic_slurm_array_goes_on_if_the_first_job_is_preempted(
     place: Path, started: list[subprocess.Popen[bytes]], port: str

@@ -12,7 +12,7 @@ from helpers.pages import DOCS, blocks, commands
 PAGE = DOCS / "ddp.md"
 
 
-@pytest.mark.slow("starts processes")
+@pytest.mark.nightly("starts processes")
 @pytest.mark.torch
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_script_prints_what_the_page_shows_on_any_number_of_processes(processes: int) -> None:

@@ -11,7 +11,7 @@ from helpers.commands import run
 from helpers.pages import DOCS, blocks, commands
 
 
-@pytest.mark.slow("starts XLA")
+@pytest.mark.nightly("starts XLA")
 @pytest.mark.xla
 def test_the_xla_example_prints_what_the_page_shows() -> None:
     if importlib.util.find_spec("torch_xla") is None:

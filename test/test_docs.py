@@ -19,11 +19,11 @@ LANGUAGE_MODEL = "examples/language_model/"  # test_language_model.py runs its l
 ELSEWHERE = {
     "pip install": "installs; test_wheel.py installs the wheel",
     "source .venv/bin/activate": "the tests run in such an environment",
-    "pre-commit install": "test_repository.py runs it in another repository",
-    "pytest ": "test_repository.py runs those of CONTRIBUTING.md",
-    ".ci/run": "the tests themselves; test_repository.py compares its targets",
+    "pre-commit install": "installs a hook of git",
+    "pytest ": "make test runs these files; test_repository.py looks for them",
+    ".ci/": "the tests themselves",
     "export OMP_NUM_THREADS=": "PyTorch's; nothing of ours reads it",
-    "export MALLOC_": "test_records.py starts a process with these variables",
+    "export MALLOC_": "variables of glibc, which benchmarks/step.py --keep-memory sets",
     "torchft_lighthouse": "a server; test_torchft.py starts one",
     "REPLICA_GROUP_ID=0": "needs that server; test_torchft.py and test_torchft_sharded.py run the scripts",
     "tensorboard --logdir": "a server; test_tracker.py reads the events",
@@ -104,7 +104,7 @@ def test_what_a_page_says_that_it_prints(capsys: pytest.CaptureFixture[str]) -> 
     assert f"It prints `{last}`" in (DOCS / "memory.md").read_text()
 
 
-@pytest.mark.slow("trains MNIST three times")
+@pytest.mark.nightly("trains MNIST three times")
 def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
     short = ["--epochs", "1", "--samples", "2000", "--runs", str(tmp_path), "--out", str(tmp_path / "tour.svg")]
     command = [sys.executable, str(DOCS / "figures" / "tour.py"), *short]
@@ -115,7 +115,7 @@ def test_the_picture_is_drawn_from_real_trainings(tmp_path: Path) -> None:
         assert all(label in text for text in texts)
 
 
-@pytest.mark.slow("simulates for minutes of a cluster")
+@pytest.mark.nightly("simulates for minutes of a cluster")
 def test_the_picture_of_the_controllers_is_drawn_from_simulations(tmp_path: Path) -> None:
     figure = tmp_path / "controllers.svg"
     command = [sys.executable, str(DOCS / "figures" / "controllers.py"), "--out", str(figure)]

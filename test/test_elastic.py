@@ -44,7 +44,7 @@ def start(line: str, log: Path, path: str = "") -> subprocess.Popen[bytes]:
         )
 
 
-@pytest.mark.slow("starts XLA twice")
+@pytest.mark.nightly("starts XLA twice")
 @pytest.mark.xla
 def test_a_shell_loop_resumes_with_another_number_of_cores(
     tmp_path: Path, started: list[subprocess.Popen[bytes]]

@@ -86,7 +86,7 @@ def common(lines: list[str], others: list[str]) -> list[str]:
     return [line for line in same if line]
 
 
-@pytest.mark.slow("trains for its page")
+@pytest.mark.nightly("trains for its page")
 @pytest.mark.torch
 def test_both_print_what_the_page_shows_and_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -100,7 +100,7 @@ def test_both_print_what_the_page_shows_and_learn(
     assert_prints(capsys.readouterr().out, f"validation loss {re.findall(LOSS, printed)[-1]}\n")
 
 
-@pytest.mark.slow("trains twice")
+@pytest.mark.nightly("trains twice")
 @pytest.mark.torch
 def test_with_batches_of_one_size_both_learn_equally_well(
     tmp_path: Path, short: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -113,7 +113,7 @@ def test_with_batches_of_one_size_both_learn_equally_well(
     assert re.findall(r"^epoch \d+", capsys.readouterr().out, re.MULTILINE) == ["epoch 2"]
 
 
-@pytest.mark.slow("starts three trainings")
+@pytest.mark.nightly("starts three trainings")
 @pytest.mark.torch
 def test_two_processes_make_the_updates_of_one_also_after_a_stop(
     tmp_path: Path, short: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

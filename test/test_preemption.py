@@ -260,7 +260,14 @@ def test_a_signal_to_the_process_group_does_not_end_the_workers_of_a_loader(
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 @pytest.mark.parametrize(
-    "launcher", ["launch(work, args, cores=2)", "run_by(torch_xla.launch, partial(_without_ordinal, work), args)"]
+    "launcher",
+    [
+        "launch(work, args, cores=2)",
+        pytest.param(
+            "run_by(torch_xla.launch, partial(_without_ordinal, work), args)",
+            marks=pytest.mark.nightly("starts XLA by its own launcher"),
+        ),
+    ],
 )
 def test_a_program_that_launched_cores_exits_with_them(
     launcher: str, tmp_path: Path, processes: list[subprocess.Popen[str]]

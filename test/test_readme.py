@@ -18,17 +18,20 @@ from helpers.pages import PAGES, README, ROOT, TOUR, blocks, commands
 SHORT = shlex.split("--epochs 1 --samples 12000 --trace 0:200 --microbatch 50 --target 0.5")
 
 
+slow, nightly = pytest.mark.slow("trains MNIST in processes"), pytest.mark.nightly("trains MNIST")
+
+
 def tours() -> list[object]:
     """Return the command lines of the tour; those that use XLA if it is installed are marked `xla`."""
     lines = dict.fromkeys(line for page in PAGES for line in commands(page) if TOUR in line)
     lines = [line for line in lines if "--checkpoint" not in line]  # test_elastic.py runs others
-    quick = next(line for line in lines if "--device" in line)
+    quick = next(line for line in lines if "--cores" in line)
     return [
         pytest.param(
             line,
             marks=[
                 *([] if "--device" in line else [pytest.mark.xla]),
-                *([] if line == quick else [pytest.mark.slow("trains MNIST")]),
+                *([] if line == quick else [slow if "torchrun" in line else nightly]),
             ],
         )
         for line in lines
@@ -56,7 +59,7 @@ def test_the_tour_trains(line: str) -> None:
 
 
 @pytest.mark.usefixtures("published_mnist")
-@pytest.mark.slow("trains MNIST twice")
+@pytest.mark.nightly("trains MNIST twice")
 @pytest.mark.torch
 def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) -> None:
     flags = ["--device", "cpu", "--checkpoint", str(tmp_path), "--save-every", "25", "--rule", "adascale", "--cosine"]
@@ -73,7 +76,7 @@ def test_the_tour_resumes_from_its_checkpoint_with_more_workers(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("published_mnist")
-@pytest.mark.slow("trains MNIST")
+@pytest.mark.nightly("trains MNIST")
 def test_the_tour_exits_with_21_below_its_target() -> None:
     done = run(sys.executable, TOUR, "--device", "cpu", *SHORT, "--target", "1.01", OMP_NUM_THREADS="1")
     assert done.returncode == 21, done.stderr
@@ -88,7 +91,7 @@ def test_make_has_the_target(target: str) -> None:
 
 
 @pytest.mark.usefixtures("published_mnist")
-@pytest.mark.slow("trains MNIST")
+@pytest.mark.nightly("trains MNIST")
 @pytest.mark.xla
 @pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="make train would install an environment first")
 def test_make_train_trains() -> None:

@@ -19,7 +19,7 @@ BATCH_SIZE = 8000  # seven updates and a half of an epoch
 FLAGS = ["--microbatch=1000", "--width=4", "--save-every=0.01"]
 
 
-@pytest.mark.slow("restarts torchrun several times")
+@pytest.mark.nightly("restarts torchrun several times")
 @pytest.mark.torch
 @pytest.mark.parametrize("notice", [25])
 def test_one_process_makes_the_updates_of_an_elastic_training_under_the_simulated_trace(

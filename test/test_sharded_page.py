@@ -21,7 +21,7 @@ def losses(processes: int, *flags: str) -> list[str]:
     return re.findall(r"\d+ \d+ \d\.\d{4}$", done.stdout, re.MULTILINE)  # gloo prints lines, too
 
 
-@pytest.mark.slow("trains a GPT")
+@pytest.mark.nightly("trains a GPT")
 @pytest.mark.torch
 def test_the_script_prints_what_the_page_shows_if_it_stops_and_resumes_elsewhere(tmp_path: Path) -> None:
     folder = f"--folder={tmp_path}"

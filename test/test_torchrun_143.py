@@ -47,7 +47,7 @@ def test_torchrun_exits_with_143_after_sigusr1(place: Path, started: list[subpro
     assert running.wait(TIMEOUT) == STOPPED, logs(place)
 
 
-@pytest.mark.slow("restarts jobs")
+@pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
 def test_the_shell_loop_of_the_page_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
     (line,) = (line for line in commands(DOCS / "checkpoints.md") if "torchrun_143" in line)

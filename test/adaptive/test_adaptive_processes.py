@@ -59,7 +59,7 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
             assert float(row["decision/batch_size"]) == min(max(round(2 * scale), 4), 64)
 
 
-@pytest.mark.slow("starts processes")
+@pytest.mark.nightly("starts processes")
 @pytest.mark.torch
 def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
     """What is measured depends on the machine: the record is replayed."""
@@ -74,7 +74,7 @@ def test_two_processes_explore_by_the_clock_of_one(tmp_path: Path) -> None:
     assert all(torch.equal(weight, replayed[name]) for name, weight in weights.items())  # to the last bit
 
 
-@pytest.mark.slow("starts processes")
+@pytest.mark.nightly("starts processes")
 @pytest.mark.torch
 def test_the_batch_follows_the_processes(tmp_path: Path) -> None:
     trace = vbs.AdaptiveTrace(PerDevice(8), every=4, delay=8)

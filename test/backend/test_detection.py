@@ -38,9 +38,9 @@ def run(kind: str, explicit: bool, world_size: str | None) -> subprocess.Complet
     ("kind", "explicit", "world_size"),
     [
         ("sampler", True, "2"),
-        pytest.param("init", False, "2", marks=pytest.mark.slow("starts a process")),
-        pytest.param("sampler", False, "1", marks=pytest.mark.slow("starts a process")),
-        pytest.param("sampler", False, None, marks=pytest.mark.slow("starts a process")),
+        pytest.param("init", False, "2", marks=pytest.mark.nightly("starts a process")),
+        pytest.param("sampler", False, "1", marks=pytest.mark.nightly("starts a process")),
+        pytest.param("sampler", False, None, marks=pytest.mark.nightly("starts a process")),
     ],
 )
 def test_a_process_finds_its_world(kind: str, explicit: bool, world_size: str | None) -> None:

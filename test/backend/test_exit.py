@@ -39,7 +39,7 @@ def train(optimizer):
     [
         ("train(optimizer)", "raise SystemExit(143)"),
         *(
-            pytest.param(train, end, marks=[pytest.mark.slow("starts two processes"), pytest.mark.torch])
+            pytest.param(train, end, marks=[pytest.mark.nightly("starts two processes"), pytest.mark.torch])
             for train in ("train(optimizer)", "cycle.append(train); del optimizer; train(cycle.pop(0))")
             for end in ("dist.destroy_process_group(); raise SystemExit(143)", "raise ValueError")
         ),

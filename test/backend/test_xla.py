@@ -57,7 +57,7 @@ def world(on_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
     return reports
 
 
-other_world = pytest.mark.slow("launches another world")
+other_world = pytest.mark.nightly("launches another world")
 
 
 @pytest.fixture(params=[2, *(pytest.param(cores, marks=other_world) for cores in (1, 4))])

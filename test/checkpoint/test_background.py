@@ -112,7 +112,7 @@ def test_close_waits_for_the_background_save(tmp_path: Path) -> None:
         pass
 
 
-another = pytest.mark.slow("starts another process")
+another = pytest.mark.nightly("starts another process")
 
 
 @pytest.mark.slow("starts a process")

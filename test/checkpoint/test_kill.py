@@ -40,20 +40,20 @@ def test_a_killed_worker_ends_the_others_and_all_resume_exactly(tmp_path: Path) 
     run_campaign([(2, "a worker", "saved")], last_world=1, folder=tmp_path)
 
 
-@pytest.mark.slow("starts torchrun four times")
+@pytest.mark.nightly("starts torchrun four times")
 @pytest.mark.torch
 def test_killed_workers_resume_exactly(tmp_path: Path) -> None:
     endings = [(4, "a worker", "saved"), (2, "torchrun", "training"), (1, "all", "restore")]
     run_campaign(endings, last_world=2, folder=tmp_path)
 
 
-@pytest.mark.slow("starts torchrun four times")
+@pytest.mark.nightly("starts torchrun four times")
 def test_workers_that_are_asked_to_stop_lose_no_update(tmp_path: Path) -> None:
     endings = [(1, "SIGUSR1 to a worker", "restore"), (2, "SIGTERM to all", "training"), (3, "SIGTERM", "training")]
     run_campaign(endings, last_world=1, folder=tmp_path)
 
 
-@pytest.mark.slow("starts XLA three times")
+@pytest.mark.nightly("starts XLA three times")
 @pytest.mark.xla
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs torch_xla")
 def test_killed_cores_resume_exactly(tmp_path: Path) -> None:

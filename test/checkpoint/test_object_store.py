@@ -67,7 +67,7 @@ def test_a_training_is_saved_and_goes_on(wait: bool, folder: str, caplog: pytest
     assert [event["event"] for event in read(path_of(folder))].count("start") == 2
 
 
-@pytest.mark.slow("starts commands that import torch")
+@pytest.mark.nightly("starts commands that import torch")
 def test_commands_take_urls(folder: str) -> None:
     with checkpoint(folder, training().run(1)) as saves:
         saves.save()

@@ -13,7 +13,9 @@ from helpers.processes import spawn
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.torch
-@pytest.mark.parametrize("way", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.nightly("starts processes")) for way in ("plain", "ddp"))]
+)
 def test_a_training_goes_on_from_update_0_and_from_later_ones(way: str, tmp_path: Path) -> None:
     outside, saved = way == "plain", tmp_path / "saved"  # a wrapped model has all parameters of its optimizer
     train("plain", (1, 0), 0, saved, outside=outside)

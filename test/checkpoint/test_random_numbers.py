@@ -190,7 +190,7 @@ WORKERS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "stop"), zip(WORKERS, itertools.cycle(STOPS)), ids=range(2 * len(WORKERS)))
+@pytest.mark.parametrize(("case", "stop"), [*zip(WORKERS, itertools.cycle(STOPS))], ids=range(len(WORKERS)))
 def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -> None:
     check(replace(case, stop=stop), tmp_path)
 
@@ -198,7 +198,7 @@ def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -
 UNSAVED = [case for case in WORKERS if not case.loader_is_saved]
 
 
-@pytest.mark.parametrize(("case", "epoch"), zip(UNSAVED, itertools.cycle(range(3))), ids=range(2 * len(UNSAVED)))
+@pytest.mark.parametrize(("case", "epoch"), [*zip(UNSAVED, itertools.cycle(range(3)))], ids=range(len(UNSAVED)))
 def test_a_save_before_an_epoch_is_read_resumes_before_the_loader_draws(case: Case, epoch: int, tmp_path: Path) -> None:
     """As the first checkpoint, or one at the begin of each epoch; a loader that is saved begins to iterate for that."""
     seed(1)

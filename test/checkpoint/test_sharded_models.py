@@ -23,7 +23,7 @@ OTHERS = [
     Segment(None, 8),  # the end: full_tensor() of torch 2.9 is wrong for unequal chunks of tensor parallelism in FSDP2
 ]
 SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
-MARKS = {("fsdp", "adam"): (), ("fsdp", "differenced"): (SLOW, TORCH)}
+MARKS = {("fsdp", "adam"): (), ("fsdp", "differenced"): (pytest.mark.nightly("compiles"), TORCH)}
 SETTINGS = {
     "adam": Setting(vbs.AdamScaleOptimizer),
     "adaptive": Setting(vbs.AdaScaleOptimizer, adaptive=True),
@@ -36,7 +36,9 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("segments", "setting"),
     [
-        pytest.param(segments, setting, id=f"{way}-{name}", marks=MARKS.get((way, name), SLOW))
+        pytest.param(
+            segments, setting, id=f"{way}-{name}", marks=MARKS.get((way, name), pytest.mark.nightly("starts processes"))
+        )
         for way, segments in (("fsdp", FSDP), ("others", OTHERS))
         for name, setting in SETTINGS.items()
         if way == "others" or name in ("adam", "differenced")

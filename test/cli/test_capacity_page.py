@@ -31,7 +31,7 @@ def test_the_blocks_of_the_page_run_one_after_another(monkeypatch: pytest.Monkey
     assert {"day", "own", "trace", "replayed", "measured", "same"} <= set(names)
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 def test_the_commands_lead_from_a_log_to_a_training(tmp_path: Path) -> None:
     for folder in ("traces", "test"):
         (tmp_path / folder).symlink_to(ROOT / folder)

@@ -180,7 +180,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         assert message.endswith("; choose another one")
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 def test_trainings_that_cannot_be_compared_lie_in_one_folder(tmp_path: Path) -> None:
     """Each is a task of its own in the report: other samples, another learning rate of the reference."""
     arguments = ["evaluate", TINY, "--trace", 8, *BOTH, "--seeds", 1, "--folder", tmp_path]

@@ -28,7 +28,7 @@ def small(words: list[str]) -> list[str]:
     return [*words, "--samples", "128", "--between", "64"] if words[0] == "evaluate" else words
 
 
-@pytest.mark.slow("trains for its page")
+@pytest.mark.nightly("trains for its page")
 @pytest.mark.filterwarnings("ignore:trace .* the batch size is .* for all 128 samples")  # those of the page have more
 def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "traces").symlink_to(ROOT / "traces")

@@ -50,7 +50,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow("kills an evaluation")
+@pytest.mark.nightly("kills an evaluation")
 def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     arguments = ["evaluate", *SMALL, "--samples", "2400", "--folder", tmp_path]
     stop(start(*arguments), tmp_path, signal.SIGKILL)
@@ -69,8 +69,8 @@ def test_a_killed_evaluation_has_a_report_and_continues(tmp_path: Path) -> None:
     assert len(Plan.read(tmp_path).keys) == 8
 
 
-@pytest.mark.slow("starts a process")
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow("starts processes"))])
+@pytest.mark.nightly("starts a process")
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.nightly("starts processes"))])
 def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
     if jobs > 1:
         pytest.importorskip("joblib")
@@ -85,7 +85,7 @@ def test_ctrl_c_says_how_to_continue(jobs: int, tmp_path: Path) -> None:
     assert last[2] == f"for a report: vbs report {tmp_path}"
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 def test_trainings_that_judge_are_still_to_come_while_learning_rates_are_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +116,7 @@ def test_trainings_that_judge_are_still_to_come_while_learning_rates_are_chosen(
     assert f"Trainings: {number}, 0 of them failed" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 @pytest.mark.filterwarnings("always:the (records|source) of the task")
 def test_records_of_two_versions_of_a_task_are_told(tmp_path: Path, done: Path) -> None:
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
@@ -191,7 +191,7 @@ def test_the_report_of_a_table_is_that_of_its_records(tmp_path: Path, done: Path
         assert (tmp_path / "table" / name).read_bytes() == (done / name).read_bytes()
 
 
-@pytest.mark.slow("trains")
+@pytest.mark.nightly("trains")
 def test_a_task_that_cannot_be_loaded_has_no_target(tmp_path: Path, done: Path) -> None:
     for record in read_records(done):
         vars(record)["cell"]["task"] = "no_such_module:Task"

@@ -152,7 +152,7 @@ def test_a_seed_that_has_only_begun_does_not_hide_the_tuning() -> None:
     assert (row["regret"], row["value_n"]) == (other["regret"], 4)
 
 
-@pytest.mark.slow("analyses many random experiments")
+@pytest.mark.nightly("analyses many random experiments")
 def test_rules_in_bold_are_seldom_wrong() -> None:
     """Rules that do the same, of which all but one diverged: one in twenty evaluations has one in bold."""
     names = ("constant", "linear", "root", "adascale", "surge", "legw:4", "sqrt-sde", "adamscale")

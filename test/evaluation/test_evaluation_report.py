@@ -119,7 +119,7 @@ def test_tables_and_a_picture_for_papers_lie_beside_it(folder: Path) -> None:
     ElementTree.fromstring((folder / "report-simulated.svg").read_bytes())
 
 
-@pytest.mark.slow("draws a report")
+@pytest.mark.nightly("draws a report")
 def test_parquet_has_the_numbers_of_the_csv(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     found = records(traces=["64"], divergence={"linear": 0.5})
@@ -150,7 +150,7 @@ def test_the_baseline_is_a_rule_of_the_records() -> None:
     assert Analysis(others).summary["difference"].isna().all()
 
 
-@pytest.mark.slow("draws two reports")
+@pytest.mark.nightly("draws two reports")
 def test_the_same_records_make_the_same_page(page: str) -> None:
     found = records(traces=["64", "spot"], divergence={"linear": 0.5})
     assert render(Analysis(found[::-1], targets=TARGETS), COMMAND, 99) == page
@@ -185,7 +185,7 @@ def test_a_metric_that_rules_are_not_compared_by_may_have_any_name(tmp_path: Pat
     assert "energy along samples" in write_report(found, tmp_path).read_text()
 
 
-@pytest.mark.slow("draws a report")
+@pytest.mark.nightly("draws a report")
 def test_a_metric_without_any_value_has_no_picture(tmp_path: Path) -> None:
     """As where one of two tasks evaluates it; also if a trace was trained at another learning rate only."""
     found = [*records(traces=["64"]), *records(traces=["spot"], lrs=(2.0,), grid=(2.0,))]
@@ -197,7 +197,7 @@ def test_a_metric_without_any_value_has_no_picture(tmp_path: Path) -> None:
     assert "For simulated under spot, use " in page
 
 
-@pytest.mark.slow("draws a report")
+@pytest.mark.nightly("draws a report")
 def test_a_task_without_a_target_has_no_column_of_it(tmp_path: Path) -> None:
     found = [*records(traces=["64"], task="one"), *records(traces=["64"], task="other")]
     page = write_report(found, tmp_path, targets={"one": ("loss", 0.51)}).read_text()

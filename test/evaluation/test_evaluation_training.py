@@ -38,7 +38,7 @@ def experiment(**other: Any) -> Experiment:
     return Experiment(**arguments | other)
 
 
-@pytest.mark.slow("kills an evaluation several times")
+@pytest.mark.nightly("kills an evaluation several times")
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_trainings_killed_at_any_time_end_with_the_records_of_others(tmp_path: Path) -> None:
     expected = run(experiment(), tmp_path / "expected", progress=False)

@@ -19,7 +19,7 @@ from helpers.pages import ROOT
 from variable_batch_size.evaluation import Experiment, Record, read_records, run
 from variable_batch_size.evaluation.engines import on_ray
 
-pytestmark = pytest.mark.slow("starts a Ray cluster")
+pytestmark = pytest.mark.nightly("starts a Ray cluster")
 
 ray = pytest.importorskip("ray")
 

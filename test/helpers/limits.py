@@ -36,6 +36,7 @@ WHOLE_PATHS = (
     "test/test_readme.py::test_the_tour_trains",
 )
 ALLOWED = {"slow", "nightly", "cuda"}  # marks
+FREE = (*WHOLE_PATHS, "test/integrations/")  # make test runs no trainers
 
 _imported = 0.0  # seconds of this process in imports
 _importing = False
@@ -77,7 +78,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     began = _seconds()
     result = yield
     used = _seconds() - began
-    free = item.nodeid.startswith(WHOLE_PATHS) or ALLOWED & {mark.name for mark in item.iter_markers()}
+    free = item.nodeid.startswith(FREE) or ALLOWED & {mark.name for mark in item.iter_markers()}
     if used > 2 and not free and used > limit():  # no import takes less than a second
         most = f"{limit():.1f} s at most: make it quicker, or mark it slow"
         line = f"{item.nodeid} takes {used:.1f} s of the processors, {most}"

@@ -38,7 +38,10 @@ def save_two(folder: Path) -> None:
     jobs.trained(Case()).run(jobs.at(folder))
 
 
-@pytest.mark.parametrize(("world", "other"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("world", "other"),
+    [(2, 3), *(pytest.param(*two, marks=pytest.mark.nightly("starts processes")) for two in ((1, 2), (3, 1)))],
+)
 def test_sharded(tmp_path: Path, world: int, other: int) -> None:
     in_processes(jobs.sharded, world, tmp_path / "saved")
     in_processes(jobs.resume_sharded, other, tmp_path / "again", tmp_path / "saved")

@@ -29,7 +29,7 @@ LINEAR = {"trace": "fixed", "rule": "linear"}
 SEEDS = {2: ("noise", "adascale"), 3: ("per-device", "linear")}  # by number of groups
 
 
-@pytest.mark.parametrize("number", SEEDS)
+@pytest.mark.parametrize("number", [3, pytest.param(2, marks=pytest.mark.nightly("starts processes"))])
 def test_groups_that_fail_and_come_back_make_the_planned_updates(number: int, tmp_path: Path) -> None:
     seed = 5
     print("seed", seed)
@@ -62,6 +62,7 @@ def test_a_group_with_another_model_takes_over_that_of_the_others(tmp_path: Path
             np.testing.assert_allclose(own, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.nightly("starts processes")
 def test_all_groups_are_lost_and_fewer_resume_from_the_checkpoint_of_one(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := LINEAR | {"checkpoint": True}, 2) as groups:
         for number in range(3):
@@ -185,6 +186,7 @@ def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: P
         check(groups.finish(), settings)
 
 
+@pytest.mark.nightly("starts processes")
 def test_the_example_trains_with_the_groups_that_are_left(place: Path) -> None:
     """A pod of Kubernetes, a machine of SkyPilot, and a job of Slurm, which is preempted."""
     clusters = ROOT / "examples" / "clusters"

@@ -69,6 +69,7 @@ def test_a_group_with_other_weights_or_settings_ends_and_says_so(tmp_path: Path)
     assert "this one differs from the others in parameters, rule;" in (tmp_path / "log-1").read_text()
 
 
+@pytest.mark.nightly("starts processes")
 def test_a_group_of_another_size_ends_and_says_so(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := SHARDED | {"only": {"1": {"processes": 3}}}) as groups:
         groups.start(0)
@@ -97,7 +98,7 @@ def test_a_checkpoint_of_one_group_starts_all_again(tmp_path: Path) -> None:
     assert min(event["step"] for event in events if event["event"] == "commit" and event["time"] > again) >= 10
 
 
-@pytest.mark.slow("starts four processes, and torchrun")
+@pytest.mark.nightly("starts four processes, and torchrun")
 def test_the_example_trains(place: Path) -> None:
     """A group of torchrun, and one of a job of Slurm."""
     script = "examples/sharded_groups.py"

@@ -27,7 +27,9 @@ def load(folder: Path, name: str) -> dict[str, Any]:
     return torch.load(folder / f"{name}-0", weights_only=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world", [3, *(pytest.param(world, marks=pytest.mark.nightly("starts processes")) for world in (1, 2))]
+)
 def test_sharded_models_make_the_updates_of_whole_batches(tmp_path: Path, world: int) -> None:
     in_processes(sharded_yardstick, world, tmp_path)
     for rule in "root", "adascale":

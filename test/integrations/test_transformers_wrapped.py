@@ -63,7 +63,7 @@ def of_ranks(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft calls it
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.nightly("starts processes"))])
 def test_adapters(tmp_path: Path, world: int) -> None:
     alone = train_adapted(tmp_path / "alone")
     assert difference(adapted(), weights(alone.model)) > 0
@@ -91,6 +91,7 @@ def four_ranks(folder: Path) -> None:
     save(folder, "half", [row["loss"] for row in half.state.log_history[:-1]])
 
 
+@pytest.mark.nightly("starts processes")
 def test_four_ranks_and_the_best_model(tmp_path: Path) -> None:
     in_processes(four_ranks, 4, tmp_path)
     (best, losses, ours), (again, others, sharded) = (torch.load(tmp_path / f"{name}-0") for name in ("ddp", "fsdp2"))
@@ -153,6 +154,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.nightly("starts commands that import transformers")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_usual_commands_launch_it(tmp_path: Path, name: str) -> None:
     script = tmp_path / "script.py"

@@ -40,7 +40,7 @@ def test_updates_are_those_of_whole_batches(seed: int, world: int) -> None:
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.nightly("starts another world"))])
 def test_processes_make_the_same_updates_whatever_sums(size: int, tmp_path: Path) -> None:
     spawn(run_cases, (tmp_path, size), nprocs=size)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(size)]

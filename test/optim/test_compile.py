@@ -28,7 +28,7 @@ SETTLED = 3  # updates after which nothing compiles
 QUICK = {vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer}
 every_class = pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow("compiles")) for one in OPTIMIZERS.values()],
+    [pytest.param(one, marks=[] if one in QUICK else pytest.mark.nightly("compiles")) for one in OPTIMIZERS.values()],
     ids=lambda kind: kind.__name__,
 )
 # Rules that change the weight decay, betas or eps.

@@ -128,7 +128,7 @@ def test_an_interrupted_step_has_happened_or_not(kind: str, call: int, fraction:
     check(kind, call, 1 + int(fraction * lines_of(kind, call)), by_state)
 
 
-@pytest.mark.slow("trains for each of some hundred lines")
+@pytest.mark.nightly("trains for each of some hundred lines")
 @pytest.mark.parametrize(("kind", "call"), [("plain", 5), ("differenced", 3)])  # within a step; a single microbatch
 def test_every_third_line_of_a_step(kind: str, call: int) -> None:
     lines = lines_of(kind, call)

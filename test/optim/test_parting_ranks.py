@@ -11,7 +11,7 @@ import pytest
 from helpers.agreement_jobs import PART_AFTER, rank
 from helpers.processes import spawn
 
-SECONDS = 10
+SECONDS = 30  # half of what a rank waits for the others
 HYPERPARAMETER = r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}} after update \d+; set it to"
 
 PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d makes the next update; load, save, read"
@@ -31,21 +31,32 @@ def parted(folder: Path, size: int, how: str) -> list[tuple[str, float, int]]:
     ("how", "sentence"),
     [
         ("lr", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0005")),
-        ("weight_decay", HYPERPARAMETER.format("weight_decay", r"0\.01", r"0\.005")),
-        ("epoch", r"same epoch, but it is 0 on rank 0 and 1 on rank {} after update \d+; let all ranks end an epoch"),
-        ("saves", r"same order, but rank 0 is in Accumulator\.read\(\) and rank {} in a save of the Checkpoint; call"),
-        ("is signalled", "^143$"),
         ("saves alone", PASSED.format("a save of the Checkpoint")),
-        ("adds a group alone", PASSED.format("the first update .*, or with other parameters")),
         ("loads alone", PASSED.format("the first update .*, of a restored state, .*")),
-        ("reads metrics alone", PASSED.format(r"Accumulator\.read\(\)")),
-        ("before a save", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
-        ("before the end", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
-        ("before an epoch ends", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
         ("lr in DDP", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0005")),
-        ("saves alone in DDP", PASSED.format("a save of the Checkpoint")),
-        ("loads alone in DDP", PASSED.format("the first update .*, of a restored state, .*")),
-        ("adds a group beside a late rank", PASSED.format("the first update .*, or with other parameters")),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly("starts processes"))
+            for case in [
+                ("weight_decay", HYPERPARAMETER.format("weight_decay", r"0\.01", r"0\.005")),
+                (
+                    "epoch",
+                    r"same epoch, but it is 0 on rank 0 and 1 on rank {} after update \d+; let all ranks end an epoch",
+                ),
+                (
+                    "saves",
+                    r"same order, but rank 0 is in Accumulator\.read\(\) and rank {} in a save of the Checkpoint; call",
+                ),
+                ("is signalled", "^143$"),
+                ("adds a group alone", PASSED.format("the first update .*, or with other parameters")),
+                ("reads metrics alone", PASSED.format(r"Accumulator\.read\(\)")),
+                ("before a save", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
+                ("before the end", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
+                ("before an epoch ends", HYPERPARAMETER.format("lr", r"0\.001", r"0\.0001")),
+                ("saves alone in DDP", PASSED.format("a save of the Checkpoint")),
+                ("loads alone in DDP", PASSED.format("the first update .*, of a restored state, .*")),
+                ("adds a group beside a late rank", PASSED.format("the first update .*, or with other parameters")),
+            ]
+        ),
     ],
     ids=lambda value: value.replace(" ", "_") if len(value) < 30 else "",
 )

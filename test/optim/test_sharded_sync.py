@@ -39,7 +39,10 @@ MESSAGES = {
 
 SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
 MARKS = {str(Layout(shards=2)): [], str(Layout(2, 2)): [SLOW, TORCH], str(Layout(shards=2, tensors=2)): [SLOW, TORCH]}
-PARAMETERS = [pytest.param(one, id=str(one), marks=MARKS.get(str(one), [SLOW])) for one in LAYOUTS]
+PARAMETERS = [
+    pytest.param(one, id=str(one), marks=MARKS.get(str(one), [pytest.mark.nightly("starts processes")]))
+    for one in LAYOUTS
+]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
@@ -119,12 +122,17 @@ def test_a_rank_may_come_later_to_a_forward(tmp_path: Path) -> None:
     [
         ("forward", "all ranks", Layout(shards=2), {}),
         ("backward", "one rank", Layout(shards=2), {}),
-        ("between", "all ranks", Layout(shards=3), {"sharded_accumulation": False}),
-        ("forward", "one rank", Layout(shards=3), {"sharded_accumulation": False}),
-        ("backward", "all ranks", Layout(2, 2), {"noise": "microbatches"}),
         ("between", "one rank", Layout(2, 2), {"noise": "microbatches"}),
-        ("forward", "one rank", Layout(shards=2, tensors=2), {}),
-        ("backward", "one rank", Layout(shards=2, tensors=2), {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly("starts processes"))
+            for case in [
+                ("between", "all ranks", Layout(shards=3), {"sharded_accumulation": False}),
+                ("forward", "one rank", Layout(shards=3), {"sharded_accumulation": False}),
+                ("backward", "all ranks", Layout(2, 2), {"noise": "microbatches"}),
+                ("forward", "one rank", Layout(shards=2, tensors=2), {}),
+                ("backward", "one rank", Layout(shards=2, tensors=2), {}),
+            ]
+        ),
     ],
     ids=str,
 )

@@ -41,7 +41,7 @@ def trace(seed: int, cores: int) -> tuple[int, ...]:
     return (*rng.choices(one, k=10), *itertools.chain(*spells))
 
 
-@pytest.mark.slow("compiles graphs of nine trainings")
+@pytest.mark.nightly("compiles graphs of nine trainings")
 @pytest.mark.parametrize("cores", [2])
 def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(cores: int, tmp_path: Path) -> None:
     variants = [
@@ -82,7 +82,7 @@ def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(co
     assert list(map(late, found)) == [{}] * len(found)
 
 
-@pytest.mark.slow("compiles graphs of twelve trainings")
+@pytest.mark.nightly("compiles graphs of twelve trainings")
 def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -> None:
     sizes = (20, 17, 30, 9, 2, 3, REF, 33, 2 * REF, 25, 41, REF // 2, 12, REF, 9)
     two_rules = ("linear", "root")
@@ -107,7 +107,7 @@ def test_numbers_that_coincide_in_some_updates_compile_nothing(tmp_path: Path) -
     assert list(map(late, found)) == [{}] * len(found)
 
 
-@pytest.mark.slow("compiles graphs of nine optimizers")
+@pytest.mark.nightly("compiles graphs of nine optimizers")
 def test_of_torchs_optimizers_only_radam_compiles_late_and_once(tmp_path: Path) -> None:
     kinds = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad", "Adadelta", "RAdam")
     sizes = (20, 17, 30, 9, 2, 3, 8, 33, 16, 25, 41, 4)

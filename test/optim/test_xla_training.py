@@ -112,9 +112,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 def jobs(*beginnings: str) -> pytest.MarkDecorator:
     """Parametrize a test by the jobs whose names begin so; only the world of two cores is quick."""
     names = [name for name in JOBS if name.startswith(beginnings)]
-    slow = pytest.mark.slow("launches another world")
+    nightly = pytest.mark.nightly("launches another world")
     return pytest.mark.parametrize(
-        "job", [pytest.param(name, marks=[] if JOBS[name].cores == 2 else slow) for name in names]
+        "job", [pytest.param(name, marks=[] if JOBS[name].cores == 2 else nightly) for name in names]
     )
 
 

@@ -52,7 +52,7 @@ print(vbs.__file__)
 """
 
 
-@pytest.mark.slow("runs pytest in a copy")
+@pytest.mark.nightly("runs pytest in a copy")
 def test_one_more_rule_touches_two_files(tmp_path: Path) -> None:
     package = shutil.copytree(Path(vbs.__file__).parent, tmp_path / "variable_batch_size")
     (package / "rules" / "cube_root.py").write_text(RULE)
