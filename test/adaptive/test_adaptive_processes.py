@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from helpers.adaptive_jobs import rank, train
-from helpers.processes import spawn
+from helpers.adaptive_jobs import train
+from helpers.processes import run_job
 from variable_batch_size.adaptive import Goodput, NoiseScale, PerDevice
 
 NOISE_SCALE = vbs.AdaptiveTrace(NoiseScale(2.0), start=8, bounds=(4, 64), every=5, delay=12)
@@ -20,8 +20,8 @@ NOISE_SCALE = vbs.AdaptiveTrace(NoiseScale(2.0), start=8, bounds=(4, 64), every=
 
 def elastic(folder: Path, trace: Any, parts: list[tuple[int, int]]) -> tuple[Any, list[list[int]], Any]:
     for size, updates in parts:
-        spawn(rank, (folder, trace, updates, size), nprocs=size)
-    return torch.load(folder / "result.pt", weights_only=False)  # type: ignore[no-any-return]
+        found, *_ = run_job("gloo", train, folder, trace, updates, ranks=size)
+    return found  # type: ignore[no-any-return]
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -35,8 +35,7 @@ def test_processes_that_come_and_go_decide_as_one(tmp_path: Path) -> None:
     weights, runs, measured = elastic(tmp_path, NOISE_SCALE, parts)
     alone = tmp_path / "alone"
     alone.mkdir()
-    train(alone, NOISE_SCALE, 60)
-    expected, runs_alone, measured_alone = torch.load(alone / "result.pt", weights_only=False)
+    expected, runs_alone, measured_alone = train(vbs.backend.LocalBackend(), alone, NOISE_SCALE, 60)
     assert runs == runs_alone
     assert len(runs[0]) > 2
     for name, weight in weights.items():

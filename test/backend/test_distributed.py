@@ -1,7 +1,6 @@
 """Trainings in real gloo processes.
 
-Three processes start once, and run every scenario as a world of 3 and then of 2. Each rank writes its results to a
-file, which the tests read.
+A world of 3 processes runs every scenario, and then a world of 2. The tests read the results of each rank.
 """
 
 from __future__ import annotations
@@ -16,36 +15,35 @@ import torch.distributed as dist
 import variable_batch_size as vbs
 from helpers.distributed_jobs import CASES, DTYPES, WORLDS, run_scenarios
 from helpers.models import Everything, Experts, everything
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.reference import SIZES, assert_equal, filled, training, twin
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gloo")
-    spawn(run_scenarios, (folder, WORLDS), nprocs=max(WORLDS))
-    return folder
-
-
-@pytest.fixture(params=WORLDS, ids="world {}".format)
-def ranks(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
-    """Return the results of every rank."""
-    size = request.param
-    return [torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False) for rank in range(size)]
+    return tmp_path_factory.mktemp("gloo")
 
 
 @pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("eight")
-    spawn(run_scenarios, (folder, [8]), nprocs=8)
-    return folder
+def worlds(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """The results of every rank, by the size of the world."""
+    return {size: run_job("gloo", run_scenarios, folder, ranks=size, folder=folder) for size in WORLDS}
+
+
+@pytest.fixture(params=WORLDS, ids="world {}".format)
+def ranks(request: pytest.FixtureRequest, worlds: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return worlds[request.param]
+
+
+@pytest.fixture(scope="module")
+def eight(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    return {8: run_job("gloo", run_scenarios, folder, ranks=8)}
 
 
 @pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow("starts eight processes")), *WORLDS])
 def test_gains_equal_those_of_one_process_and_take_one_collective(size: int, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue("folder" if size in WORLDS else "eight")
-    for rank in range(size):
-        found, messages = torch.load(folder / f"world{size}-rank{rank}.pt", weights_only=False)["gains"]
+    for rank in request.getfixturevalue("worlds" if size in WORLDS else "eight")[size]:
+        found, messages = rank["gains"]
         for dtype, tolerance, gains_found in zip((torch.float64, torch.float32), (1e-12, 1e-4), found, strict=True):
             run = training(vbs.AdaScaleOptimizer, dtype=dtype).run(1)
             assert gains_found == pytest.approx([run.run(1).optimizer.lr_factor() for _ in SIZES[1:]], rel=tolerance)
@@ -88,6 +86,7 @@ def test_all_ranks_share_a_store(ranks: list[dict[str, Any]]) -> None:
     assert [rank["stores"] for rank in ranks] == [2 * [b"value of the last rank"]] * len(ranks)
 
 
+@pytest.mark.usefixtures("worlds")
 def test_no_process_prints_a_warning(folder: Path) -> None:
     """Torch's own threads would, on standard error, if a tensor that they free still had another reference."""
     for rank in range(max(WORLDS)):
@@ -137,10 +136,9 @@ def test_a_subgroup_trains_alone(ranks: list[dict[str, Any]]) -> None:
         assert_equal(weights, twin(vbs.LinearRuleOptimizer, SIZES))
 
 
-def test_resumes_in_another_world(folder: Path) -> None:
-    for rank in range(WORLDS[1]):
-        results = torch.load(folder / f"world{WORLDS[1]}-rank{rank}.pt", weights_only=False)
-        assert_equal(results["resume_in_another_world"], twin(vbs.LinearRuleOptimizer, SIZES))
+def test_resumes_in_another_world(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in worlds[WORLDS[1]]:
+        assert_equal(rank["resume_in_another_world"], twin(vbs.LinearRuleOptimizer, SIZES))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.odd_parameters import train, work
-from helpers.processes import spawn
+from helpers.odd_parameters import train
+from helpers.processes import run_job
+from variable_batch_size.backend import LocalBackend
 
 
 @pytest.mark.slow("starts processes")
@@ -18,11 +19,11 @@ from helpers.processes import spawn
 )
 def test_a_training_goes_on_from_update_0_and_from_later_ones(way: str, tmp_path: Path) -> None:
     outside, saved = way == "plain", tmp_path / "saved"  # a wrapped model has all parameters of its optimizer
-    train("plain", (1, 0), 0, saved, outside=outside)
-    spawn(work, (way, 0, tmp_path, outside), nprocs=2)
-    spawn(work, (way, 2, tmp_path, outside), nprocs=2)
-    train("plain", (1, 0), 3, saved, outside=outside)
-    spawn(work, (way, 6, tmp_path, outside), nprocs=2)
-    found, undisturbed = torch.load(tmp_path / "found.pt"), train("plain", (1, 0), 6, outside=outside)
+    train(LocalBackend(), "plain", 0, saved, outside)
+    run_job("gloo", train, way, 0, saved, outside, ranks=2)
+    run_job("gloo", train, way, 2, saved, outside, ranks=2)
+    train(LocalBackend(), "plain", 3, saved, outside)
+    found, _ = run_job("gloo", train, way, 6, saved, outside, ranks=2)
+    undisturbed = train(LocalBackend(), "plain", 6, None, outside)
     for tensor, expected in zip(found, undisturbed, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,10 +16,10 @@ X = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().man
 Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + torch.sin(7 * X[:, 0])
 
 
-def train(folder: Path, trace: Any, updates: int) -> None:
-    """Train up to so many updates in all, restored from the folder and saved to it; rank 0 writes a result.
+def train(backend: vbs.backend.Backend, folder: Path, trace: Any, updates: int) -> Any:
+    """Train up to so many updates in all, restored from the folder and saved to it; the world is detected.
 
-    A tracker has a row for each update.
+    A tracker has a row for each update. Return the weights, the runs of the trace, and what was measured.
     """
     torch.manual_seed(2)
     model = nn.Linear(3, 1).double()
@@ -55,14 +54,5 @@ def train(folder: Path, trace: Any, updates: int) -> None:
     checkpoint.save(wait=True)
     checkpoint.close()
     tracker.close()
-    if sampler.world.rank == 0:
-        runs = [row.tolist() for row in sampler.trace.runs]
-        torch.save((model.state_dict(), runs, [*means, scheduler.passed]), folder / "result.pt")
-
-
-def rank(number: int, folder: Path, trace: Any, updates: int, size: int) -> None:
-    """Be one of several processes, which find one another by a file."""
-    store = dist.FileStore(str(folder / f"store-{updates}"), size)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
-    train(folder, trace, updates)
-    dist.destroy_process_group()
+    assert sampler.world == backend.world
+    return model.state_dict(), [row.tolist() for row in sampler.trace.runs], [*means, scheduler.passed]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -73,13 +71,11 @@ def drift_at_the_end(run: Training, *, odd: bool) -> None:
             break
 
 
-def rank(number: int, folder: Path, size: int, how: str) -> None:
-    """Train until an error ends it, after the last rank has parted from the others; write the error and the time."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / f"stderr{number}", os.O_WRONLY | os.O_CREAT), 2)
-    warnings.simplefilter("ignore")
-    store = dist.TCPStore("localhost", int((folder / "port").read_text()), size, is_master=number == 0)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+def train(backend: vbs.backend.Backend, folder: Path, how: str) -> tuple[str, float, int]:
+    """Train until an error ends it, after the last rank has parted from the others.
+
+    Return the message of the error, the seconds and the updates.
+    """
     began, message = time.monotonic(), ""
     try:
         with vbs.Preemption():
@@ -88,9 +84,9 @@ def rank(number: int, folder: Path, size: int, how: str) -> None:
             model = DistributedDataParallel(network()) if wrapper else network()
             run = training(
                 vbs.ConstantOptimizer, [8], dataset_size=samples, hyperparameters={"lr": 1e-3, "weight_decay": 0.01},
-                model=model, backend=vbs.backend.DistributedBackend(),
+                model=model, backend=backend,
             )  # fmt: skip
-            odd = number == size - 1
+            odd = backend.world.rank == backend.world.size - 1
             if how == "before an epoch ends":
                 drift_at_the_end(run, odd=odd)
                 raise AssertionError("the ranks have not heard that they differ")
@@ -103,4 +99,4 @@ def rank(number: int, folder: Path, size: int, how: str) -> None:
                     saves.save()
     except (RuntimeError, SystemExit) as error:
         message = str(error)
-    (folder / f"rank{number}.json").write_text(json.dumps([message, time.monotonic() - began, run.optimizer.updates]))
+    return message, time.monotonic() - began, run.optimizer.updates

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import astuple
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +19,6 @@ from helpers.mishaps import train_scaled
 from helpers.models import Experts
 from helpers.reference import ADAM, EQUATIONS, REF, Array, Training, filled, network, training
 
-SECONDS = 60  # that a rank waits for the others
 ODD = (9, 4, 17, 1, 12, 3, 2, 30)  # ranks have unequal numbers of microbatches, and some none
 
 WRAPPERS: tuple[dict[str, Any], ...] = (
@@ -323,22 +318,9 @@ SAME: tuple[Callable[[bool], dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def joined(rank: int, folder: Path, size: int) -> None:
-    """Join the ranks of a world, with their messages of C++ in files."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    store, limit = dist.FileStore(str(folder / "store"), size), timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-
-
-def run_scenarios(rank: int, folder: Path, size: int) -> None:
-    """Run the scenarios in DistributedDataParallel; save the results to `rank<rank>.pt`."""
-    joined(rank, folder, size)
-    found: dict[str, Any] = {one.__name__: one(True) for one in SAME}
-    found |= {"plain gan": gan(False), "replayed": replayed()}
-    torch.save(found, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+def run_scenarios(backend: vbs.backend.Backend) -> dict[str, Any]:
+    """The results in DistributedDataParallel."""
+    return {one.__name__: one(True) for one in SAME} | {"plain gan": gan(False), "replayed": replayed()}
 
 
 def alone() -> dict[str, Any]:

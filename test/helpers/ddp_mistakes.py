@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
-from helpers.ddp_jobs import ODD, Gan, here, joined, wrapped
-from helpers.mishaps import discard
+from helpers.ddp_jobs import ODD, Gan, here, wrapped
+from helpers.mishaps import Ended, discard
 from helpers.models import Experts
-from helpers.reference import SGD, filled, network, training
+from helpers.reference import SGD, Array, filled, network, training
 
 # Errors. -------------------------------------------------------------------------------------------------------------
 
@@ -216,45 +214,40 @@ ERRORS: tuple[Callable[[], None], ...] = (
 )  # fmt: skip
 
 
-def messages() -> Iterator[tuple[str, str]]:
+def run_mistakes(backend: vbs.backend.Backend) -> dict[str, str]:
+    """Make the mistakes, and return the messages."""
+    messages = {}
     for mistake in ERRORS:
         try:
             mistake()
         except (RuntimeError, TypeError, ValueError) as error:
-            yield mistake.__name__.lstrip("_"), str(error)
+            messages[mistake.__name__.lstrip("_")] = str(error)
+    return messages
 
 
 # Exceptions. ---------------------------------------------------------------------------------------------------------
 
 
-def discards(rank: int, folder: Path, size: int, where: str, who: str) -> None:
+def discards(backend: vbs.backend.Backend, where: str, who: str) -> Ended:
     """Raise in the third update of a training in DistributedDataParallel, see `discard`."""
-    joined(rank, folder, size)
-    run, fails = training(sizes=ODD, model=wrapped(), backend=here()), who == "all ranks" or rank == size - 1
+    run, world = training(sizes=ODD, model=wrapped(), backend=here()), backend.world
+    fails = who == "all ranks" or world.rank == world.size - 1
     layer: Any = run.model.module[1]  # type: ignore[index]
-    discard(run, layer, len(ODD), where, fails=fails, path=folder / f"rank{rank}.json")
+    return discard(run, layer, len(ODD), where, fails=fails)
 
 
-def groups(rank: int, folder: Path) -> None:
+def groups(backend: vbs.backend.Backend) -> tuple[list[list[Array]], list[str]]:
     """Two pairs of ranks train on equal batches; then one rank changes its learning rate, which all four hear."""
-    joined(rank, folder, 4)
+    rank, weights, messages = backend.world.rank, list[list[Array]](), list[str]()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = pairs[rank // 2]
-    found: dict[str, Any] = {"weights": [], "messages": []}
     for ddp in (False, True):
         model: nn.Module = DistributedDataParallel(network(), process_group=own) if ddp else network()
         run = training(sizes=ODD, dataset_size=400, model=model, process_group=own).run(len(ODD))
-        found["weights"].append([array.tolist() for array in run.weights()])
+        weights.append([array.copy() for array in run.weights()])
         run.optimizer.param_groups[0]["lr"] *= 1 + (rank == 3)
         try:
             run.run(20)
         except RuntimeError as error:
-            found["messages"].append(str(error))
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-
-
-def run_mistakes(rank: int, folder: Path, size: int) -> None:
-    """Make the mistakes, and write the messages by rank."""
-    joined(rank, folder, size)
-    (folder / f"rank{rank}.json").write_text(json.dumps(dict(messages())))
-    dist.destroy_process_group()
+            messages.append(str(error))
+    return weights, messages

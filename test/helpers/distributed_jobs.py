@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -274,15 +272,7 @@ def gains(folder: Path) -> tuple[list[list[float]], list[dict[torch.dtype, int]]
     return found, messages
 
 
-def run_scenarios(rank: int, folder: Path, sizes: Sequence[int]) -> None:
-    """Run the scenarios of each world that this rank belongs to; save the results to `world<size>-rank<rank>.pt`."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    for size in sizes:
-        if rank < size:
-            store = dist.FileStore(str(folder / f"store{size}"), size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-            scenarios = (gains, *SCENARIOS) if size in WORLDS else (gains,)
-            results = {scenario.__name__: scenario(folder) for scenario in scenarios}
-            torch.save(results, folder / f"world{size}-rank{rank}.pt")
-            dist.destroy_process_group()
+def run_scenarios(backend: vbs.backend.Backend, folder: Path) -> dict[str, Any]:
+    """The results of the scenarios by name."""
+    scenarios = (gains, *SCENARIOS) if backend.world.size in WORLDS else (gains,)
+    return {scenario.__name__: scenario(folder) for scenario in scenarios}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -42,8 +39,16 @@ def _fail(*_: object) -> None:
     raise StopError
 
 
-def discard(run: Training, layer: nn.Module, updates: int, where: str, *, fails: bool, path: Path) -> None:
-    """Raise in the last microbatch of the third update and start the step over; write how it ended, and the seconds.
+class Ended(NamedTuple):
+    """How a training has ended on a rank."""
+
+    message: str
+    seconds: float
+    weights: list[Array]  # none after an error
+
+
+def discard(run: Training, layer: nn.Module, updates: int, where: str, *, fails: bool) -> Ended:
+    """Raise in the last microbatch of the third update, and start the step over.
 
     Args:
         run: the training.
@@ -51,9 +56,8 @@ def discard(run: Training, layer: nn.Module, updates: int, where: str, *, fails:
         updates: number of updates.
         where: "forward", "backward" or "between" them and `step()`.
         fails: whether it does so on this rank.
-        path: file of the message, the seconds and the weights, which there are unless it ended with an error.
     """
-    message, began, weights = "finished", time.monotonic(), list[Any]()
+    began = time.monotonic()
     try:
         while run.optimizer.updates < updates:
             run.sampler.set_epoch(run.optimizer.epoch)
@@ -74,21 +78,19 @@ def discard(run: Training, layer: nn.Module, updates: int, where: str, *, fails:
                 layer._forward_hooks.clear()
                 layer._backward_hooks.clear()
                 run.optimizer.discard_step(timeout=3)
-        weights = [array.tolist() for array in run.weights()]
     except RuntimeError as error:
-        message = str(error)
-    path.write_text(json.dumps((message, time.monotonic() - began, weights)))
+        return Ended(str(error), time.monotonic() - began, [])
+    return Ended("finished", time.monotonic() - began, run.weights())
 
 
-def assert_discarded(folder: Path, size: int, who: str, updates: Sequence[int]) -> None:
+def assert_discarded(ranks: Sequence[Ended], who: str, updates: Sequence[int]) -> None:
     """Check that all ranks go on, if all have discarded the step, or that all have ended."""
-    found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
-    messages, seconds, weights = zip(*found, strict=True)
+    messages, seconds, weights = zip(*ranks, strict=True)
     assert max(seconds) < SECONDS
     if who == "one rank":
         assert "every rank must come to discard_step(), but" in messages[-1]
         assert "finished" not in messages
     else:
-        assert messages == size * ("finished",)
+        assert messages == len(ranks) * ("finished",)
         for own in weights:
-            assert_equal([np.array(array) for array in own], twin(vbs.LinearRuleOptimizer, updates))
+            assert_equal(own, twin(vbs.LinearRuleOptimizer, updates))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,9 +33,7 @@ class Odd(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def train(
-    way: str, world_and_rank: tuple[int, int], until: int, folder: Path | None = None, *, outside: bool
-) -> list[Tensor]:
+def train(backend: vbs.backend.Backend, way: str, until: int, folder: Path | None, outside: bool) -> list[Tensor]:
     """Train until an update, from a checkpoint in the folder if there is one, and save there."""
     model: Any = Odd()
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))  # of no module
@@ -44,7 +41,7 @@ def train(
         model = DistributedDataParallel(model, find_unused_parameters=True)
     elif way == "fsdp":
         fully_shard(model)
-    sampler = vbs.CustomSampler(SAMPLES, "0:9 2:4 4:7", *world_and_rank, minibatch_size=3)
+    sampler = vbs.CustomSampler(SAMPLES, "0:9 2:4 4:7", backend.world.size, backend.world.rank, minibatch_size=3)
     inner = torch.optim.AdamW([*model.parameters(), *([scale] if outside else [])], lr=0.01)
     options: Any = {} if way == "plain" else {"model": model}
     optimizer = vbs.AdamScaleOptimizer(inner, sampler, ref_batchsize=4, **options)
@@ -65,11 +62,3 @@ def train(
         saves.close()
     whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in (*model.parameters(), scale)]
     return [one.detach() for one in whole]
-
-
-def work(rank: int, way: str, until: int, folder: Path, outside: bool) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{way}-{until}", rank=rank, world_size=2)
-    found = train(way, (2, rank), until, folder / "saved", outside=outside)
-    if rank == 0:
-        torch.save(found, folder / "found.pt")
-    dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Processes of a test that begin with torch imported: they are forked from one that has done it, without threads."""
+"""The ranks of a test: threads, processes or XLA cores.
+
+Processes begin with torch imported: they are forked from one that has done it, without threads.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,79 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from variable_batch_size.backend import DistributedBackend, XlaBackend
+from variable_batch_size.testing import launch, run_ranks
+
+Result = TypeVar("Result")
+Where: TypeAlias = Literal["threads", "gloo", "cores"]
+Job: TypeAlias = Callable[..., Result]  # of the backend of a rank, and further arguments
 
 IMPORTED = ["pytest", "torch.distributed", "variable_batch_size.optim", "helpers.distributed_jobs"]
 IMPORTED += ["torch.distributed.fsdp", "variable_batch_size.integrations.torchft"]  # the last one if it is installed
 multiprocessing.set_forkserver_preload(IMPORTED)
+
+
+def run_job(
+    where: Literal["threads", "gloo", "cores"],
+    job: Job[Result],
+    *arguments: Any,
+    ranks: int,
+    folder: Path | None = None,
+) -> list[Result]:
+    """Call `job(backend, *arguments)` on each rank of a world, and return the results by rank.
+
+    Args:
+        where: what the ranks are: threads of this process, processes of a gloo group, or cores of XLA:CPU.
+        job: function; unless the ranks are threads, at the top level of a module, with a result that can be pickled.
+        arguments: further arguments of it; unless the ranks are threads, they can be pickled.
+        ranks: the size of the world.
+        folder: where each process leaves what it has written to standard error, in `stderr<rank>`. Default: a temporary
+            one; what is in it is printed if a process fails.
+    """
+    if where == "threads":
+        return run_ranks(lambda backend: job(backend, *arguments), ranks)
+    with tempfile.TemporaryDirectory() as temporary:
+        results, errors = Path(temporary), folder or Path(temporary)
+        try:
+            if where == "cores":
+                launch(_on_core, (results, job, arguments), cores=ranks)
+            else:
+                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has it
+                spawn(_in_group, (store.port, ranks, results, errors, job, arguments), ranks)
+        except BaseException:
+            for path in sorted(errors.glob("stderr*")):
+                print(f"{path.name}:\n{path.read_text(errors='replace')}", file=sys.stderr)
+            raise
+        return [torch.load(results / f"result{rank}", weights_only=False) for rank in range(ranks)]
+
+
+def _on_core(results: Path, job: Job[Any], arguments: tuple[Any, ...]) -> None:
+    backend = XlaBackend()
+    torch.save(job(backend, *arguments), results / f"result{backend.world.rank}")
+
+
+def _in_group(
+    rank: int, port: int, ranks: int, results: Path, errors: Path, job: Job[Any], arguments: tuple[Any, ...]
+) -> None:
+    os.dup2(os.open(errors / f"stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    try:
+        torch.save(job(DistributedBackend(), *arguments), results / f"result{rank}")
+    finally:
+        dist.destroy_process_group()
 
 
 def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import variable_batch_size as vbs
 from helpers.checkpoints import checkpoint
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.reference import Array, Training, network, training
-from helpers.sharded_jobs import ODD, Layout, quiet, results, run_of, spread
+from helpers.sharded_jobs import ODD, Layout, results, run_of, spread
 from variable_batch_size.adaptive import NoiseScale
 
 
@@ -75,20 +75,15 @@ def train(setting: Setting, segment: Segment, number: int, folder: Path | None) 
     return results(run)
 
 
-def work(rank: int, folder: Path, setting: Setting, segment: Segment, number: int) -> None:
-    quiet(rank, folder)
-    layout = segment.layout or Layout(replicas=segment.ranks, plain=True)
-    with spread(layout, folder / f"meet{number}", rank):
-        found = train(setting, segment, number, folder / "saved")
-        if rank == 0:
-            torch.save(found, folder / "found.pt")
+def work(backend: vbs.backend.Backend, setting: Setting, segment: Segment, number: int, folder: Path) -> list[Array]:
+    if segment.layout:
+        spread(segment.layout)
+    return train(setting, segment, number, folder)
 
 
 def along(setting: Setting, segments: Sequence[Segment], folder: Path) -> list[Array]:
     """The results after the last segment."""
     for number, segment in enumerate(segments):
-        (folder / f"meet{number}").mkdir()
         ranks = segment.layout.size if segment.layout else segment.ranks
-        spawn(work, (folder, setting, segment, number), nprocs=ranks)
-    found: list[Array] = torch.load(folder / "found.pt", weights_only=False)
+        found, *_ = run_job("gloo", work, setting, segment, number, folder / "saved", ranks=ranks)
     return found

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,7 +24,6 @@ from helpers.mishaps import train_scaled
 from helpers.reference import ADAM, Array, Training, filled, network, training
 from variable_batch_size.world import World
 
-SECONDS = 60  # that a rank waits for the others
 NAMES = ("replicas", "shards", "tensors")  # of the dimensions of meshes
 ODD = (9, 4, 17, 1, 12, 3, 2, 30)  # ranks have unequal numbers of microbatches, and some none
 
@@ -116,19 +111,10 @@ _layout: Layout | None = None  # None: whole, in one process
 _mesh: DeviceMesh | None = None
 
 
-@contextmanager
-def spread(layout: Layout, folder: Path, rank: int) -> Iterator[None]:
-    """Let models be spread over processes within a block."""
+def spread(layout: Layout) -> None:
+    """Spread models over processes from now on."""
     global _layout, _mesh
-    store = dist.FileStore(str(folder / "store"), layout.size)
-    limit = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.size, timeout=limit)
     _layout, _mesh = layout, init_device_mesh("cpu", layout.shape, mesh_dim_names=NAMES)
-    try:
-        yield
-    finally:
-        _layout = _mesh = None
-        dist.destroy_process_group()
 
 
 def run_of(kind: type[vbs.CustomOptimizer] = vbs.LinearRuleOptimizer, **options: Any) -> Training:
@@ -334,18 +320,17 @@ SAME: tuple[Callable[[], dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def context_parallel(rank: int, folder: Path) -> None:
+def context_parallel(backend: vbs.backend.Backend) -> tuple[str, str, list[Array]]:
     """Two ranks compute the two parts of each sample's loss; two others have other samples. All four have shards."""
-    quiet(rank, folder)
-    with spread(Layout(shards=4), folder, rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-        data, context = (mesh[name] for name in ("data", "context"))
-        model = Layout(shards=4).shard(network())
-        options: dict[str, Any] = {"reduction": "sum", "process_group": data.get_group()}
-        run = training(sizes=ODD, model=model, world=World(data.get_local_rank(), 2), **options)
-        errors = parts(run, context.get_local_rank(), counted=False)
-        found = parts(run, context.get_local_rank(), counted=True)
-        torch.save((errors, found, run.weights()), folder / f"rank{rank}.pt")
+    spread(Layout(shards=4))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    data, context = (mesh[name] for name in ("data", "context"))
+    model = Layout(shards=4).shard(network())
+    options: dict[str, Any] = {"reduction": "sum", "process_group": data.get_group()}
+    run = training(sizes=ODD, model=model, world=World(data.get_local_rank(), 2), **options)
+    errors = parts(run, context.get_local_rank(), counted=False)
+    found = parts(run, context.get_local_rank(), counted=True)
+    return errors, found, run.weights()
 
 
 def parts(run: Training, *columns: int, counted: bool = True) -> str:
@@ -363,19 +348,10 @@ def parts(run: Training, *columns: int, counted: bool = True) -> str:
     return ""
 
 
-def quiet(rank: int, folder: Path) -> None:
-    """Use one thread, and write to files what the process prints."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for stream in (1, 2):
-        os.dup2(os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-
-
-def run_scenarios(rank: int, folder: Path, layout: Layout) -> None:
-    """Run the scenarios; save the results to `rank<rank>.pt`."""
-    quiet(rank, folder)
-    with spread(layout, folder, rank):
-        torch.save({one.__name__: one() for one in SAME}, folder / f"rank{rank}.pt")
+def run_scenarios(backend: vbs.backend.Backend, layout: Layout) -> dict[str, Any]:
+    """The results over several processes."""
+    spread(layout)
+    return alone()
 
 
 def alone() -> dict[str, Any]:

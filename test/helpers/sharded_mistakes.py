@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 
 import variable_batch_size as vbs
-from helpers.mishaps import discard
-from helpers.reference import SGD, network, training
-from helpers.sharded_jobs import ODD, Layout, quiet, run_of, spread
+from helpers.mishaps import Ended, discard
+from helpers.reference import SGD, Array, network, training
+from helpers.sharded_jobs import ODD, Layout, run_of, spread
 from variable_batch_size.world import World
 
 
@@ -162,51 +160,46 @@ def _world() -> World:
     return World(dist.get_rank(), dist.get_world_size())
 
 
-def run_mistakes(rank: int, folder: Path) -> None:
-    """Make the mistakes on two ranks, and write the messages."""
-    quiet(rank, folder)
+def run_mistakes(backend: vbs.backend.Backend) -> dict[str, str]:
+    """Make the mistakes on two ranks, and return the messages."""
+    spread(Layout(shards=2))
     found = {}
-    with spread(Layout(shards=2), folder, rank):
-        for mistake in ERRORS:
-            try:
-                mistake()
-            except (RuntimeError, TypeError, ValueError) as error:
-                found[mistake.__name__.lstrip("_")] = str(error)
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-
-
-def replicas_differ(rank: int, folder: Path) -> None:
-    """Begin with other values on the second replica."""
-    quiet(rank, folder)
-    with spread(Layout(2, 2), folder, rank):
-        run = run_of()
-        if rank >= 2:
-            (first, *_) = run.model.parameters()
-            assert isinstance(first, DTensor)
-            with torch.no_grad():
-                first.to_local().add_(1e-9)
-        message = "no error"
+    for mistake in ERRORS:
         try:
-            run.run(1)
-        except RuntimeError as error:
-            message = str(error)
-        (folder / f"rank{rank}.json").write_text(json.dumps(message))
+            mistake()
+        except (RuntimeError, TypeError, ValueError) as error:
+            found[mistake.__name__.lstrip("_")] = str(error)
+    return found
 
 
-def one_is_slow(rank: int, folder: Path) -> None:
+def replicas_differ(backend: vbs.backend.Backend) -> str:
+    """Begin with other values on the second replica; return the error."""
+    spread(Layout(2, 2))
+    run = run_of()
+    if backend.world.rank >= 2:
+        (first, *_) = run.model.parameters()
+        assert isinstance(first, DTensor)
+        with torch.no_grad():
+            first.to_local().add_(1e-9)
+    try:
+        run.run(1)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def one_is_slow(backend: vbs.backend.Backend) -> list[Array]:
     """Train, and wait on one rank in its first forward, before the part that others have already called."""
-    quiet(rank, folder)
-    with spread(Layout(shards=3), folder, rank):
-        run = run_of()
-        if rank == 1:
-            run.model[1].register_forward_hook(lambda *_: time.sleep(0 if run.optimizer.updates else 3))  # type: ignore[index]
-        torch.save(run.run(3).weights(), folder / f"rank{rank}.pt")
+    spread(Layout(shards=3))
+    run = run_of()
+    if backend.world.rank == 1:
+        run.model[1].register_forward_hook(lambda *_: time.sleep(0 if run.optimizer.updates else 3))  # type: ignore[index]
+    return run.run(3).weights()
 
 
-def discards(rank: int, folder: Path, layout: Layout, where: str, who: str, options: dict[str, Any]) -> None:
+def discards(backend: vbs.backend.Backend, layout: Layout, where: str, who: str, options: dict[str, Any]) -> Ended:
     """Raise in the third update of a sharded training, see `discard`."""
-    quiet(rank, folder)
-    with spread(layout, folder, rank):
-        run, fails = run_of(**options), who == "all ranks" or rank == layout.size - 1
-        layer: Any = run.model[1]  # type: ignore[index]
-        discard(run, layer, len(ODD), where, fails=fails, path=folder / f"rank{rank}.json")
+    spread(layout)
+    run, fails = run_of(**options), who == "all ranks" or backend.world.rank == layout.size - 1
+    layer: Any = run.model[1]  # type: ignore[index]
+    return discard(run, layer, len(ODD), where, fails=fails)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 import variable_batch_size as vbs
 from helpers.ddp_jobs import ODD, SAME, alone, run_scenarios
 from helpers.ddp_mistakes import ERRORS, discards, groups, run_mistakes
 from helpers.mishaps import assert_discarded
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.reference import assert_equal, twin
 
 FORWARD = (
@@ -54,10 +50,8 @@ WORLDS = [3, pytest.param(2, marks=pytest.mark.slow("starts another world"))]
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="world {}".format)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("ddp")
-    spawn(run_scenarios, (path, request.param), nprocs=request.param)
-    return [torch.load(path / f"rank{rank}.pt", weights_only=False) for rank in range(request.param)]
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_job("gloo", run_scenarios, ranks=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -98,22 +92,19 @@ def test_a_replay_leaves_statistics_and_random_numbers_as_they_were(ranks: list[
         ),
     ],
 )
-def test_after_an_exception_all_ranks_go_on_or_end(where: str, who: str, size: int, tmp_path: Path) -> None:
-    spawn(discards, (tmp_path, size, where, who), nprocs=size)
-    assert_discarded(tmp_path, size, who, ODD)
+def test_after_an_exception_all_ranks_go_on_or_end(where: str, who: str, size: int) -> None:
+    assert_discarded(run_job("gloo", discards, where, who, ranks=size), who, ODD)
 
 
 @pytest.mark.slow("starts processes")
-def test_ranks_outside_a_group_agree_on_everything_but_the_batch(tmp_path: Path) -> None:
-    spawn(groups, (tmp_path,), nprocs=4)
+def test_ranks_outside_a_group_agree_on_everything_but_the_batch() -> None:
     expected = twin(vbs.LinearRuleOptimizer, ODD, dataset_size=400)
-    for rank in range(4):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        for weights in found["weights"]:
-            assert_equal([np.array(array) for array in weights], expected)
-        for message in found["messages"]:
+    for trained, messages in run_job("gloo", groups, ranks=4):
+        for weights in trained:
+            assert_equal(weights, expected)
+        for message in messages:
             assert "same lr of parameter group 0, but it is 0.02 on rank 0 and 0.04 on rank 3" in message
-        assert len(found["messages"]) == 2
+        assert len(messages) == 2
 
 
 def test_each_error_is_tested() -> None:
@@ -121,10 +112,8 @@ def test_each_error_is_tested() -> None:
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids="world {}".format)
-def mistakes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    path = tmp_path_factory.mktemp("mistakes")
-    spawn(run_mistakes, (path, request.param), nprocs=request.param)
-    return [json.loads((path / f"rank{rank}.json").read_text()) for rank in range(request.param)]
+def mistakes(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_job("gloo", run_mistakes, ranks=request.param)
 
 
 @pytest.mark.parametrize("mistake", MESSAGES)

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from pathlib import Path
 
 import pytest
 
-from helpers.agreement_jobs import PART_AFTER, rank
-from helpers.processes import spawn
+from helpers.agreement_jobs import PART_AFTER, train
+from helpers.processes import run_job
 
 SECONDS = 30  # half of what a rank waits for the others
 HYPERPARAMETER = r"same {} of parameter group 0, but it is {} on rank 0 and {} on rank {{}} after update \d+; set it to"
 
 PASSED = r"every rank must come to {}, but rank {{}} waits there and rank \d makes the next update; load, save, read"
-
-
-def parted(folder: Path, size: int, how: str) -> list[tuple[str, float, int]]:
-    """Return the message, the seconds and the updates of each rank."""
-    with socket.create_server(("localhost", 0)) as server:
-        (folder / "port").write_text(str(server.getsockname()[1]))
-    spawn(rank, (folder, size, how), nprocs=size)
-    return [tuple(json.loads((folder / f"rank{number}.json").read_text())) for number in range(size)]
 
 
 @pytest.mark.slow("starts processes")
@@ -63,8 +53,7 @@ def parted(folder: Path, size: int, how: str) -> list[tuple[str, float, int]]:
 def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(
     how: str, sentence: str, size: int, tmp_path: Path
 ) -> None:
-    found = parted(tmp_path, size, how)
-    messages, seconds, updates = zip(*found, strict=True)
+    messages, seconds, updates = zip(*run_job("gloo", train, tmp_path, how, ranks=size), strict=True)
     assert messages == size * (messages[0],)
     with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
         raise RuntimeError(messages[0])
@@ -85,7 +74,7 @@ def test_all_ranks_end_with_one_sentence_soon_after_one_has_parted(
     ids=lambda value: value.replace(" ", "_") if len(value) < 25 else "",
 )
 def test_ranks_do_not_wait_long_for_a_process_that_has_left(how: str, sentence: str, size: int, tmp_path: Path) -> None:
-    *others, _ = parted(tmp_path, size, how)
+    *others, _ = run_job("gloo", train, tmp_path, how, ranks=size)
     for message, seconds, updates in others:
         with pytest.raises(RuntimeError, match=sentence.format(size - 1)):
             raise RuntimeError(message)

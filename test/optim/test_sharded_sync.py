@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.mishaps import assert_discarded
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.reference import assert_equal, training
 from helpers.sharded_jobs import LAYOUTS, ODD, SAME, Layout, alone, context_parallel, parts, run_scenarios
 from helpers.sharded_mistakes import ERRORS, discards, one_is_slow, replicas_differ, run_mistakes
@@ -46,11 +43,9 @@ PARAMETERS = [
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     layout: Layout = request.param
-    folder = tmp_path_factory.mktemp(f"layout-{layout}")
-    spawn(run_scenarios, (folder, layout), nprocs=layout.size)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(layout.size)]
+    return run_job("gloo", run_scenarios, layout, ranks=layout.size)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +63,10 @@ def test_the_updates_are_those_of_one_process(name: str, ranks: list[dict[str, A
 
 @SLOW
 @TORCH
-def test_ranks_that_compute_parts_of_the_same_samples_need_counts(tmp_path: Path) -> None:
-    spawn(context_parallel, (tmp_path,), nprocs=4)
+def test_ranks_that_compute_parts_of_the_same_samples_need_counts() -> None:
     expected = training(sizes=ODD, reduction="sum")
     assert parts(expected, 0, 1) == ""
-    for rank in range(4):
-        without, error, weights = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+    for without, error, weights in run_job("gloo", context_parallel, ranks=4):
         assert "as in context parallelism, a step needs counts, but there is none; pass reduction" in without
         assert error == ""
         assert_equal(weights, expected.weights())
@@ -84,35 +77,29 @@ def test_each_error_is_tested() -> None:
 
 
 @pytest.fixture(scope="module")
-def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mistakes")
-    spawn(run_mistakes, (path,), nprocs=2)
-    return path
+def mistakes() -> list[dict[str, str]]:
+    return run_job("gloo", run_mistakes, ranks=2)
 
 
 @pytest.mark.parametrize("mistake", MESSAGES)
-def test_a_mistake_raises_on_every_rank(mistakes: Path, mistake: str) -> None:
-    for rank in range(2):
-        found = json.loads((mistakes / f"rank{rank}.json").read_text())
+def test_a_mistake_raises_on_every_rank(mistakes: list[dict[str, str]], mistake: str) -> None:
+    for found in mistakes:
         with pytest.raises(RuntimeError, match=MESSAGES[mistake]):
             raise RuntimeError(found.get(mistake, "no error"))
 
 
 @SLOW
 @TORCH
-def test_replicas_that_differ_are_told_from_shards(tmp_path: Path) -> None:
-    spawn(replicas_differ, (tmp_path,), nprocs=4)
-    for rank in range(4):
-        message = json.loads((tmp_path / f"rank{rank}.json").read_text())
+def test_replicas_that_differ_are_told_from_shards() -> None:
+    for message in run_job("gloo", replicas_differ, ranks=4):
         assert "the same part of sharded parameters must have the same values, but ranks 0 and 2 differ;" in message
 
 
 @pytest.mark.slow("starts processes")
-def test_a_rank_may_come_later_to_a_forward(tmp_path: Path) -> None:
+def test_a_rank_may_come_later_to_a_forward() -> None:
     """Others that wait there for it, and it within its own update, do not take one another for lost."""
-    spawn(one_is_slow, (tmp_path,), nprocs=3)
-    for rank in range(3):
-        assert_equal(torch.load(tmp_path / f"rank{rank}.pt", weights_only=False), training(sizes=ODD).run(3).weights())
+    for weights in run_job("gloo", one_is_slow, ranks=3):
+        assert_equal(weights, training(sizes=ODD).run(3).weights())
 
 
 @SLOW
@@ -137,7 +124,6 @@ def test_a_rank_may_come_later_to_a_forward(tmp_path: Path) -> None:
     ids=str,
 )
 def test_after_an_exception_all_ranks_go_on_or_end(
-    where: str, who: str, layout: Layout, options: dict[str, Any], tmp_path: Path
+    where: str, who: str, layout: Layout, options: dict[str, Any]
 ) -> None:
-    spawn(discards, (tmp_path, layout, where, who, options), nprocs=layout.size)
-    assert_discarded(tmp_path, layout.size, who, ODD)
+    assert_discarded(run_job("gloo", discards, layout, where, who, options, ranks=layout.size), who, ODD)
