@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import variable_batch_size as vbs
 from helpers.pages import DOCS
-from helpers.processes import spawn
+from helpers.processes import run_job
 from variable_batch_size.adaptive.stopwatch import UpdateStopwatch
 from variable_batch_size.tracker import SCALARS, read_scalars
 
@@ -63,15 +63,13 @@ def weights(code: str, samples: int) -> tuple[Counter[float], Weights]:
     return Counter((-0.1 / model.moved[model.moved != 0]).round().tolist()), model
 
 
-def run_columns(rank: int, folder: Path) -> None:
-    """Run both columns about DistributedDataParallel in one of two processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def run_columns(backend: vbs.backend.Backend) -> list[list[torch.Tensor]]:
+    """Run both columns about DistributedDataParallel in one of two processes; return the weights."""
     trained = []
     for code in columns("DistributedDataParallel"):
         torch.manual_seed(0)
         dataset = TensorDataset(torch.randn(1024, 20).double(), torch.randint(3, (1024,)))
-        torch.manual_seed(rank)  # rank 0 broadcasts its weights
+        torch.manual_seed(backend.world.rank)  # rank 0 broadcasts its weights
         model: Any = nn.Linear(20, 3).double()
         names: dict[str, Any] = {**NAMES, "clip_grad_norm_": clip_grad_norm_, "cross_entropy": cross_entropy}
         names |= {"dist": dist, "vbs": vbs, "dataset": dataset, "model": model}
@@ -80,15 +78,13 @@ def run_columns(rank: int, folder: Path) -> None:
         exec(body, names)
         assert names["scheduler"].last_epoch == 12
         trained.append([parameter.detach() for parameter in model.parameters()])
-    torch.save(trained, folder / f"rank{rank}.pt")
+    return trained
 
 
 @pytest.mark.slow("starts processes")
-def test_both_columns_about_data_parallel_train_the_same_weights(tmp_path: Path) -> None:
-    spawn(run_columns, (tmp_path,), nprocs=2)
-    left, right = torch.load(tmp_path / "rank0.pt")
+def test_both_columns_about_data_parallel_train_the_same_weights() -> None:
+    (left, right), (_, other) = run_job("gloo", run_columns, ranks=2)
     torch.testing.assert_close(right, left, rtol=1e-12, atol=1e-14)
-    other = torch.load(tmp_path / "rank1.pt")[1]
     assert all(map(torch.equal, right, other))
 
 

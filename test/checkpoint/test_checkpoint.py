@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 import variable_batch_size as vbs
-from helpers.checkpoints import STATE, checkpoint, names, start, two_saved
-from helpers.reference import SIZES, Training, assert_equal, training
+from helpers.checkpoints import STATE, checkpoint, names, two_saved
+from helpers.processes import run_job
+from helpers.reference import SIZES, Array, Training, assert_equal, training
 from helpers.xla_checkpoints import restore, save
 from helpers.xla_training import Case
 from variable_batch_size.backend import Backend
 from variable_batch_size.checkpoint import rng_states
 from variable_batch_size.checkpoint.format import MANIFEST
-from variable_batch_size.testing import launch, run_ranks
+from variable_batch_size.testing import run_ranks
 
 STOP = 3
 STATES = {
@@ -294,30 +295,23 @@ def test_rejects_a_wrong_argument(name: str, value: Any, error: type[Exception],
 # ------------------------------------------------------------------------------------------------------- real processes
 
 
+def save_and_restore(backend: vbs.backend.Backend, folder: Path) -> list[Array]:
+    run = training(backend=backend).run(3)
+    torch.manual_seed(backend.world.rank)
+    with checkpoint(folder, run) as saves:
+        saves.save()
+        expected = torch.rand(())
+        run.run(1)
+        assert saves.restore()
+        assert torch.rand(()) == expected
+        assert run.optimizer.updates == 3
+        run.run(2)
+    return run.weights()
+
+
 def test_processes_save_and_restore(tmp_path: Path) -> None:
-    script = """
-import torch.distributed as dist
-rank = int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-run = training(backend=vbs.backend.DistributedBackend()).run(3)
-torch.manual_seed(rank)
-with checkpoint(folder / "saved", run) as saves:
-    saves.save()
-    expected = torch.rand(())
-    run.run(1)
-    assert saves.restore()
-    assert torch.rand(()) == expected
-    assert run.optimizer.updates == 3
-    run.run(2)
-torch.save(run.weights(), folder / f"{rank}.pt")
-dist.destroy_process_group()
-"""
-    ranks = [start(script, tmp_path, rank) for rank in range(2)]
-    for process in ranks:
-        _, err = process.communicate(timeout=100)
-        assert process.returncode == 0, err
-    for rank in range(2):
-        assert_equal(torch.load(tmp_path / f"{rank}.pt", weights_only=False), training().run(5).weights())
+    for weights in run_job("gloo", save_and_restore, tmp_path, ranks=2):
+        assert_equal(weights, training().run(5).weights())
 
 
 @pytest.mark.slow("starts XLA twice")
@@ -325,10 +319,8 @@ dist.destroy_process_group()
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 def test_cores_save_without_compiling_and_another_number_resumes(tmp_path: Path) -> None:
     case = Case(vbs.AdaScaleOptimizer, SIZES, 4)
-    launch(save, (tmp_path, case, STOP), cores=2)
-    launch(restore, (tmp_path, case), cores=1)
-    compiled, weights = torch.load(tmp_path / "uninterrupted0.pt")
-    restored, updates, resumed = torch.load(tmp_path / "resumed0.pt")
+    (compiled, weights), _ = run_job("cores", save, tmp_path, case, STOP, ranks=2)
+    ((restored, updates, resumed),) = run_job("cores", restore, tmp_path, case, ranks=1)
     assert compiled == [0] * STOP
     assert (restored, updates) == (True, STOP)
     fixed = {"fixed_shape": True}

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
 from helpers.pages import DOCS
-from helpers.processes import spawn
+from helpers.processes import run_job
 from variable_batch_size.checkpoint import format
 from variable_batch_size.checkpoint.format import encode
 
@@ -109,16 +108,14 @@ def test_the_page_has_the_list_of_keys_and_no_other_key_is_written() -> None:
         format.dumps({"color": 1})
 
 
-def write(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    train((2, rank), UPDATES, folder)
-    dist.destroy_process_group()
+def write(backend: vbs.backend.Backend, folder: Path) -> None:
+    train((2, backend.world.rank), UPDATES, folder)
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     place.mkdir()
-    spawn(write, (place,), nprocs=2)
+    run_job("gloo", write, place, ranks=2)
     for path in place.iterdir():
         if path.is_file():
             path.unlink()

@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -144,30 +141,23 @@ def wrapped(way: str, size: int) -> nn.Module:
     return model
 
 
-def run_cases(rank: int, folder: Path, size: int) -> None:
-    """Save the results of this rank to `rank<rank>.pt`: way -> those of each case."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    backend, found = vbs.backend.DistributedBackend(), dict[str, Any]()
+def run_cases(backend: vbs.backend.Backend) -> dict[str, Any]:
+    """The results of this rank: way -> those of each case."""
+    size, found = backend.world.size, dict[str, Any]()
     for way in WAYS:
         for seed in range(CASES):
             model = wrapped(way, size)
             optimizer = Arriving.drawn(seed, size).train(backend, model)
             weights = [getattr(one, "full_tensor", lambda one=one: one)().detach() for one in model.parameters()]
             found.setdefault(way, []).append((weights, optimizer.samples, optimizer.updates))
-    torch.save(found, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 PAIRS = [(5, 5), (2, 9), (0, 5), (9, 0), (1, 1)]  # rows of two ranks
 
 
-def run_two(rank: int, folder: Path) -> None:
+def run_two(backend: vbs.backend.Backend) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Train two models in DistributedDataParallel, an actor and a critic, one after the other in each microbatch."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     source = vbs.ArrivingBatches(2)
     pairs = []
     for _ in range(2):
@@ -176,12 +166,11 @@ def run_two(rank: int, folder: Path) -> None:
         pairs.append((model, vbs.LinearRuleOptimizer(inner, source, REF, model=model)))
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(sum(pair), 3, generator=generator, dtype=torch.float64) for pair in PAIRS]
-    own = [one[first:] if rank else one[:first] for one, (first, _) in zip(rows, PAIRS, strict=True)]
+    own = [one[first:] if backend.world.rank else one[:first] for one, (first, _) in zip(rows, PAIRS, strict=True)]
     for update in vbs.updates(own, pairs[0][1]):
         for x in update:
             for model, optimizer in pairs:
                 optimizer.backward(model(x).square().sum(dim=1).mean())
                 optimizer.step()
     found = [[parameter.detach() for parameter in model.parameters()] for model, _ in pairs]
-    torch.save((rows, found), folder / f"two{rank}.pt")
-    dist.destroy_process_group()
+    return rows, found

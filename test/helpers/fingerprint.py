@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import destroy_process_group, get_world_size, init_process_group
+from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from helpers.xla_graphs import Training, rounds_of
-from variable_batch_size.backend import detection
+from variable_batch_size.backend import Backend, detection
 from variable_batch_size.backend.sent_numbers import SentNumbers, copied
 
 WARM = 3  # updates of one microbatch, and of several, after which nothing is new
@@ -85,16 +83,13 @@ def differences(found: dict[int, list[tuple[str, ...]]]) -> dict[int, list[tuple
     }
 
 
-def in_processes(rank: int, folder: Path, cases: Mapping[str, tuple[Training, str]], world: int) -> None:
-    """Train each case, of one kind of wrapper, in one of several processes; rank 0 writes the differences."""
-    init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+def in_processes(backend: Backend, cases: Mapping[str, tuple[Training, str]]) -> dict[str, Any]:
+    """Train each case, of one kind of wrapper, in one of several processes; return the differences."""
     wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DistributedDataParallel, "fsdp2": _shard}
     with compile_on_the_cpu():
-        found = {
+        return {
             name: differences(fingerprints(training, wrappers.get(kind))) for name, (training, kind) in cases.items()
         }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    destroy_process_group()
 
 
 def _shard(model: nn.Module) -> nn.Module:

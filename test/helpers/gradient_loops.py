@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,11 +183,8 @@ def by_fsdp2(ours: bool) -> tuple[nn.Module, Callable[[], None]]:
     return model, with_ours if ours else plain
 
 
-def run_loops(rank: int, folder: Path) -> None:
-    """Save the reports of this rank to `rank<rank>.pt`."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def run_loops(backend: vbs.backend.Backend) -> dict[str, Any]:
+    """The reports of this rank."""
     found: dict[str, Any] = {}
     loops = {"ddp": by_ddp(False), "weighed ddp": by_ddp(True), "fsdp2": by_fsdp2(False), "our fsdp2": by_fsdp2(True)}
     for name, (trained, step) in loops.items():
@@ -197,5 +192,4 @@ def run_loops(rank: int, folder: Path) -> None:
             copy.deepcopy(model_of()), loss_fn, batch_of(), step, trained=trained, parts=RANKS
         )
         found[name] = (report.exact, report.factor, [*report.parts.values()], str(report))
-    torch.save(found, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return found

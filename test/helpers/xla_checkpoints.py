@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import Any
 
 import variable_batch_size as vbs
 from helpers.xla_training import Case, Replica
 from variable_batch_size.backend.xla import compiled_graphs
 
 
-def save(folder: Path, case: Case, stop: int) -> None:
+def save(backend: vbs.backend.Backend, folder: Path, case: Case, stop: int) -> tuple[list[int], list[Any]]:
     """Train to the end, and save after each update up to `stop`.
 
-    Rank r writes the graphs that each save compiled, and the final weights, to `uninterrupted<r>.pt`. Only the first
-    save waits, and nothing closes the checkpoint: the last one is written while the training continues.
+    Return the graphs that each save compiled, and the final weights. Only the first save waits, and nothing closes the
+    checkpoint: the last one is written while the training continues.
     """
     replica, compiled, updates = Replica(case, noise="differenced"), [], 0
     checkpoint = vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer)
@@ -31,14 +30,11 @@ def save(folder: Path, case: Case, stop: int) -> None:
                 replica.backend.barrier()
             if updates == len(case.sizes):
                 break
-    torch.save((compiled, replica.weights()), folder / f"uninterrupted{replica.backend.world.rank}.pt")
+    return compiled, replica.weights()
 
 
-def restore(folder: Path, case: Case) -> None:
-    """Train from the checkpoint to the end.
-
-    Rank r writes whether it restored, the updates then, and the final weights to `resumed<r>.pt`.
-    """
+def restore(backend: vbs.backend.Backend, folder: Path, case: Case) -> tuple[bool, int, list[Any]]:
+    """Train from the checkpoint to the end; return whether it restored, the updates then, and the final weights."""
     replica = Replica(case, noise="differenced")
     with vbs.Checkpoint(folder / "checkpoints", model=replica.model, optimizer=replica.optimizer) as checkpoint:
         restored = checkpoint.restore()
@@ -46,7 +42,7 @@ def restore(folder: Path, case: Case) -> None:
     for _ in replica.steps():
         if replica.optimizer.updates == len(case.sizes):
             break
-    torch.save((restored, updates, replica.weights()), folder / f"resumed{replica.backend.world.rank}.pt")
+    return restored, updates, replica.weights()
 
 
 def train_until_signal(folder: Path, case: Case) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
 from helpers.arrivals import CASES, REF, SGD, WAYS, Arriving, run_cases, run_two
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import assert_equal, data, network, training
 from variable_batch_size.data.rows import join, take
@@ -41,9 +41,8 @@ def test_updates_are_those_of_whole_batches(seed: int, world: int) -> None:
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.nightly("starts another world"))])
-def test_processes_make_the_same_updates_whatever_sums(size: int, tmp_path: Path) -> None:
-    spawn(run_cases, (tmp_path, size), nprocs=size)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
+def test_processes_make_the_same_updates_whatever_sums(size: int) -> None:
+    ranks = run_job("gloo", run_cases, ranks=size)
     for seed in range(CASES):
         weights, samples, updates = Arriving.drawn(seed, size).expected()
         for way in WAYS:
@@ -54,10 +53,8 @@ def test_processes_make_the_same_updates_whatever_sums(size: int, tmp_path: Path
 
 
 @pytest.mark.slow("starts processes")
-def test_two_optimizers_whose_models_wait_in_forward_and_backward(tmp_path: Path) -> None:
-    spawn(run_two, (tmp_path,), nprocs=2)
-    for rank in range(2):
-        rows, found = torch.load(tmp_path / f"two{rank}.pt", weights_only=False)
+def test_two_optimizers_whose_models_wait_in_forward_and_backward() -> None:
+    for rows, found in run_job("gloo", run_two, ranks=2):
         model = network()
         inner = torch.optim.SGD(model.parameters(), **SGD)
         for x in rows:

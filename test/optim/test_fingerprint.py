@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.fingerprint import compile_on_the_cpu, differences, fingerprints, in_processes
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.xla_graphs import REF, Training
 from variable_batch_size.backend import Backend
@@ -93,7 +91,7 @@ def test_a_python_number_is_found() -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_ranks_issue_the_same_however_their_sums_are_made(tmp_path: Path) -> None:
+def test_ranks_issue_the_same_however_their_sums_are_made() -> None:
     variants = {
         "linear": Training(SIZES),
         "clipping": Training(SIZES, options={"max_grad_norm": 0.5}, kind="AdamW"),
@@ -103,8 +101,6 @@ def test_ranks_issue_the_same_however_their_sums_are_made(tmp_path: Path) -> Non
     cases = {
         f"{name}, {kind}": (training, kind) for name, training in variants.items() for kind in ("bare", "ddp", "fsdp2")
     }
-    spawn(in_processes, (tmp_path, cases, 2), nprocs=2)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    for found in run_job("gloo", in_processes, cases, ranks=2):
         assert found.keys() == cases.keys()
         assert {name: pairs for name, pairs in found.items() if pairs} == {}

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import variable_batch_size as vbs
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.reference import assert_equal, training, twin
 from helpers.speed_jobs import ODD, WAYS, run_scenarios
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("speeds")
-    spawn(run_scenarios, (folder,), nprocs=2)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+def ranks() -> list[dict[str, Any]]:
+    return run_job("gloo", run_scenarios, ranks=2)
 
 
 @pytest.mark.parametrize("way", WAYS)

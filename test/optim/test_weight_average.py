@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import variable_batch_size as vbs
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.properties import examples
 from helpers.reference import REF, Training, network, training
 from helpers.twins import Array
@@ -190,29 +188,23 @@ def test_training_and_saving_while_averages_are_applied_change_nothing(tmp_path:
     assert_averages(whole, expected)
 
 
-def shard(rank: int, folder: Path) -> None:
-    """Save the whole averages of a sharded model."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def shard(backend: vbs.backend.Backend) -> tuple[list[Any], list[Array]]:
+    """The whole averages of a sharded model, and the weights while they are applied."""
     model: Any = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    run = training(vbs.LinearRuleOptimizer, SIZES, model=model, backend=vbs.backend.DistributedBackend())
+    run = training(vbs.LinearRuleOptimizer, SIZES, model=model, backend=backend)
     average = vbs.WeightAverage(model.parameters(), DECAY, run.optimizer)
     run.run(len(SIZES))
     whole: list[Any] = [one.full_tensor() for one in average.averages]  # type: ignore[attr-defined]
     with average.applied():
-        seen = run.weights()
-    torch.save((whole, seen), folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+        seen = [one.copy() for one in run.weights()]
+    return whole, seen
 
 
 @pytest.mark.slow("starts processes")
-def test_averages_are_sharded_as_the_weights_are(tmp_path: Path) -> None:
+def test_averages_are_sharded_as_the_weights_are() -> None:
     _, expected = averaged(training(vbs.LinearRuleOptimizer, SIZES), len(SIZES))
-    spawn(shard, (tmp_path,), nprocs=2)
-    for rank in range(2):
-        whole, seen = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+    for whole, seen in run_job("gloo", shard, ranks=2):
         for found, shown, one in zip(whole, seen, expected, strict=True):
             np.testing.assert_allclose(found.numpy(), one, rtol=1e-12)
             np.testing.assert_allclose(shown, one, rtol=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import nn
 
 import variable_batch_size as vbs
 from helpers.gradient_loops import MICROBATCHES, RANKS, ROWS, Loop, batch_of, loss_fn, model_of, run_loops
-from helpers.processes import spawn
+from helpers.processes import run_job
 from helpers.properties import examples
 from variable_batch_size.testing import GradientReport, check_gradient
 
@@ -156,10 +155,8 @@ def test_dropout_comes_back() -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_what_sums_over_processes_is_explained(tmp_path: Path) -> None:
-    spawn(run_loops, (tmp_path,), nprocs=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+def test_what_sums_over_processes_is_explained() -> None:
+    for found in run_job("gloo", run_loops, ranks=2):
         for name in ("ddp", "fsdp2"):
             exact, factor, parts, text = found[name]
             assert (exact, parts) == (False, pytest.approx([0.8125, 1.3])), text
