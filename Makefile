@@ -123,7 +123,7 @@ JAX := test/integrations/test_jax_loop.py docs/trainers/jax.md
 test-integrations:
 	$(call install,$(INTEGRATIONS),--upgrade -e ".[test-integrations]",test)
 	$(INTEGRATIONS)/bin/python -m mypy --follow-imports=silent variable_batch_size/integrations
-	@code=0; set -x; $(INTEGRATIONS)/bin/python -m pytest -m "$(SHORT) not cuda" $(ARGS) $(JAX) || [ $$? -eq 5 ] || code=1; \
+	@code=0; set -x; $(INTEGRATIONS)/bin/python -m pytest $(WATCHED) -m "$(SHORT) not cuda" $(ARGS) $(JAX) || [ $$? -eq 5 ] || code=1; \
 	INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) -m "$(SHORT) not cuda" $(ARGS) $(JAX:%=--ignore=%) test/integrations docs/trainers \
 	|| [ $$? -eq 5 ] || code=1; exit $$code # 5: ARGS selects none of these
 
@@ -141,7 +141,7 @@ test-integrations-oldest:
 	@$(PYTHON) -m venv --clear $(OLD_VENV)
 	@for site in $(CURDIR)/$(INTEGRATIONS)/lib/python*/site-packages; do echo "$$site"; done >$$(echo $(OLD_VENV)/lib/python*/site-packages)/newest.pth
 	$(OLD_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps $$($(PYTHON) -c '$(OLDEST)')
-	$(OLD_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) $(ARGS) $(OLDEST_TESTS)
+	$(OLD_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(WATCHED) $(if $(NIGHTLY),,-k "$(WEIGHTS)") $(ARGS) $(OLDEST_TESTS)
 
 docs: $(VENV)/.has-docs
 	$(VENV)/bin/python -m sphinx -W --keep-going -q docs build/docs
@@ -167,7 +167,7 @@ test-tpu tpu-compiler: export TPU_COMPILER := $(or $(TPU_COMPILER),$(CURDIR)/$(T
 
 test-tpu: $(VENV)/.has-test
 	$(if $(filter $(CURDIR)/%,$(TPU_COMPILER)),$(call install,$(TPU),$(LIBTPU),libtpu))
-	$(VENV)/bin/python -m pytest $(if $(filter test-tpu,$(MAKECMDGOALS)),$(ARGS)) test/backend/test_tpu_compiler.py
+	$(VENV)/bin/python -m pytest $(WATCHED) $(if $(filter test-tpu,$(MAKECMDGOALS)),$(ARGS)) test/backend/test_tpu_compiler.py
 
 tpu-compiler: test-tpu
 	$(VENV)/bin/python benchmarks/tpu_compiler.py $(ARGS)
