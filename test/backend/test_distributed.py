@@ -40,7 +40,7 @@ def eight(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {8: run_job("gloo", run_scenarios, folder, ranks=8)}
 
 
-@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow("starts eight processes")), *WORLDS])
+@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.nightly("starts eight processes")), *WORLDS])
 def test_gains_equal_those_of_one_process_and_take_one_collective(size: int, request: pytest.FixtureRequest) -> None:
     for rank in request.getfixturevalue("worlds" if size in WORLDS else "eight")[size]:
         found, messages = rank["gains"]

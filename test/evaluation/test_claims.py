@@ -106,7 +106,7 @@ def test_names_places_and_units_do_not_matter(seed: int, seeds: int, failing: fl
     assert sorted(seen(again)) == expected
 
 
-@pytest.mark.slow("judges many random reports")
+@pytest.mark.nightly("judges many random reports")
 @pytest.mark.parametrize("failing", [0.0, 0.1])
 def test_few_reports_of_equal_rules_claim_anything(failing: float) -> None:
     """5 % of 400 are 20, with a standard deviation of 4.4."""

@@ -109,7 +109,7 @@ def test_no_difference_is_larger_than_a_metric_allows() -> None:
     assert found.row["up to"] == "1"
 
 
-@pytest.mark.slow("analyses many random experiments")
+@pytest.mark.nightly("analyses many random experiments")
 def test_a_rule_that_the_table_has_in_bold_is_not_called_alike() -> None:
     """If a rule is seen to be better than the baseline, that is not recommended, whatever is seen of the best one."""
     bold = alike = 0
@@ -146,7 +146,7 @@ def test_a_rule_is_named_with_the_learning_rate_that_it_was_judged_at() -> None:
     assert "optimistic" in found.row["best mean"]
 
 
-@pytest.mark.slow("analyses many random experiments")
+@pytest.mark.nightly("analyses many random experiments")
 def test_the_best_rule_is_seldom_left_out() -> None:
     """Of equal rules each one is a best one: a given one is left out in at most 5% of all evaluations.
 

@@ -35,7 +35,7 @@ MESSAGES = {
 
 
 SLOW, TORCH = pytest.mark.slow("starts processes"), pytest.mark.torch
-MARKS = {str(Layout(shards=2)): [], str(Layout(2, 2)): [SLOW, TORCH], str(Layout(shards=2, tensors=2)): [SLOW, TORCH]}
+MARKS = {str(Layout(shards=2)): [], str(Layout(shards=2, tensors=2)): [SLOW, TORCH]}
 PARAMETERS = [
     pytest.param(one, id=str(one), marks=MARKS.get(str(one), [pytest.mark.nightly("starts processes")]))
     for one in LAYOUTS

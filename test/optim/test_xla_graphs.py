@@ -67,7 +67,7 @@ def test_nothing_compiles_late_on_traces_that_begin_with_one_microbatch_a_rank(c
 
 
 @pytest.mark.slow("launches XLA")
-@pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.slow("launches another world"))])
+@pytest.mark.parametrize("cores", [2, pytest.param(1, marks=pytest.mark.nightly("launches another world"))])
 def test_nothing_compiles_late_when_one_microbatch_a_rank_comes_after_several(cores: int, tmp_path: Path) -> None:
     several, one, single = 4 * MINIBATCH_SIZE * cores, MINIBATCH_SIZE * cores, MINIBATCH_SIZE
     sizes = (*4 * (several,), *2 * (one,), several, single, several + 1, one)
