@@ -12,7 +12,7 @@ N ?= 1000
 SEED ?=
 NIGHTLY ?=
 TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
-SHARED := benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/adaptive_tasks.py $(wildcard benchmarks/settings_*.py)
+SHARED := benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py $(wildcard benchmarks/settings_*.py)
 SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
 
 VENV := .venv

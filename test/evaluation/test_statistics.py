@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from helpers.coverage import NOISES, coverage, regret_coverage, series_coverage
+from helpers.coverage import NOISES, coverage, regret_coverage
 from variable_batch_size.evaluation.statistics import (
     Interval,
     difference_interval,
@@ -19,7 +19,6 @@ from variable_batch_size.evaluation.statistics import (
     mean_interval,
     rate_interval,
     regret_interval,
-    series_interval,
     to_target,
 )
 
@@ -47,25 +46,6 @@ def test_the_interval_of_a_paired_difference_holds(noise: str, n: int) -> None:
 @pytest.mark.parametrize(("n", "flat"), [(3, 0.0), (3, 0.5), (5, 0.1), (10, 0.1)])
 def test_the_interval_of_the_regret_holds_although_the_best_is_selected(rule: str, n: int, flat: float) -> None:
     assert regret_coverage(NOISES["normal"], n, flat, rule, 1000) >= 0.93
-
-
-@pytest.mark.parametrize("n", [50, 100, 400])
-@pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.8, 0.9])
-def test_the_interval_of_a_series_holds_although_its_values_are_correlated(coefficient: float, n: int) -> None:
-    assert 0.93 <= series_coverage(bounds(series_interval), coefficient, n, REPEATS) <= 0.975
-    if coefficient >= 0.8:  # without the correlation, or with plain block means of so few values
-        assert series_coverage(bounds(difference_interval), coefficient, n, REPEATS) < 0.6
-
-
-def test_a_series_has_an_interval_from_eight_values_on() -> None:
-    sample = np.random.default_rng(0).normal(size=8)
-    assert math.isnan(series_interval(sample[:7]).low)
-    found = series_interval(sample)
-    assert found.low < found.value < found.high
-    assert found.value == pytest.approx(sample.mean())
-    assert series_interval(np.full(30, 0.1))[1:3] == pytest.approx((0.1, 0.1))
-    assert series_interval(sample, 0.99).low < found.low
-    assert math.isnan(series_interval(np.zeros(0)).value)
 
 
 def test_simpler_intervals_do_not_hold() -> None:

@@ -38,18 +38,6 @@ def coverage(
     return float(((bounds[:, 0] <= 0) & (bounds[:, 1] >= 0)).mean())
 
 
-def series_coverage(
-    interval: Callable[[np.ndarray], tuple[float, float]], coefficient: float, n: int, repeats: int
-) -> float:
-    """Return the share of stationary autoregressions of order 1, of n values, whose interval contains their mean, 0."""
-    rng = np.random.default_rng(n)
-    values = rng.normal(size=(repeats, n))
-    for step in range(1, n):
-        values[:, step] = coefficient * values[:, step - 1] + np.sqrt(1 - coefficient**2) * values[:, step]
-    bounds = np.array([interval(series) for series in values])  # (repeats, 2)
-    return float(((bounds[:, 0] <= 0) & (bounds[:, 1] >= 0)).mean())
-
-
 def regret_coverage(draw: Draw, n: int, flat: float, rule: str, repeats: int) -> float:
     """Return the same of the regret to five learning rates; half of the variance is what a seed does to all of them.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from variable_batch_size.cli import branch, capacity, checkpoint, evaluate, plan, report, simulate, trace
+from variable_batch_size.cli import capacity, checkpoint, evaluate, plan, report, simulate, trace
 
 app = typer.Typer(
     name="vbs",
@@ -37,4 +37,3 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("report")(report.report)
-app.command("branch")(branch.branch)

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._files import written
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.cli.options import STDOUT, option
 from variable_batch_size.cluster.capacity_trace import bin_means
@@ -29,12 +28,6 @@ MAX_ROWS = 2000  # of a picture in a file, about two a pixel
 def print_json(values: object) -> None:
     """Print values as JSON."""
     typer.echo(json.dumps(values, indent=2, allow_nan=False))
-
-
-def save_json(path: Path, values: object) -> None:
-    """Write values as JSON."""
-    with written(path) as file:
-        json.dump(values, file, allow_nan=False)
 
 
 def print_facts(facts: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Which rule, under which trace? Trainings with traces, rules, learning rates and seeds, and a report of them.
 
 `experiment.py` says what is trained, `engines/` where, `training.py` how; `analysis.py`, `statistics.py` and
-`report.py` read the records. `tasks/` are those of the package, and `branching/` tries rules from one checkpoint.
+`report.py` read the records. `tasks/` are those of the package.
 """
 
 import lazy_loader

@@ -1,9 +1,4 @@
 from .analysis import Analysis as Analysis
-from .branching.branch import Branching as Branching
-from .branching.branch import branch as branch
-from .branching.candidate import Candidate as Candidate
-from .branching.critical import CriticalBatchSize as CriticalBatchSize
-from .branching.critical import critical_batch_size as critical_batch_size
 from .cell import Cell as Cell
 from .courses import TraceOptions as TraceOptions
 from .courses import UnderCapacity as UnderCapacity

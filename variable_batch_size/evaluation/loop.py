@@ -1,4 +1,4 @@
-"""The loop of a training of a task, in an evaluation or a branch: updates, evaluations, and when it has diverged."""
+"""The loop of a training of a task, in an evaluation: updates, evaluations, and when it has diverged."""
 
 from __future__ import annotations
 

@@ -15,8 +15,6 @@ from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
 
 CONFIDENCE = 0.95
-BLOCKS = 20  # of a series
-LEAST = 8  # values of a series for an interval
 
 
 class Interval(NamedTuple):
@@ -77,37 +75,6 @@ def detectable(n: int, comparisons: int, power: float = 0.8) -> float:
     stats, optimize = import_extra("scipy.stats", "evaluation"), import_extra("scipy.optimize", "evaluation")
     critical = stats.t.isf((1 - CONFIDENCE) / comparisons / 2, n - 1)
     return float(optimize.brentq(lambda d: stats.nct.sf(critical, n - 1, d * math.sqrt(n)) - power, 0, 1e3))
-
-
-def series_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Interval:
-    """Return the mean of values in time, (n,), which are correlated with those before them, with an interval.
-
-    The means y of 20 blocks of equal length, or of n blocks if there are fewer values, are taken as an autoregression
-    of order 1. Its coefficient is r = (b c + 1) / (b - 4), 0 <= r <= 0.97, where c is the correlation of consecutive
-    means and the rest removes the bias of c (Kendall 1954). The variance of the mean of b blocks is v s^2 / b, where
-
-        v = (1 + r) / (1 - r) - 2 r (1 - r^b) / (b (1 - r)^2),   s^2 = sum (y - mean)^2 / (b - v)
-
-    and the quantile is that of t with b (1 - r) / (1 + r) - 1 degrees of freedom, at least 2. Of fewer than 8 values
-    there is no interval. From 50 values on, it contains the mean of an autoregression whose coefficient is at most 0.95
-    in 93 to 97 % of all cases; of 20 values in 83 to 97 %, see benchmarks/branching.py. A trend makes it wider.
-    """
-    n = len(values)
-    mean = float(values.mean()) if n else math.nan
-    if n < LEAST:
-        return Interval(mean, math.nan, math.nan, n)
-    means = np.array([block.mean() for block in np.array_split(values, min(n, BLOCKS))])  # (b,)
-    b, away = len(means), means - means.mean()
-    square = float(away @ away)
-    if square <= (1e-12 * mean) ** 2:
-        return Interval(mean, mean, mean, n)
-    r = min(0.97, max(0.0, (b * float(away[1:] @ away[:-1]) / square + 1) / (b - 4)))
-    longer = (1 + r) / (1 - r)
-    v = longer - 2 * r * (1 - r**b) / (b * (1 - r) ** 2)
-    variance = square / (b - 1) / max(0.05, 1 - (v - 1) / (b - 1))
-    quantile = import_extra("scipy.special", "evaluation").stdtrit(max(2.0, b / longer - 1), (1 + confidence) / 2)
-    half = float(quantile) * math.sqrt(variance * v / b)
-    return Interval(mean, mean - half, mean + half, n)
 
 
 def mean_interval(

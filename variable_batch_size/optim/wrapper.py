@@ -33,11 +33,6 @@ def stepping(inner: Optimizer) -> Iterator[None]:
         _stepping.discard(id(inner))
 
 
-def is_stepping() -> bool:
-    """Return whether a wrapper has called the step of its inner optimizer, which may step others."""
-    return bool(_stepping)
-
-
 def _check_stepped_by_wrapper(wrapper: weakref.ref[OptimizerWrapper], inner: Optimizer, *_: object) -> None:
     """Raise RuntimeError if `step()` of a wrapped optimizer is called by anything but a wrapper."""
     if wrapper() is not None and id(inner) not in _stepping and not _creates_state(inner):

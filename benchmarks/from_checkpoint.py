@@ -1,61 +1,18 @@
-"""Tasks for branches: a quadratic whose answer is known, and teachers whose samples are drawn from a formula."""
+"""Tasks of which a training may go on from a checkpoint: teachers whose samples are drawn from a formula."""
 
 from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from variable_batch_size.evaluation.tasks.gpt import warmup_cosine
-
-
-class Quadratic:
-    """The mean of sum_i h_i (w_i - x_i)^2 / 2 over samples x of mean 0: SGD at lr > 2 / max h = 0.5 diverges."""
-
-    ref_batchsize, minibatch_size, lr, samples = 8, 32, 0.1, 2**15
-    curvature = torch.tensor([4.0, 1.0, 0.25])
-
-    def __init__(self) -> None:
-        self.read: list[int] = []  # indices of the samples, in the order in which they were read
-
-    def model(self, seed: int) -> nn.Module:
-        layer = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(layer.weight)
-        return layer
-
-    def dataset(self) -> Dataset[Any]:
-        values = torch.randn(4096, 3, generator=torch.Generator().manual_seed(1))
-        return _Recorded(values - values.mean(0), self.read)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        error: Tensor = model.weight - batch  # type: ignore[operator]
-        return 0.5 * (self.curvature * error.square()).sum(1).mean()
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        weight: Any = model.weight
-        return {"loss": float(0.5 * (self.curvature * (weight.square() + 1)).sum())}
-
-    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
-        return SGD(model.parameters(), lr=lr)
-
-
-class _Recorded(Dataset[Tensor]):
-    def __init__(self, values: Tensor, read: list[int]) -> None:
-        self.values, self.read = values, read
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> Tensor:
-        self.read.append(index)
-        return self.values[index]
 
 
 class Teacher:
