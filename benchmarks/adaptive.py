@@ -59,8 +59,8 @@ from variable_batch_size.adaptive import (
     Seesaw,
     Throughput,
 )
-from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.simulation import NoiseCurve, simulate
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.simulation import NoiseCurve, simulate
 
 FOLDER = Path(__file__).parent
 RUNS, SIZES = FOLDER / "adaptive.csv", FOLDER / "adaptive_sizes.csv"

@@ -16,8 +16,8 @@ the reference during the whole training, a learning rate that was tuned at the r
 
 Every training ends with one evaluation on the 10,000 test samples. The learning rate ends at 0 in all of them. AdaScale
 measures the noise between k microbatches of the reference's size. Accuracies and differences to the reference with the
-same seed have 95% intervals over the seeds, see `variable_batch_size.evaluation.statistics`. Where seeds diverged or
-ended at chance (below 12 %), the mean is that of the others, without an interval. `--lr-factor 0.25 --kinds "linear
+same seed have 95% intervals over the seeds (`vbs.lab.evaluation.statistics`). Where seeds diverged or ended at chance
+(below 12 %), the mean is that of the others, without an interval. `--lr-factor 0.25 --kinds "linear
 with warm-up"` tells whether the linear rule would hold with a lower learning rate at the reference. Records are kept in
 --folder: kill it, and the same command continues with the training that was under way; more seeds train only these.
 About 20 minutes on one core with 3 seeds.
@@ -38,14 +38,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from records import Measured
 from results import record
 from variable_batch_size import ProgressScheduler
-from variable_batch_size.evaluation import Cell, Experiment, Record, engines, load_task, tuning
-from variable_batch_size.evaluation.curve import Curve
-from variable_batch_size.evaluation.loop import evaluate, updates_of
-from variable_batch_size.evaluation.provenance import environment
-from variable_batch_size.evaluation.record import keys_in, path_of
-from variable_batch_size.evaluation.statistics import Interval, difference_interval, mean_interval
-from variable_batch_size.evaluation.task import FUNCTIONS
-from variable_batch_size.evaluation.training import parts_of
+from variable_batch_size.lab.evaluation import Cell, Experiment, Record, engines, load_task, tuning
+from variable_batch_size.lab.evaluation.curve import Curve
+from variable_batch_size.lab.evaluation.loop import evaluate, updates_of
+from variable_batch_size.lab.evaluation.provenance import environment
+from variable_batch_size.lab.evaluation.record import keys_in, path_of
+from variable_batch_size.lab.evaluation.statistics import Interval, difference_interval, mean_interval
+from variable_batch_size.lab.evaluation.task import FUNCTIONS
+from variable_batch_size.lab.evaluation.training import parts_of
 
 TIMES = (8, 16, 32, 64)
 UPDATES = 4096  # T

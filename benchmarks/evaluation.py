@@ -19,7 +19,7 @@ import ray
 from helpers.pages import ROOT
 from records import spread
 from results import record
-from variable_batch_size.evaluation import Experiment, run
+from variable_batch_size.lab.evaluation import Experiment, run
 
 QUESTION = "time of an empty cell"
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> processes, arguments of run

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from evaluation_large import LOGS, arguments, options, take_time, under, write_report
-from variable_batch_size.evaluation import Experiment, engines, write_records
-from variable_batch_size.evaluation.tasks.fashion_cnn import FashionCnn
+from variable_batch_size.lab.evaluation import Experiment, engines, write_records
+from variable_batch_size.lab.evaluation.tasks.fashion_cnn import FashionCnn
 
 REF_BATCHSIZE, MINIBATCH_SIZE, SAMPLES = 64, 16, 2**15
 RULES = {

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from results import record
-from variable_batch_size import cluster
 from variable_batch_size.adaptive import Throughput
-from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.evaluation import (
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.evaluation import (
     Cell,
     Experiment,
     UnderCapacity,

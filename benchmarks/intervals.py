@@ -21,7 +21,7 @@ from scipy.stats import bootstrap
 
 from helpers.coverage import NOISES, coverage, regret_coverage
 from results import record
-from variable_batch_size.evaluation.statistics import difference_interval, mean_interval, rate_interval
+from variable_batch_size.lab.evaluation.statistics import difference_interval, mean_interval, rate_interval
 
 QUESTION = "coverage of 95% intervals"
 SEEDS = (3, 5, 10, 20)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from records import spread
 from results import record
-from variable_batch_size.evaluation.statistics import mean_interval
-from variable_batch_size.evaluation.tasks import mnist_files
+from variable_batch_size.lab.evaluation.statistics import mean_interval
+from variable_batch_size.lab.evaluation.tasks import mnist_files
 from variable_batch_size.rules import adascale_gain
 
 TIMES = (1, 2, 4, 8, 16, 32)

@@ -25,8 +25,8 @@ import numpy as np
 from scipy import stats
 
 from results import record
-from variable_batch_size.evaluation.claims import FAILED, claims_of
-from variable_batch_size.evaluation.tuning import best_factor
+from variable_batch_size.lab.evaluation.claims import FAILED, claims_of
+from variable_batch_size.lab.evaluation.tuning import best_factor
 
 QUESTION = "reports of equal rules that claim a difference"
 NOISES = "normal", "heavy-tailed", "exponential", "unequal"

@@ -21,9 +21,9 @@ from unittest import mock
 from helpers.elastic_cluster import Cause, Start, assert_replayed, replay
 from records import Measured
 from results import LOST, OWN, SIMULATED, record
-from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, ControlInput, Controller, PerDevice, Throughput
-from variable_batch_size.simulation import Overheads, Run, simulate
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.simulation import Overheads, Run, simulate
 
 BATCH_SIZE, MICROBATCH, WIDTH = 16384, 256, 512  # what a core computes at once fits its cache
 DATASET_SIZE = 60_000

@@ -35,7 +35,7 @@ from helpers.torchft_groups import Groups
 from records import spread
 from results import record
 from step import perceptron
-from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.lab.cluster import CapacityTrace
 
 RESTARTED = Path(__file__).parents[1] / "test" / "helpers" / "restarted_training.py"
 SETTINGS: dict[str, Any] = {"trace": "fixed", "rule": "linear", "timeout": 2, "pause": 0.05, "retries": 60}

@@ -18,10 +18,10 @@ from helpers.elastic_cluster import replay
 from helpers.torchft_groups import Groups
 from results import record
 from trainers_torchft import RESTARTED
-from variable_batch_size import cluster
 from variable_batch_size.adaptive import PerDevice, Throughput
-from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.simulation import Overheads, simulate
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.simulation import Overheads, simulate
 
 SPEED, PAUSE, SAVE_EVERY, NODES, PER_DEVICE = 600, 0.1, 5.0, 5, 8
 

@@ -46,7 +46,7 @@ class Told:
 @pytest.fixture(scope="session")
 def published_mnist() -> Path:
     """The cache of MNIST, which is filled if it is empty; without a network the test is skipped."""
-    from variable_batch_size.evaluation.tasks import mnist_files  # not for tests of other parts
+    from variable_batch_size.lab.evaluation.tasks import mnist_files  # not for tests of other parts
 
     try:
         return mnist_files.fetch()

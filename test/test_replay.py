@@ -12,8 +12,8 @@ import pytest
 from helpers.elastic_cluster import Cause, Start, assert_replayed, replay
 from helpers.pages import ROOT
 from variable_batch_size.adaptive import ConstantBatch, Throughput
-from variable_batch_size.cluster import CapacityTrace
-from variable_batch_size.simulation import Overheads, simulate
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.simulation import Overheads, simulate
 
 BATCH_SIZE = 8000  # seven updates and a half of an epoch
 FLAGS = ["--microbatch=1000", "--width=4", "--save-every=0.01"]

@@ -4,4 +4,10 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # the index is __init__.pyi
+_getattr, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # the index is __init__.pyi
+
+
+def __getattr__(name: str) -> object:
+    if name in ("cluster", "evaluation", "simulation"):
+        raise AttributeError(f"{__name__} is for trainings, and has no {name}; use {__name__}.lab.{name}", name=name)
+    return _getattr(name)

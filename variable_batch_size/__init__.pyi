@@ -1,9 +1,7 @@
 from . import adaptive as adaptive
 from . import backend as backend
-from . import cluster as cluster
-from . import evaluation as evaluation
+from . import lab as lab
 from . import rules as rules
-from . import simulation as simulation
 from . import testing as testing
 from .adaptive.adaptive_trace import AdaptiveTrace as AdaptiveTrace
 from .checkpoint.checkpoint import Checkpoint as Checkpoint

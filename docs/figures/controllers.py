@@ -13,7 +13,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 
-from variable_batch_size import cluster
 from variable_batch_size.adaptive import (
     AdaptiveTrace,
     ConstantBatch,
@@ -25,7 +24,8 @@ from variable_batch_size.adaptive import (
     Seesaw,
     Throughput,
 )
-from variable_batch_size.simulation import NoiseCurve, Overheads, Run, simulate
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, Run, simulate
 
 ROOT = Path(__file__).parents[2]
 FIGURE = ROOT / "docs" / "_static" / "controllers.svg"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from variable_batch_size import cluster
+from variable_batch_size.lab import cluster
 
 COLUMNS = {
     "productive": ("productive_share", "{:.1%}"),

@@ -34,10 +34,10 @@ from variable_batch_size.adaptive import (
     Throughput,
 )
 from variable_batch_size.adaptive.base import needs_throughput
-from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, simulate
 from variable_batch_size.rules import adascale_gain
 from variable_batch_size.rules.base import Noise, needs_noise
-from variable_batch_size.simulation import NoiseCurve, Overheads, simulate
 
 LARGEST = 2**53
 SIZES = st.integers(1, LARGEST) | st.integers(1, 5000)

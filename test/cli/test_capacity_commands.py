@@ -15,9 +15,9 @@ import variable_batch_size as vbs
 from helpers.commands import run
 from helpers.console import run_json, run_main
 from helpers.pages import ROOT
-from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
-from variable_batch_size.simulation import to_batch_trace
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.simulation import to_batch_trace
 
 LOG = ROOT / "traces" / "spot_example.json"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.console import error_of, run_main
-from variable_batch_size.evaluation import Plan, read_records
+from variable_batch_size.lab.evaluation import Plan, read_records
 
 TASKS = "helpers.evaluation_tasks:"
 TINY = f"{TASKS}Tiny"

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.console import run_main
 from helpers.pages import DOCS, ROOT, blocks, commands
-from variable_batch_size.evaluation import read_records, write_records
+from variable_batch_size.lab.evaluation import read_records, write_records
 
 PAGE = DOCS / "evaluation.md"
 LINES = [line for line in commands(PAGE) if line.startswith("vbs ")]

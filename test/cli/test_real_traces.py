@@ -11,7 +11,7 @@ from helpers.capacity_files import COLLECTION
 from helpers.commands import run
 from helpers.console import run_json
 from helpers.pages import DOCS, ROOT, commands
-from variable_batch_size import cluster
+from variable_batch_size.lab import cluster
 
 PAGE = DOCS / "real_traces.md"
 (COMMAND,) = commands(PAGE)

@@ -16,8 +16,8 @@ import pytest
 from helpers.commands import environment, wait_for
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
-from variable_batch_size.evaluation import Experiment, Plan, read_records, write_records, write_report
-from variable_batch_size.evaluation.record import Record, keys_in
+from variable_batch_size.lab.evaluation import Experiment, Plan, read_records, write_records, write_report
+from variable_batch_size.lab.evaluation.record import Record, keys_in
 
 TINY = "helpers.evaluation_tasks:Tiny"
 BOTH = ["--rule", "constant", "--rule", "linear"]

@@ -13,11 +13,11 @@ import variable_batch_size as vbs
 from helpers.commands import run as command_run
 from helpers.console import run_json, run_main
 from helpers.pages import ROOT
-from variable_batch_size import cluster
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
 from variable_batch_size.adaptive.scalars import updates_in
 from variable_batch_size.adaptive.table import parse_policy
-from variable_batch_size.simulation import NoiseCurve, Overheads, compare, means, simulate, sweep
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, compare, means, simulate, sweep
 
 LOG = ROOT / "traces" / "spot_example.json"
 RATE = ("--samples-per-second", 20, "--ref-batchsize", 128)

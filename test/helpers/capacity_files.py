@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.lab.cluster import CapacityTrace
 
-GOLDEN = Path(__file__).parents[1] / "cluster" / "golden"
+GOLDEN = Path(__file__).parents[1] / "lab" / "cluster" / "golden"
 COLLECTION = Path(os.environ.get("CAPACITY_TRACES", Path(__file__).parents[3] / "shared" / "traces"))  # of real files
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from variable_batch_size.evaluation.statistics import regret_interval
+from variable_batch_size.lab.evaluation.statistics import regret_interval
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 NOISES: dict[str, Draw] = {  # of mean 0

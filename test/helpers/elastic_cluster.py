@@ -23,9 +23,9 @@ import torch
 
 from helpers.kills import send
 from variable_batch_size import BatchTrace, read_checkpoint
-from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.simulation.nodes import staying_nodes
 from variable_batch_size.preemption import EXIT_CODE
-from variable_batch_size.simulation.nodes import staying_nodes
 
 TORCHRUN = Path(__file__).parents[2] / "examples" / "clusters" / "torchrun_143.py"
 TRAINING = Path(__file__).with_name("elastic_training.py")

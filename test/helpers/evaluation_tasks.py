@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from variable_batch_size.evaluation import Record
+from variable_batch_size.lab.evaluation import Record
 
 SIZE = 96  # samples
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from variable_batch_size.evaluation import Record
+from variable_batch_size.lab.evaluation import Record
 
 EFFECTS = {"constant": 0.0, "adascale": -0.05, "root": -0.04, "linear": 0.06}  # on the final loss
 TRACES = {"64": [64], "0:64 40:256": [64, 256], "spot": [32, 512, 128, 256]}  # name -> batch sizes, in equal parts

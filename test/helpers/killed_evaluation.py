@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from variable_batch_size.evaluation import Experiment, run
+from variable_batch_size.lab.evaluation import Experiment, run
 
 WORKERS = {"joblib": b"LokyProcess", "ray": b"ray::_record"}  # in the command line of a process that trains
 EXPECTED = ("was killed", "is in use by")  # errors of an evaluation of which one process was killed

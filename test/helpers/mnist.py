@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from variable_batch_size.evaluation.tasks.mnist_files import MD5, fetch, load, read
+from variable_batch_size.lab.evaluation.tasks.mnist_files import MD5, fetch, load, read
 
 __all__ = ["MD5", "fetch", "load", "read"]
 

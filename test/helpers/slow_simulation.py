@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 from variable_batch_size.adaptive import ControlInput, Throughput
-from variable_batch_size.cluster import CapacityTrace
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads
 from variable_batch_size.rules import Rule, RuleInput, adascale_gain
 from variable_batch_size.rules.base import Noise, needs_noise
-from variable_batch_size.simulation import NoiseCurve, Overheads
 from variable_batch_size.trace import BatchTrace
 
 INFINITE = Fraction(10**30)

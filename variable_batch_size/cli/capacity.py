@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from variable_batch_size import cluster
 from variable_batch_size.cli import options, output
 from variable_batch_size.cli.command import UsageError, command
 from variable_batch_size.cli.options import option
 from variable_batch_size.cli.trace import describe
-from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab import cluster
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.simulation import to_batch_trace
 from variable_batch_size.rules.base import needs_noise
-from variable_batch_size.simulation import to_batch_trace
 
 app = typer.Typer(help="Capacity traces: how many nodes a cluster had at each time.", no_args_is_help=True)
 

@@ -10,9 +10,9 @@ import typer
 
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.cli import output
-from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.simulation import Overheads, Run, compare, means
-from variable_batch_size.simulation.sweep import SHARES
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.simulation import Overheads, Run, compare, means
+from variable_batch_size.lab.simulation.sweep import SHARES
 
 if TYPE_CHECKING:
     import pandas as pd

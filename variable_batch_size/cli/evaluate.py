@@ -20,9 +20,9 @@ from variable_batch_size.cli.options import option
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
-    from variable_batch_size.evaluation.cell import Cell
-    from variable_batch_size.evaluation.experiment import Experiment
-    from variable_batch_size.simulation import Overheads
+    from variable_batch_size.lab.evaluation.cell import Cell
+    from variable_batch_size.lab.evaluation.experiment import Experiment
+    from variable_batch_size.lab.simulation import Overheads
 
 EngineName: TypeAlias = Literal["joblib", "ray"]  # as in evaluation.engines, which is imported when it is needed
 TIME = "Simulated time"
@@ -120,10 +120,10 @@ def evaluate(
     - `vbs evaluate mnist-cnn --trace 32 --trace "0:32 1000:256" --rule constant --rule linear --jobs 2`
     - `vbs evaluate mnist-cnn --trace per-device:16@traces/spot_example.json --samples-per-second 2 --rule linear`
     """
-    from variable_batch_size.evaluation import Experiment, ModelTime, engines
-    from variable_batch_size.evaluation.courses import TraceOptions, UnderCapacity
-    from variable_batch_size.evaluation.record import status_of
-    from variable_batch_size.simulation import NoiseCurve
+    from variable_batch_size.lab.evaluation import Experiment, ModelTime, engines
+    from variable_batch_size.lab.evaluation.courses import TraceOptions, UnderCapacity
+    from variable_batch_size.lab.evaluation.record import status_of
+    from variable_batch_size.lab.simulation import NoiseCurve
 
     model, under = time.throughput(), None
     if model is not None:
@@ -165,8 +165,8 @@ def evaluate(
 @contextmanager
 def _interrupted(cells: list[Cell], folder: Path, command: str) -> Iterator[None]:
     """After Ctrl-C, print what is done and how to continue."""
-    from variable_batch_size.evaluation.plan import Plan
-    from variable_batch_size.evaluation.record import keys_in
+    from variable_batch_size.lab.evaluation.plan import Plan
+    from variable_batch_size.lab.evaluation.record import keys_in
 
     try:
         yield
@@ -213,9 +213,9 @@ def _only(costs: options.Costs) -> Overheads | None:
 
 def _print_plan(experiment: Experiment, cells: list[Cell], folder: Path) -> None:
     """Check the trainings, and print how many there are, and how large a difference they can see."""
-    from variable_batch_size.evaluation.engines import without_record
-    from variable_batch_size.evaluation.experiment import check
-    from variable_batch_size.evaluation.wording import power
+    from variable_batch_size.lab.evaluation.engines import without_record
+    from variable_batch_size.lab.evaluation.experiment import check
+    from variable_batch_size.lab.evaluation.wording import power
 
     left = without_record(cells, folder)
     check(left.values())

@@ -17,10 +17,10 @@ from variable_batch_size._validation import check_bounds, check_number
 from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cli.command import UsageError, usage
-from variable_batch_size.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.cluster.reading import READERS, read
-from variable_batch_size.cluster.synthesis import synthetic
-from variable_batch_size.simulation import Overheads
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.cluster.reading import READERS, read
+from variable_batch_size.lab.cluster.synthesis import synthetic
+from variable_batch_size.lab.simulation import Overheads
 from variable_batch_size.trace.schedule import Unit
 
 DECADE = 10 * 365 * 86400  # seconds

@@ -15,7 +15,7 @@ from rich.table import Table
 from variable_batch_size._extras import import_extra
 from variable_batch_size._validation import FloatArray
 from variable_batch_size.cli.options import STDOUT, option
-from variable_batch_size.cluster.capacity_trace import bin_means
+from variable_batch_size.lab.cluster.capacity_trace import bin_means
 
 Json = Annotated[bool, option("Print JSON instead of tables and a picture.", "--json")]
 Picture = Annotated[bool, option("Draw in the terminal.", "--picture/--no-picture")]

@@ -16,12 +16,12 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.cli.command import command
 from variable_batch_size.cli.options import option
 from variable_batch_size.cli.output import print_table
-from variable_batch_size.evaluation.metric import Mode
+from variable_batch_size.lab.evaluation.metric import Mode
 
 if TYPE_CHECKING:
-    from variable_batch_size.evaluation.analysis import Analysis
-    from variable_batch_size.evaluation.record import Record
-    from variable_batch_size.evaluation.report import TableFormat
+    from variable_batch_size.lab.evaluation.analysis import Analysis
+    from variable_batch_size.lab.evaluation.record import Record
+    from variable_batch_size.lab.evaluation.report import TableFormat
 
 
 Parquet = Annotated[bool, option("Write the tables as Parquet files, instead of CSV.", "--parquet")]
@@ -68,7 +68,7 @@ def report(
     - `vbs report evaluation --metric accuracy --baseline linear --recommend`
     - `vbs report benchmarks/evaluation_large.csv.gz --output runs/large`
     """
-    from variable_batch_size.evaluation.table import SUFFIX, is_table
+    from variable_batch_size.lab.evaluation.table import SUFFIX, is_table
 
     there = records.is_file() if is_table(records) else records.is_dir()
     if not there or not publish(
@@ -90,11 +90,11 @@ def publish(
     output: Path | None = None,
 ) -> int:
     """Write the report of a folder's records and plan, or of a table, print it, and return the number of records."""
-    from variable_batch_size.evaluation.analysis import Analysis
-    from variable_batch_size.evaluation.plan import Plan
-    from variable_batch_size.evaluation.record import read_records
-    from variable_batch_size.evaluation.report import write_analysis
-    from variable_batch_size.evaluation.table import SUFFIX
+    from variable_batch_size.lab.evaluation.analysis import Analysis
+    from variable_batch_size.lab.evaluation.plan import Plan
+    from variable_batch_size.lab.evaluation.record import read_records
+    from variable_batch_size.lab.evaluation.report import write_analysis
+    from variable_batch_size.lab.evaluation.table import SUFFIX
 
     records, plan = read_records(place), Plan.read(place)
     planned = [record for record in records if record.key in plan.keys] if plan.keys else records
@@ -118,7 +118,7 @@ def publish(
 
 def _warn_of_sources(records: Sequence[Record]) -> None:
     """Warn of each task whose source was not the same for all of its records."""
-    from variable_batch_size.evaluation.training import SOURCE
+    from variable_batch_size.lab.evaluation.training import SOURCE
 
     sources = defaultdict(set)
     for record in records:
@@ -133,7 +133,7 @@ def _warn_of_sources(records: Sequence[Record]) -> None:
 
 def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple[str, float]]:
     """Return the target of each task that has one, and can be loaded here."""
-    from variable_batch_size.evaluation.task import Defaults, load_task
+    from variable_batch_size.lab.evaluation.task import Defaults, load_task
 
     found = {}
     cells = [record.cell for record in records]
@@ -150,7 +150,7 @@ def _targets(records: Sequence[Record], data_dir: str | None) -> dict[str, tuple
 
 
 def _print_recommendations(analysis: Analysis) -> None:
-    from variable_batch_size.evaluation.recommendation import recommend
+    from variable_batch_size.lab.evaluation.recommendation import recommend
 
     found = recommend(analysis)
     for task in analysis.tasks:

@@ -20,12 +20,12 @@ from variable_batch_size.cli import comparison, options, output
 from variable_batch_size.cli.command import UsageError, command
 from variable_batch_size.cli.options import option
 from variable_batch_size.cli.trace import describe
-from variable_batch_size.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
+from variable_batch_size.lab.simulation import simulate as simulate_run
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule, needs_noise
 from variable_batch_size.rules.selection import rules_for_groups
-from variable_batch_size.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
-from variable_batch_size.simulation import simulate as simulate_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
 from variable_batch_size.cli.command import command
 from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, option
-from variable_batch_size.cluster.reading import format_of
-from variable_batch_size.simulation.simulate import MAX_STEPS
+from variable_batch_size.lab.cluster.reading import format_of
+from variable_batch_size.lab.simulation.simulate import MAX_STEPS
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.trace.schedule import is_schedule
 

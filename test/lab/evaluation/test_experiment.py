@@ -1,0 +1,355 @@
+"""An experiment is the product of what it is given; errors come before anything trains, and say what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.evaluation_tasks import Tiny
+from variable_batch_size import AdaptiveTrace, BatchTrace
+from variable_batch_size.adaptive import NoiseScale, Throughput
+from variable_batch_size.lab.cluster import CapacityTrace
+from variable_batch_size.lab.evaluation import Experiment, ModelTime, UnderCapacity, load_task, run
+from variable_batch_size.lab.evaluation.cell import rule_of
+from variable_batch_size.lab.evaluation.courses import TraceOptions, TraceSource
+from variable_batch_size.lab.evaluation.task import FUNCTIONS
+from variable_batch_size.lab.evaluation.tasks.table import TASKS
+from variable_batch_size.lab.evaluation.tuning import REFERENCE
+from variable_batch_size.rules import LEGWRule, PowerRule
+
+TINY = "helpers.evaluation_tasks:Tiny"
+MODEL = Throughput.simple(samples_per_second=10)
+
+
+def test_cells_are_the_product_without_repetitions_and_their_names_are_their_own() -> None:
+    traces, rules = ["8", "0:8 10:32"], ["constant", "linear", "power:0.75"]
+    cells = Experiment([TINY], traces, rules, seeds=[3, 5], lr_factors=(0.5, 1, 2, 1)).cells()
+    found = [(cell.trace, cell.rule, cell.lr_factor, cell.seed) for cell in cells]
+    pairs = [(rule, factor) for rule in rules for factor in (0.5, 1.0, 2.0)]
+    assert sorted(found) == sorted((trace, *pair, seed) for trace in traces for pair in pairs for seed in (3, 5))
+    assert {cell.lr for cell in cells} == {0.05, 0.025, 0.1}
+    assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_the_reference_is_always_trained() -> None:
+    for trace, rule, more in ("8", "linear", True), ("16", "constant", True), ("8", "constant", False):
+        cells = Experiment([TINY], [trace], [rule], seeds=1, lr_factors=(1, 2)).cells()
+        assert [(cell.trace, cell.rule, cell.lr_factor) for cell in cells] == [
+            (name, own, factor)
+            for name, own in ((trace, rule), (REFERENCE, "constant"))[: 1 + more]
+            for factor in (1, 2)
+        ]
+    assert len(Experiment(["helpers.evaluation_tasks:NoReference"], ["8"], ["constant"], seeds=1).cells()) == 1
+
+
+def test_a_remark_is_of_the_line_that_asks_for_cells() -> None:
+    experiment = Experiment([TINY], ["0:8 1000:32"], ["linear"], seeds=1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        experiment.cells()
+    assert [Path(one.filename) for one in found] == [Path(__file__)]
+    assert "its first change follows sample 8,000" in str(found[0].message)
+
+
+def test_a_capacity_trace_without_a_policy_is_told(tmp_path: Path) -> None:
+    CapacityTrace([0, 60], np.array([1, 2]), end=120).to_csv(tmp_path / "log.csv")
+    with pytest.raises(
+        ValueError, match=r"a capacity trace must have a policy, got .*; pass \"per-device:64@.*log\.csv\""
+    ):
+        Experiment([TINY], [str(tmp_path / "log.csv")], ["linear"], seeds=1).cells()
+
+
+def test_a_key_is_that_of_what_determines_the_training() -> None:
+    def keys(**other: Any) -> set[str]:
+        arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["0:8 10:32"], "rules": ["linear"], "seeds": 1}
+        return {cell.key for cell in Experiment(**arguments | other).cells() if cell.trace != REFERENCE}
+
+    here = keys()
+    assert here == keys(tasks={TINY: {}}) == keys(samples=240, between=64, lr=0.05)
+    assert here == keys(traces={"0:8 10:32": BatchTrace.parse("0:8 10:32")})
+    assert here < keys(seeds=2)
+    for other in (
+        {"tasks": {TINY: {"shift": 1.0}}},
+        {"traces": {"0:8 10:32": BatchTrace.parse("0:8 10:16")}},  # the same name, another trace
+        {"rules": ["root"]},
+        {"seeds": [7]},
+        {"lr_factors": [2]},
+        {"lr": 0.06},
+        {"samples": 200},
+        {"ref_batchsize": 16},
+        {"minibatch_size": 8},
+        {"between": 60},
+        {"time": ModelTime(MODEL)},
+    ):
+        assert not here & keys(**other), other
+
+
+def test_a_key_does_not_change_between_versions() -> None:
+    cell = Experiment([TINY], ["8"], ["linear"], seeds=1).cells()[0]
+    assert cell.key == "2d35b1ac0ff7d322"
+    assert json.loads(json.dumps(cell.as_json())) == cell.as_json()
+
+
+def test_traces_are_schedules_files_policies_objects_and_capacity_traces(tmp_path: Path) -> None:
+    BatchTrace.from_sizes([8, 16, 8]).to_csv(tmp_path / "sizes.csv")
+    capacity = CapacityTrace([0, 2, 5], [1, 4, 2], end=1000)
+    capacity.to_csv(tmp_path / "nodes.csv")
+    traces: dict[str, Any] = {
+        "file": str(tmp_path / "sizes.csv"),
+        "policy": "noise-scale:1",
+        "adaptive": AdaptiveTrace(NoiseScale(), 8, (4, 32)),
+        "object": UnderCapacity(capacity, "per-device:4", MODEL),
+        "log": f"per-device:4@{tmp_path / 'nodes.csv'}",
+    }
+    options = TraceOptions("hold", under=UnderCapacity("", "", MODEL))
+    cells = {cell.trace: cell for cell in Experiment([TINY], traces, ["linear"], seeds=1, options=options).cells()}
+    courses = {name: cell.course for name, cell in cells.items()}
+    assert courses["file"].trace == BatchTrace.from_sizes([8, 16, 8], on_end="hold")
+    assert isinstance(courses["policy"].trace, AdaptiveTrace)
+    assert courses["policy"].trace.start == 8
+    assert courses["adaptive"].trace == traces["adaptive"]
+    assert courses["object"].fingerprint == courses["log"].fingerprint
+    sizes = courses["log"].trace
+    assert isinstance(sizes, BatchTrace)
+    assert set(np.unique(sizes.runs[1])) == {4, 8, 16}
+
+
+def test_rules_are_named_with_their_number() -> None:
+    assert rule_of("adascale") == "adascale"
+    assert rule_of("power:0.75") == PowerRule(0.75)
+    assert rule_of("legw:100") == LEGWRule(100.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("lineal", "a rule must be one of constant, .*, got 'lineal'; pass one of these names"),
+        ("power", "the rule power needs its exponent, got none; pass power:NUMBER"),
+        ("power:x", "exponent of the rule power must be a number, got 'x'; pass one"),
+        ("linear:2", "the rule linear takes no number, got 'linear:2'; pass linear"),
+    ],
+)
+def test_a_wrong_rule_says_what_to_pass(rule: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Experiment([TINY], ["8"], [rule])
+
+
+OWN = "helpers.evaluation_tasks:"
+
+
+def under(seconds: float, policy: str) -> UnderCapacity:
+    return UnderCapacity(CapacityTrace([0], [1], seconds), policy, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: Experiment(["letters"], ["8"], ["linear"]),
+            ValueError,
+            "a task must be mnist-cnn, fashion-cnn, char-gpt, cifar10-resnet or package.module:name, got 'letters'; "
+            "pass one of these",
+        ),
+        (lambda: Experiment(["mnist_cnn"], ["8"], ["linear"]), ValueError, "got 'mnist_cnn'; pass mnist-cnn$"),
+        (
+            lambda: Experiment(["sums.py:Sums"], ["8"], ["linear"]),
+            ValueError,
+            "; pass sums:Sums, and run it where sums.py is$",
+        ),
+        (
+            lambda: Experiment(["helpers.evaluation_tasks.Tiny"], ["8"], ["linear"]),
+            ValueError,
+            "; pass helpers.evaluation_tasks:Tiny$",
+        ),
+        (lambda: Experiment(["not where:Task"], ["8"], ["linear"]), ValueError, "; pass one of these$"),
+        (lambda: Experiment(["nowhere:Task"], ["8"], ["linear"]), ValueError, r"or run it where nowhere\.py is"),
+        (lambda: Experiment([OWN + "Tine"], ["8"], ["linear"]), ValueError, "no 'Tine' there; pass package.module"),
+        (
+            lambda: Experiment([OWN + "NoLoss"], ["8"], ["linear"]),
+            TypeError,
+            "must have model, dataset, .*; define loss, evaluate",
+        ),
+        (
+            lambda: Experiment([OWN + "NoReference"], ["8"], ["linear"]),
+            ValueError,
+            "rule linear: .*needs ref_batchsize, but it is None; pass the batch size",
+        ),
+        (
+            lambda: Experiment([TINY], ["8", "0:8 5:97"], ["linear"]),
+            ValueError,
+            "trace 0:8 5:97, rule linear: every batch size .* at most the dataset's size of 96 .* of 97; use a larger",
+        ),
+        (lambda: Experiment([TINY], ["8"], ["sqrt-sde"]), TypeError, "rule sqrt-sde: .*got SGD; use the root rule"),
+        (lambda: Experiment([TINY], ["no.csv"], ["linear"]), ValueError, "trace no.csv .* got 'no.csv'; pass one of"),
+        (
+            lambda: Experiment([TINY], {"short": [8] * 10}, ["linear"]),  # type: ignore[dict-item]
+            ValueError,
+            'trace short, rule linear: .*on_end="stop", "hold" or "cycle"',
+        ),
+        (lambda: Experiment([TINY], ["per-device:4@a.json"], ["linear"]), ValueError, "throughput, or --samples"),
+        (
+            lambda: Experiment([TINY], {"a": under(12, "constant:8")}, ["root"]),
+            ValueError,
+            "must last for the 240 samples of the training, got 120 until second 12; train on fewer samples, pass a "
+            "faster throughput, or a log whose time is scaled by 2 or more, see vbs capacity convert --scale-time",
+        ),
+        (
+            lambda: Experiment([TINY], {"a": under(99, "noise-scale:1")}, ["root"]),
+            ValueError,
+            "needs the gradient noise, got noise=None; pass noise=NoiseCurve",
+        ),
+        (lambda: Experiment([], ["8"], ["linear"]), ValueError, "tasks must have at least one item, got none"),
+        (lambda: Experiment(TINY, ["8"], ["linear"]), TypeError, "tasks must be a sequence, got 'helpers"),
+    ],
+)  # fmt: skip
+def test_errors_come_before_anything_trains(
+    make: Callable[[], Experiment], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        run(make(), tmp_path / "records", progress=False)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_task_is_an_object_a_class_a_function_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from helpers.evaluation_tasks import tiny\nmodel, dataset, loss = tiny.model, tiny.dataset, tiny.loss\n"
+    text += "evaluate, optimizer, lr = tiny.evaluate, tiny.optimizer, 0.5\ndef make(): return tiny\n"
+    (tmp_path / "task_of_a_user.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert load_task("task_of_a_user:make") is load_task("helpers.evaluation_tasks:tiny")
+    module: Any = load_task("task_of_a_user")
+    assert module.lr == 0.5
+    assert load_task(TINY, {"shift": 1.0}) is load_task(TINY, {"shift": 1.0}) is not load_task(TINY)
+    with pytest.raises(TypeError, match="must be a class or a function to take arguments"):
+        load_task("helpers.evaluation_tasks:tiny", {"shift": 1.0})
+    (tmp_path / "broken_task_of_a_user.py").write_text("import a_library_that_is_missing\n")
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
+        load_task("broken_task_of_a_user:Task")
+
+
+def test_a_task_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is imported, and when one of its functions is called."""
+    (tmp_path / "model_of_a_user.py").write_text("from helpers.evaluation_tasks import Tiny\n")
+    (tmp_path / "later_of_a_user.py").write_text("import torch\ndef model(seed): return torch.nn.Linear(6, 1)\n")
+    text = "from model_of_a_user import Tiny\nclass Own(Tiny):\n    def model(self, seed):\n"
+    (tmp_path / "split_task_of_a_user.py").write_text(
+        f"{text}        from later_of_a_user import model\n        return model(0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = load_task("split_task_of_a_user:Own")
+    assert sum(one.numel() for one in task.model(0).parameters()) == 7
+    assert sys.path[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"schedule": lambda samples: 1.0},
+            r"schedule of the task .* the arguments \(samples, total\), got '\(samples\)'",
+        ),
+        ({"evaluate": lambda: {"loss": 1.0}}, r"evaluate of the task .* take the arguments \(model\), got '\(\)'"),
+        ({"optimizer": lambda model, *, lr: None}, r"optimizer of the task .* take the arguments \(model, lr\)"),
+        ({"model": lambda seed, width=3: None}, None),
+    ],
+)
+def test_functions_of_a_task_take_the_arguments_that_they_get(
+    change: dict[str, Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"changed_{tmp_path.name}"
+    module = ModuleType(name)
+    module.task = SimpleNamespace(**{each: getattr(Tiny(), each) for each in FUNCTIONS} | change)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    if message is None:
+        assert load_task(f"{name}:task") is module.task
+    else:
+        with pytest.raises(TypeError, match=message):
+            Experiment([f"{name}:task"], ["8"], ["linear"], samples=96, lr=0.1, ref_batchsize=8).cells()
+
+
+def test_a_batch_size_that_never_changes_in_a_training_is_told(tmp_path: Path) -> None:
+    def warnings_of(source: TraceSource) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Experiment([TINY], {"a": source}, ["root"], samples=240).cells()
+        return [str(each.message) for each in caught]
+
+    assert warnings_of("0:8 30:16") == [
+        f"trace a of the task {TINY}: the batch size is 8 for all 240 samples of the training, its first change "
+        "follows sample 240; train on more samples to compare rules"
+    ]
+    two = CapacityTrace([0, 25], [1, 2], 60)  # 10 samples a second: 240 of them end at second 24
+    (found,) = warnings_of(UnderCapacity(two, "per-device:8", MODEL))
+    assert "the batch size is 8 for all 240 samples of the training, which ends at second 24 of 60;" in found
+    assert not warnings_of("0:8 29:16")
+    assert not warnings_of("8")
+    assert not warnings_of(UnderCapacity(two, "constant:8", MODEL))
+    assert not warnings_of(UnderCapacity(CapacityTrace([0], [1], 60), "per-device:8", MODEL))
+    assert not warnings_of(UnderCapacity(CapacityTrace([0, 23], [1, 2], 60), "per-device:8", MODEL))
+
+
+def test_a_task_without_its_arguments_says_which() -> None:
+    with pytest.raises(
+        TypeError, match=r"the task .*:Killed must be created with \(folder: .*got no arguments \(missing"
+    ):
+        load_task("helpers.evaluation_tasks:Killed")
+    with pytest.raises(TypeError, match=r"must be created with \(shift.*got scale \(got an unexpected"):
+        load_task(TINY, {"scale": 1.0})
+
+
+def test_the_tasks_of_the_package_are_tasks() -> None:
+    for name in TASKS:
+        task: Any = load_task(name)
+        (cell, *_) = Experiment([name], [str(task.ref_batchsize)], ["linear"], seeds=1).cells()
+        assert cell.samples == task.samples
+        assert task.schedule(2**14, 2**17) > 0.9 > 0.1 + 1e-9 > task.schedule(2**17, 2**17)
+        assert re.fullmatch("[0-9a-f]{16}", cell.key)
+
+
+def test_each_seed_has_its_part_of_a_log() -> None:
+    log = CapacityTrace([0, 25, 50, 75], [1, 2, 3, 4], end=100)
+    trace = UnderCapacity(log, "per-device:8", Throughput.simple(samples_per_second=10))
+    arguments: dict[str, Any] = {"tasks": [TINY], "rules": ["linear"], "samples": 100, "seeds": [0, 1, 2, 7]}
+    cells = Experiment(traces={"log": trace, "constant": "8"}, windows=4, **arguments).cells()
+    own = [cell for cell in cells if cell.trace == "log"]
+    assert [cell.window for cell in own] == [0, 1, 2, 3]
+    assert {cell.windows for cell in own} == {4}
+    assert [int(cell.course.trace.runs[1][0]) for cell in own] == [8, 16, 24, 32]
+    assert all("window" not in cell.as_json() for cell in cells if cell.trace != "log")
+    whole = Experiment(traces={"log": trace}, **arguments | {"samples": 400}).cells()[0]
+    assert "window" not in whole.as_json()
+    with pytest.raises(ValueError, match="windows are parts of the log of a cluster"):
+        Experiment(traces=["8"], windows=4, **arguments).cells()
+    short = r"part 0 of 4 \(windows\) of the capacity trace must last for .*, pass fewer windows, a faster throughput"
+    with pytest.raises(ValueError, match=short):
+        Experiment(traces={"log": trace}, windows=4, **arguments | {"samples": 300}).cells()
+
+
+def test_no_two_seeds_that_are_compared_have_the_same_part_of_a_log() -> None:
+    arguments: dict[str, Any] = {"tasks": [TINY], "traces": ["8"], "rules": ["linear"], "lr_factors": [1, 2]}
+    Experiment(**arguments, windows=3, seeds=3, tuning_seeds=2)
+    Experiment(**arguments, windows=1, seeds=3, tuning_seeds=2)
+    message = (
+        "the seeds must have different parts of a log, seed % windows, got part 0 of 3 for seeds 0 and 3; "
+        "pass as many windows as seeds, or fewer seeds"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Experiment(**arguments, windows=3, seeds=4)
+    with pytest.raises(ValueError, match="got part 1 of 4 for seeds 5 and 9"):
+        Experiment(**arguments, windows=4, seeds=[5, 9])
+    with pytest.raises(ValueError, match=r"the tuning seeds must .* got part 1 of 3 for seeds 1000 and 1003"):
+        Experiment(**arguments, windows=3, seeds=3, tuning_seeds=4)
+
+
+def test_the_name_of_the_reference_is_taken() -> None:
+    with pytest.raises(ValueError, match="a trace must have a name of its own, got 'the reference'; choose another"):
+        Experiment(tasks=[TINY], traces={REFERENCE: "8"}, rules=["linear"])

@@ -1,0 +1,122 @@
+"""The pictures show what the runs say: one run, several side by side, and several traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
+from variable_batch_size.lab.cluster import CapacityTrace, synthetic
+from variable_batch_size.lab.cluster.capacity_trace import bin_means
+from variable_batch_size.lab.simulation import Overheads, Run, plot_runs, plot_sweep, simulate, sweep
+from variable_batch_size.lab.simulation.result import COLUMNS
+
+CAPACITY = CapacityTrace([0, 60, 90], [4, 2, 4], 180, prices=[1.0, 3.0, 1.0])
+ARGUMENTS: dict[str, Any] = {
+    "throughput": Throughput.simple(samples_per_second=64),
+    "ref_batchsize": 256,
+    "overheads": Overheads(restart=20, save_every=30, save=5, notice=2),
+}
+POLICIES = {"a": PerDevice(64), "b": ConstantBatch(100), "c": ConstantBatch(300)}
+NO_UPDATE = CapacityTrace([0], [1], 10)
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def runs(number: int, capacity: CapacityTrace = CAPACITY) -> dict[str, Run]:
+    return {name: simulate(capacity, POLICIES[name], **ARGUMENTS) for name in list(POLICIES)[:number]}
+
+
+def labels(legend: Any) -> list[str]:
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_the_picture_of_one_run() -> None:
+    figure = runs(1)["a"].plot()
+    nodes, batch, progress, lost = figure.axes
+    assert [axes.get_ylabel().split("\n")[0] for axes in (nodes, batch, progress)] == [
+        *("nodes", "batch size", "modelled progress")
+    ]
+    assert lost.get_xlabel() == "time (hours)"
+    assert labels(figure.legends[0]) == ["there", "used", "redone", "restarting", "saving"]
+    assert progress.get_legend() is None
+
+
+def test_several_runs_have_a_color_each() -> None:
+    figure = plot_runs(runs(3))
+    _, batch, progress, *lost = figure.axes
+    assert labels(figure.legends[0]) == ["there", "redone", "restarting", "saving", "idle"]
+    assert labels(progress.get_legend()) == [axes.get_ylabel() for axes in lost] == ["a", "b", "c"]
+    colors = [line.get_color() for line in progress.lines]
+    assert len(set(colors)) == 3
+    assert colors == [axes.yaxis.label.get_color() for axes in lost]
+    for line, run in zip(progress.lines, runs(3).values(), strict=True):
+        assert line.get_ydata()[-1] == pytest.approx(run.summary["progress"])
+    constant = batch.patches[1].get_data().values
+    assert set(constant[np.isfinite(constant)]) == {100}
+
+
+def test_the_colors_are_the_shares_of_the_time() -> None:
+    for axes, run in zip(plot_runs(runs(3)).axes[3:], runs(3).values(), strict=True):
+        for patch in axes.patches:
+            values, _, below = patch.get_data()
+            assert (values - below).sum() / COLUMNS == pytest.approx(
+                run.summary[patch.get_label()] / run.summary["elapsed"]
+            )
+
+
+def test_no_batch_size_is_drawn_without_nodes() -> None:
+    run = simulate(CapacityTrace([0, 60, 90], [4, 0, 4], 180), POLICIES["a"], **ARGUMENTS)
+    figure = plot_runs({"a": run}, "spot.csv: $a")
+    assert figure.axes[0].get_title() == "spot.csv: $a"
+    figure.canvas.draw()
+    sizes, edges, _ = figure.axes[1].patches[0].get_data()
+    idle = (edges[:-1] * 3600 >= 60) & (edges[1:] * 3600 <= 90)
+    assert idle.any()
+    assert np.isnan(sizes[idle]).all()
+    assert set(sizes[~idle & ~np.isnan(sizes)]) == {256}
+
+
+def test_more_runs_than_colors_and_a_run_without_an_update() -> None:
+    assert len(plot_runs(dict.fromkeys("abcdefghij", runs(1)["a"])).axes) == 13
+    figure = plot_runs(runs(2, NO_UPDATE))
+    figure.canvas.draw()
+    assert labels(figure.legends[0]) == ["there", "restarting"]
+
+
+@pytest.mark.parametrize("traces", [1, 3])
+def test_the_picture_of_a_sweep(traces: int) -> None:
+    capacities = {str(seed): synthetic(4, 300, 60, 3600, seed) for seed in range(traces)}
+    table = sweep(capacities, POLICIES, **ARGUMENTS, prices=1)
+    figure = plot_sweep(table)
+    assert [axes.get_title().split(" (")[0].split("\n")[0] for axes in figure.axes] == [
+        *("productive", "modelled progress per node-hour", "cost per progress")
+    ]
+    for axes, fact in zip(
+        figure.axes, ("productive_share", "progress_per_node_hour", "cost_per_progress"), strict=True
+    ):
+        drawn = [line.get_ydata() for line in axes.lines[:traces]]
+        np.testing.assert_array_equal(np.ravel(drawn), table[fact])
+    without = plot_sweep(sweep(capacities | {"none": NO_UPDATE}, {"a": POLICIES["a"]}, **ARGUMENTS))
+    without.canvas.draw()
+    assert len(without.axes) == 2
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=20), st.integers(1, 40))
+def test_bins_keep_the_integral(parts: list[tuple[int, int]], columns: int) -> None:
+    lengths, values = np.array(parts, np.float64).T
+    borders, found = bin_means(np.cumsum([0, *lengths]), values, columns)
+    assert found @ np.diff(borders) == pytest.approx(values @ lengths)
+    fine, exact = bin_means(np.cumsum([0, *lengths]), values, int(lengths.sum()))
+    assert exact == pytest.approx(np.repeat(values, lengths.astype(int)))
+    assert fine == pytest.approx(np.arange(lengths.sum() + 1))

@@ -1,0 +1,46 @@
+"""Bamboo's logs of nodes that come and leave."""
+
+from __future__ import annotations
+
+from typing import final
+
+from variable_batch_size.lab.cluster.readers.base import Membership, Options, Reader, Rows, Text, is_number, split
+
+
+@final
+class BambooEventsReader(Reader):
+    """`480000,add,node1`, without a header: milliseconds since the beginning, what happens, and to which node.
+
+    Before the first row there are 0 nodes, and the trace ends at the last one. A node that is added must not be there,
+    and one that is removed must be.
+
+    Source: `github.com/uclasystem/bamboo`, `traces/` (Thorpe et al., NSDI 2023).
+    """
+
+    name = "bamboo-events"
+    example = "480000,add,node1"
+
+    def recognizes(self, text: Text) -> bool:
+        """Return whether the first row is a number, one of the two events and a name."""
+        cells = split(text.lines[0][1])
+        return len(cells) == 3 and cells[1] in ("add", "remove") and is_number(cells[0])
+
+    def read(self, text: Text, options: Options) -> Rows:
+        """Return a row for each event."""
+        seconds: list[float] = []
+        nodes: list[int] = []
+        members = Membership(text)
+        for line, row in text.lines:
+            milliseconds, event, name = text.cells(line, row, self.example)
+            seconds.append(text.cell(line, "milliseconds", milliseconds) / 1000)
+            text.check_order(line, "seconds", seconds)
+            if not name:
+                raise text.error(line, "a row must name a node", row, "correct the row")
+            if event == "add":
+                members.add(line, [name])
+            elif event == "remove":
+                members.remove(line, [name])
+            else:
+                raise text.error(line, "the event must be add or remove", event, "correct the row")
+            nodes.append(len(members))
+        return Rows(seconds, nodes)

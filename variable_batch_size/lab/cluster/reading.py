@@ -1,0 +1,111 @@
+"""Read a capacity trace from a file of any known format: a new one is a file in `readers/`, and a line here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from variable_batch_size._validation import MAX_INT, check_choice, check_int, check_number, value_error
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.cluster.readers.bamboo_counts import BambooCountsReader
+from variable_batch_size.lab.cluster.readers.bamboo_events import BambooEventsReader
+from variable_batch_size.lab.cluster.readers.base import Options, Reader, Text, split
+from variable_batch_size.lab.cluster.readers.eth import EthReader
+from variable_batch_size.lab.cluster.readers.gcloud import GcloudReader
+from variable_batch_size.lab.cluster.readers.own import OwnReader
+from variable_batch_size.lab.cluster.readers.parcae import ParcaeReader
+from variable_batch_size.lab.cluster.readers.skypilot import SkyPilotReader
+from variable_batch_size.trace.csv_file import SIZE_COLUMNS
+
+READERS: Final[Mapping[str, Reader]] = {
+    "csv": OwnReader(),
+    "skypilot": SkyPilotReader(),
+    "bamboo-events": BambooEventsReader(),
+    "bamboo-counts": BambooCountsReader(),
+    "gcloud": GcloudReader(),
+    "parcae": ParcaeReader(),
+    "eth": EthReader(),
+}
+"""The readers by the names of their formats, no two of which recognize the same file."""
+
+
+def read(
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    inverted: bool | int = False,
+    max_gap: float | None = None,
+) -> CapacityTrace:
+    """Read a capacity trace from a file, whose format is recognized by its beginning.
+
+    FORMATS
+
+    The docstring of each reader says where a trace of its format ends. Dates and Unix times begin at the first row.
+    Times since the beginning stay as they are: before the first row there are 0 nodes. Of rows at one time the last one
+    counts.
+
+    Args:
+        path: path of the file.
+        format: name of the format; by default, it is recognized.
+        inverted: the number of nodes of the cluster, if the file counts those that are not available; True for one
+            node. Only for skypilot, whose files do not say which ones they count.
+        max_gap: seconds, > 0, for which a row holds at most, with 0 nodes from then on until the next row. Only for
+            gcloud. By default, a row holds up to the next one.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        OSError: if the file cannot be read.
+        ValueError: if there is no format of this name, or it does not have the option.
+        LogError: a ValueError, if the format is not recognized or the file is damaged; it names file, line and value.
+
+    Warns:
+        UserWarning: if rows of gcloud go back in time; they are sorted.
+    """
+    options = _check_options(inverted, max_gap)
+    if format is not None:
+        check_choice(format, "format", tuple(READERS))
+    text = Text.load(path)
+    reader = READERS[format] if format is not None else _recognize(text)
+    for option, value, default in zip(Options._fields, options, Options(), strict=True):
+        if value != default and option not in reader.options:
+            able = ", ".join(name for name, other in READERS.items() if option in other.options)
+            found = f"the format {reader.name} ({text.path})"
+            raise value_error(f"{option} must be left out except for the format {able}", found, f"remove {option}=")
+    return CapacityTrace(*reader.read_checked(text, options))
+
+
+_FORMATS = "\n".join(f"    - `{name}`: `{reader.example}`" for name, reader in READERS.items())
+read.__doc__ = read.__doc__ and read.__doc__.replace("    FORMATS", _FORMATS)
+
+
+def _check_options(inverted: bool | int, max_gap: float | None) -> Options:
+    remedy = "pass True for a cluster of one node, or the number of its nodes"
+    size = int(inverted) if isinstance(inverted, bool) else check_int(inverted, "inverted", 1, MAX_INT, remedy)
+    if max_gap is None:
+        return Options(size)
+    seconds = check_number(max_gap, "max_gap", "pass seconds > 0")
+    if seconds == 0:
+        raise value_error("max_gap must be > 0", max_gap, "pass seconds > 0, or None for gaps of any length")
+    return Options(size, seconds)
+
+
+def format_of(path: str | os.PathLike[str]) -> str | None:
+    """Return the name of the format of a file; None if it is not recognized, or cannot be read."""
+    try:
+        return _recognize(Text.load(path)).name
+    except (OSError, ValueError):
+        return None
+
+
+def _recognize(text: Text) -> Reader:
+    for reader in READERS.values():
+        if reader.recognizes(text):
+            return reader
+    line, first = text.lines[0]
+    if set(SIZE_COLUMNS) & set(split(first)):
+        requirement = "a capacity trace must have numbers of nodes, not the batch sizes of a batch trace"
+        raise text.error(line, requirement, first, "pass a log, or show this file with vbs trace show")
+    known = " or ".join(f"{reader.example} ({name})" for name, reader in READERS.items())
+    remedy = "write it as seconds,nodes, as in docs/capacity.md under Any other log, or pass format="
+    raise text.error(line, f"a file must begin like {known}", first, remedy)

@@ -1,0 +1,159 @@
+"""Random capacity traces: nodes that come and go independently, and preemptions of many nodes at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, check_positive, value_error
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+
+SECONDS = "pass a positive number of seconds"
+
+_MAX_CHANGES = 10**8  # expected; they take about 12 GB
+_CYCLES_AT_ONCE = 2**16  # of all stretches together
+
+
+def synthetic(
+    nodes: int,
+    mean_up: float,
+    mean_down: float,
+    duration: float,
+    seed: int,
+    *,
+    bulk_every: float | None = None,
+    bulk_fraction: float | None = None,
+) -> CapacityTrace:
+    """Return a random trace of nodes that are preempted and return, independently and optionally in bulk.
+
+    A node is up for an exponential time with mean `mean_up`, then down for one with mean `mean_down`, and so on. Bulk
+    preemptions come in a Poisson process, one every `bulk_every` seconds on average; at each, every node that is up
+    goes down with probability f = `bulk_fraction`. The trace begins in the stationary state. With the rates
+    u = 1 / `mean_up`, d = 1 / `mean_down` and b = 1 / `bulk_every` (0 without bulk preemptions) in 1/s, the number n of
+    nodes has::
+
+        probability that a node is up   p = d / (u + f b + d)
+        E[n(t)]                         = nodes p
+        Var[n(t)]                       = nodes p (1 - p) + nodes (nodes - 1) p^2 b f^2 / (2 (u + f b + d) - b f^2)
+        Cov[n(t), n(t + s)]             = Var[n(t)] exp(-s (u + f b + d))
+
+    The second term of the variance is the covariance between nodes. There are no time steps. The same arguments give
+    the same trace with the same version of NumPy.
+
+    >>> month = synthetic(nodes=100, mean_up=7200, mean_down=1800, duration=30 * 86400, seed=0)
+    >>> round(month.mean), int(month.nodes.max()) <= 100
+    (80, True)
+
+    Args:
+        nodes: maximum number of nodes, >= 1.
+        mean_up: mean time for which a node is up if no bulk preemption ends it, in seconds, > 0; 1e12 leaves only
+            those.
+        mean_down: mean time until a node returns, in seconds, > 0.
+        duration: length of the trace, in seconds, > 0.
+        seed: seed of the random numbers, >= 0.
+        bulk_every: mean time between bulk preemptions, in seconds, > 0; None for none.
+        bulk_fraction: probability in [0, 1] with which a bulk preemption takes a node that is up; by default 1.
+
+    Raises:
+        TypeError: if `nodes` or `seed` is not an integer, or another argument not a number.
+        ValueError: if one is not in its range, `bulk_fraction` is given without `bulk_every`, or more than 100 million
+            changes are expected.
+    """
+    count = check_int(nodes, "nodes", 1)
+    up, down = check_positive(mean_up, "mean_up", SECONDS), check_positive(mean_down, "mean_down", SECONDS)
+    end = check_positive(duration, "duration", SECONDS)
+    every = None if bulk_every is None else check_positive(bulk_every, "bulk_every", SECONDS)
+    fraction = _fraction(bulk_fraction, every)
+    bulks = 0.0 if every is None else end / every  # expected
+    expected = bulks + count * (1 + 2 * end / (up + down) + fraction * bulks)
+    if expected > _MAX_CHANGES:
+        requirement = f"nodes, mean_up, mean_down, bulk_every and duration must make at most {_MAX_CHANGES:,} changes"
+        raise value_error(requirement, f"{expected:.3g}, expected", "choose longer means or a shorter duration")
+
+    rng = np.random.Generator(np.random.PCG64(check_int(seed, "seed")))
+    at_start = _up_at_start(rng, count, up, down, every, fraction)  # (nodes,)
+    times = np.sort(rng.uniform(0, end, rng.poisson(bulks)))  # (bulks,)
+    hits = _choose_cells(rng, count * len(times), fraction)  # (hits,), as below, node by node
+    node, bulk = np.divmod(hits, max(1, len(times)))
+
+    # A hit leaves a node down, whatever it was before, and being down has no memory: each hit begins a new stretch.
+    first = node.searchsorted(np.arange(count))  # (nodes,): where the stretch that begins at 0 comes before its hits
+    starts = np.insert(times[bulk], first, 0.0)  # (stretches,), as below
+    begins_up = np.insert(np.zeros(len(node), bool), first, at_start)
+    stops = np.append(starts[1:], 0.0)
+    stops[np.append(first[1:], len(node)) + np.arange(count)] = end  # of the last stretch of each node
+    gained, lost = _alternate(rng, starts, stops, begins_up, up, down)
+    lost = lost[lost < end]
+
+    seconds = np.concatenate([[0.0], gained, lost])  # (changes + 1,)
+    change = np.concatenate([[0], np.ones(len(gained), np.int64), -np.ones(len(lost), np.int64)])
+    order = np.argsort(seconds, kind="stable")
+    return CapacityTrace(seconds[order], np.cumsum(change[order]), end)
+
+
+def _up_at_start(
+    rng: np.random.Generator, nodes: int, mean_up: float, mean_down: float, every: float | None, fraction: float
+) -> npt.NDArray[np.bool_]:
+    """Return which nodes are up at time 0 in the stationary state, (nodes,).
+
+    A node that a bulk preemption hit last a time t ago is up with probability p (1 - exp(-t (u + d))), where p is that
+    of a node that is never hit.
+    """
+    never_hit, rate = 1 / (1 + mean_down / mean_up), 1 / mean_up + 1 / mean_down
+    since = np.full(nodes, np.inf)
+    if every is not None and fraction > 0:
+        last = rng.geometric(fraction, nodes)  # (nodes,): how many bulk preemptions back the last hit is
+        distinct, which = np.unique(last, return_inverse=True)
+        since = np.cumsum(rng.gamma(np.diff(distinct, prepend=0), every))[which]
+    return rng.random(nodes) < -never_hit * np.expm1(-since * rate)
+
+
+def _choose_cells(rng: np.random.Generator, cells: int, fraction: float) -> IntArray:
+    """Choose each of [0, cells) independently with a probability; return them in ascending order, (chosen,)."""
+    parts, last = [np.empty(0, np.int64)], -1
+    while fraction > 0 and last < cells - 1:
+        size = 16 + int((cells - last) * fraction)
+        parts.append(last + np.cumsum(np.minimum(rng.geometric(fraction, size), cells + 1)))
+        last = int(parts[-1][-1])
+    chosen = np.concatenate(parts)
+    return chosen[chosen < cells]
+
+
+def _alternate(
+    rng: np.random.Generator,
+    starts: FloatArray,
+    stops: FloatArray,
+    begins_up: npt.NDArray[np.bool_],
+    mean_up: float,
+    mean_down: float,
+) -> tuple[FloatArray, FloatArray]:
+    """Return the times at which nodes go up and down, each (changes,), in stretches from `starts` to `stops`.
+
+    A node begins a stretch, (stretches,), up or down, and ends it down.
+    """
+    gained, lost = [], []
+    time = starts + np.where(begins_up, 0, rng.exponential(mean_down, len(starts)))  # (stretches,): up from then on
+    while (going := time < stops).any():
+        time, stops = time[going], stops[going]
+        wanted = 1 + (stops - time).max() / (mean_up + mean_down)
+        shape = len(time), int(min(wanted, 1 + _CYCLES_AT_ONCE // len(time)))  # (stretches, cycles)
+        up, down = rng.exponential(mean_up, shape), rng.exponential(mean_down, shape)
+        again = time[:, None] + np.cumsum(up + down, axis=1)
+        first = np.concatenate([time[:, None], again[:, :-1]], axis=1)
+        limit = np.broadcast_to(stops[:, None], shape)
+        inside = first < limit
+        gained.append(first[inside])
+        lost.append(np.minimum(np.minimum(first + up, again), limit)[inside])  # never later by rounding
+        time = again[:, -1]
+    return np.concatenate([np.empty(0), *gained]), np.concatenate([np.empty(0), *lost])
+
+
+def _fraction(bulk_fraction: float | None, bulk_every: float | None) -> float:
+    if bulk_fraction is None:
+        return 1.0
+    if bulk_every is None:
+        raise value_error("bulk_fraction needs bulk_every", f"bulk_fraction={bulk_fraction!r}", "pass both, or neither")
+    number = check_number(bulk_fraction, "bulk_fraction", "pass a probability")
+    if number > 1:
+        raise value_error("bulk_fraction must be in [0, 1]", bulk_fraction, "pass a probability")
+    return number

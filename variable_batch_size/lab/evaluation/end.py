@@ -1,0 +1,97 @@
+"""When the trainings of an experiment end, so that rules are compared at equal samples, progress, time or cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final, get_args
+
+from variable_batch_size._validation import check_positive, type_error, value_error
+from variable_batch_size.lab.evaluation.curve import Curve
+
+By: TypeAlias = Literal["samples", "progress", "seconds", "cost"]
+
+MOST = 8  # times the samples of the experiment, after which a training ends before it has reached another end
+FORMS = '"samples", "progress", "progress:UPDATES", "seconds:SECONDS" or "cost:PRICE"'
+
+
+@final
+@dataclass(frozen=True)
+class End:
+    """The end of a training: its first update after which the value that is equal for all is at least `amount`.
+
+    Attributes:
+        by: what is equal: samples; progress, in updates at the reference batch size, as `optimizer.progress` counts it;
+            simulated seconds; or their cost.
+        amount: how much of it; None: the samples of the experiment, or their progress at the reference batch size.
+    """
+
+    by: By = "samples"
+    amount: float | None = None
+
+    @classmethod
+    def of(cls, text: str) -> End:
+        """Return the end that a text stands for.
+
+        Raises:
+            TypeError: if it is no text.
+            ValueError: if it does not stand for one.
+        """
+        if not isinstance(text, str):
+            raise type_error(f"an end must be {FORMS}", text, "pass one of these")
+        by, colon, number = text.partition(":")
+        needs_a_number = by in ("seconds", "cost")
+        if by not in get_args(By) or (by == "samples" and colon) or (needs_a_number and not colon):
+            raise value_error(f"an end must be {FORMS}", f"{text!r:.60}", "pass one of these")
+        if not colon:
+            return cls(by)  # type: ignore[arg-type]
+        try:
+            amount = float(number)
+        except ValueError:
+            raise value_error(f"the number of the end {by} must be one", repr(number), "pass one") from None
+        return cls(by, check_positive(amount, f"the number of the end {by}", "pass one"))  # type: ignore[arg-type]
+
+    def resolved(self, samples: int, ref_batchsize: int | None) -> End:
+        """Return it with an amount, in an experiment of so many samples.
+
+        Raises:
+            ValueError: if its progress needs a reference batch size.
+        """
+        if self.amount is not None or self.by == "samples":
+            return self
+        if ref_batchsize is None:
+            raise value_error('the end "progress" needs a ref_batchsize', "none", "pass one, or progress:UPDATES")
+        return End(self.by, samples / ref_batchsize)
+
+    def most(self, samples: int) -> int:
+        """Return after how many samples a training ends at the latest, in an experiment of `samples`."""
+        return samples if self.by == "samples" else MOST * samples
+
+    def share(self, curve: Curve, progress: float) -> float:
+        """Return how much of the amount a training has had, which begins with 0 and ends with 1, or a little above."""
+        if self.amount is None:
+            return 0.0
+        value = {"progress": progress, "seconds": curve.seconds, "cost": curve.cost}[self.by]
+        return math.nan if value is None else value / self.amount
+
+    def named(self, trace: str) -> str:
+        """Return the name of a trace under which the trainings with this end are compared."""
+        if self.by == "samples":
+            return trace
+        if self.amount is None:
+            return f"{trace}, equal {self.by}"
+        return (
+            f"{trace}, {self.amount:,.6g} seconds" if self.by == "seconds" else f"{trace}, {self.by} {self.amount:,.6g}"
+        )
+
+    def __str__(self) -> str:
+        """Return the text that stands for it."""
+        return self.by if self.amount is None else f"{self.by}:{self.amount!r}"
+
+
+SAMPLES = End()
+
+
+def reached(share: float) -> bool:
+    """Return whether a share is that of the end, or of more, up to what rounding takes away from a sum."""
+    return share >= 1 - 1e-9

@@ -1,0 +1,117 @@
+"""When an update of a training would end, and what it would cost until then, on the machines of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, final
+
+import numpy as np
+
+from variable_batch_size._validation import FloatArray, IntArray, check_int, check_number, type_error
+from variable_batch_size.adaptive.throughput import Throughput
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.simulation.result import Run, cost_until
+
+
+class SimulatedTime(Protocol):
+    """The time of a training on the machines of a model."""
+
+    def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
+        """Return when an update ends.
+
+        Args:
+            seconds: when the update before it has ended.
+            updates: number of updates, with this one.
+            batch_size: samples of this one.
+            minibatch_size: maximum number of rows of a microbatch.
+        """
+        ...
+
+    def cost(self, seconds: float) -> float | None:
+        """Return the cost until then; None if no price is known."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class ModelTime:
+    """The time of a training that always has the same devices.
+
+    Args:
+        throughput: seconds of an update.
+        devices: number of devices, >= 1.
+        price: price of a device-hour; by default, no cost is counted.
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if a number is not in its range.
+    """
+
+    throughput: Throughput
+    devices: int = 1
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.throughput, Throughput):
+            raise type_error("throughput must be a Throughput", self.throughput, "pass Throughput.simple(500)")
+        object.__setattr__(self, "devices", check_int(self.devices, "devices", 1))
+        if self.price is not None:
+            object.__setattr__(self, "price", check_number(self.price, "price", "pass the price of a device-hour"))
+
+    def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
+        """Return when an update ends, see `SimulatedTime`."""
+        return seconds + _seconds(self.throughput, batch_size, self.devices, minibatch_size)
+
+    def cost(self, seconds: float) -> float | None:
+        """Return the cost until then, see `SimulatedTime`."""
+        return None if self.price is None else self.price * self.devices * seconds / 3600
+
+
+@lru_cache(maxsize=4096)
+def _seconds(throughput: Throughput, batch_size: int, devices: int, minibatch_size: int) -> float:
+    return throughput.seconds(batch_size, devices, minibatch_size)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RunTime:
+    """The time of a training under a capacity trace, as `simulate` has found it.
+
+    Attributes:
+        begin: seconds at which each interval of kept updates begins, (intervals,).
+        end: seconds at which it ends, (intervals,).
+        updates: number of updates until then, (intervals,).
+        capacity: the nodes and their prices.
+    """
+
+    begin: FloatArray
+    end: FloatArray
+    updates: IntArray
+    capacity: CapacityTrace
+
+    @classmethod
+    def of(cls, run: Run) -> RunTime:
+        """Return the time of a simulated training."""
+        table = run.timeline
+        kept = table[(table["state"] == "productive") & (table["updates"] > 0)]
+        ends = kept["updates"].to_numpy(np.int64).cumsum()
+        return cls(kept["begin"].to_numpy(np.float64), kept["end"].to_numpy(np.float64), ends, run.capacity)
+
+    def after(self, seconds: float, updates: int, batch_size: int, minibatch_size: int) -> float:
+        """Return when an update ends, see `SimulatedTime`."""
+        row = min(int(self.updates.searchsorted(updates)), len(self.updates) - 1)
+        before = int(self.updates[row - 1]) if row else 0
+        share = (updates - before) / (int(self.updates[row]) - before)
+        return float(self.begin[row] + share * (self.end[row] - self.begin[row]))
+
+    def cost(self, seconds: float) -> float | None:
+        """Return the cost until then, see `SimulatedTime`."""
+        return cost_until(self.capacity, seconds)
+
+    def __repr__(self) -> str:
+        """Return text that tells different times apart, for the fingerprint of a cell."""
+        rows = [self.begin.tolist(), self.end.tolist(), self.updates.tolist()]
+        prices = None if self.capacity.prices is None else self.capacity.prices.tolist()
+        nodes = [self.capacity.seconds.tolist(), self.capacity.nodes.tolist()]
+        return f"RunTime({rows}, {nodes if prices else None}, {prices})"

@@ -1,0 +1,284 @@
+"""What is trained: a task is five functions, and the defaults of its trainings."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, final, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from variable_batch_size._validation import (
+    MAX_INT,
+    check_int,
+    check_number,
+    check_positive,
+    type_error,
+    value_error,
+)
+from variable_batch_size.lab.evaluation.metric import lower_is_better
+from variable_batch_size.lab.evaluation.record import DEFAULT_MARGIN
+from variable_batch_size.lab.evaluation.tasks.table import TASKS
+
+FUNCTIONS = {
+    "model": ("seed",),
+    "dataset": (),
+    "loss": ("model", "batch"),
+    "evaluate": ("model",),
+    "optimizer": ("model", "lr"),
+}
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What is trained: an object, or a module, with these five functions.
+
+    It may also have these attributes, which are the defaults of its trainings:
+
+    - `ref_batchsize`: batch size at which the learning rate was tuned, in samples;
+    - `lr`: that learning rate; `samples`: those of a training;
+    - `minibatch_size`: maximum number of rows of a microbatch (32);
+    - `between`: samples between two evaluations (a sixteenth of `samples`);
+    - `max_grad_norm`: norm to which gradients are clipped (not clipped);
+    - `schedule(samples, total)`: factor on the learning rate after so many of the `total` samples of a training, read
+      once in `ref_batchsize` samples (1);
+    - `margin`: by how much the final loss must be below that of the untrained model, as a part of it, for a training
+      not to have failed (0.05);
+    - `target`: a metric and its value, such as `("loss", 0.12)`: a loss is reached from above, others from below;
+    - `version`: text that names its code and data: what was trained with another version is trained again.
+
+    One object serves several trainings of a process, one after the other.
+    """
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a model with the weights of a seed, on the device on which it is to train."""
+        ...
+
+    def dataset(self) -> Dataset[Any]:
+        """Return the map-style dataset to train on, the same for every training."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss over the rows of a batch, as torch's `default_collate` makes it of the samples."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Return the "loss", and other metrics, of data that is not trained on. The model is in `eval()` mode."""
+        ...
+
+    def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        """Return the optimizer to wrap."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Defaults:
+    """The optional attributes of a task, checked; see `Task`."""
+
+    ref_batchsize: int | None
+    lr: float | None
+    samples: int | None
+    minibatch_size: int
+    between: int | None
+    max_grad_norm: float | None
+    schedule: Callable[[int, int], float] | None
+    target: tuple[str, float] | None
+    margin: float
+    version: str
+
+    @classmethod
+    def of(cls, task: Task, name: str) -> Defaults:
+        """Return those of a task; the errors call it `name`."""
+
+        def read(attribute: str, check: Callable[[object, str], Any], default: Any = None) -> Any:
+            value = getattr(task, attribute, None)
+            return default if value is None else check(value, f"{attribute} of the task {name}")
+
+        return cls(
+            ref_batchsize=read("ref_batchsize", _count),
+            lr=read("lr", _rate),
+            samples=read("samples", _count),
+            minibatch_size=read("minibatch_size", _count, 32),
+            between=read("between", _count),
+            max_grad_norm=read("max_grad_norm", _norm),
+            schedule=read("schedule", _function),
+            target=read("target", _target),
+            margin=read("margin", _part, DEFAULT_MARGIN),
+            version=str(getattr(task, "version", "")),
+        )
+
+
+def _count(value: object, name: str) -> int:
+    return check_int(value, name, 1, MAX_INT)
+
+
+def _rate(value: object, name: str) -> float:
+    return check_positive(value, name, "pass a learning rate")
+
+
+def _norm(value: object, name: str) -> float:
+    return check_positive(value, name, "pass a norm, or leave it out")
+
+
+def _part(value: object, name: str) -> float:
+    if (part := check_number(value, name, "pass a part between 0 and 1")) > 1:
+        raise value_error(f"{name} must be between 0 and 1", repr(value), "pass a part of the untrained loss")
+    return part
+
+
+def _function(value: object, name: str) -> Callable[[int, int], float]:
+    if not callable(value):
+        raise type_error(f"{name} must be a function", value, "define schedule(samples, total)")
+    _check_takes(value, ("samples", "total"), name)
+    return value
+
+
+def _check_takes(function: Callable[..., Any], arguments: tuple[str, ...], name: str) -> None:
+    """Raise TypeError if a function cannot be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        requirement = f"{name} must take the arguments ({', '.join(arguments)})"
+        raise type_error(requirement, str(signature), "change its parameters") from None
+
+
+def _target(value: object, name: str) -> tuple[str, float]:
+    if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)):
+        raise type_error(f"{name} must be a metric and its value", value, 'pass ("loss", 0.12)')
+    rename = 'add "loss" or "error" to its name in evaluate(), or "score"'
+    lower_is_better(value[0], remedy=rename)  # or an error, before any training
+    return value[0], check_number(value[1], name, "pass a number")
+
+
+_datasets: dict[int, tuple[Task, Dataset[Any]]] = {}  # by the id of the task, which is kept
+
+
+@lru_cache(maxsize=8)
+def _loaded(name: str, text: str, data_dir: str | None) -> Task:
+    found, arguments = _find(name), json.loads(text)
+    if callable(found):
+        arguments = _arguments(found, name, arguments, data_dir)
+    try:
+        task = found(**arguments) if callable(found) else found
+    except (TypeError, ValueError, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"the task {name} cannot be created: {type(error).__name__}: {error}") from error
+    if arguments and not callable(found):
+        requirement = f"the task {name} must be a class or a function to take arguments"
+        raise type_error(requirement, found, "leave the arguments out")
+    missing = [function for function in FUNCTIONS if not callable(getattr(task, function, None))]
+    if missing:
+        requirement = f"the task {name} must have {', '.join(FUNCTIONS)}"
+        raise type_error(requirement, task, f"define {', '.join(missing)}")
+    for function, takes in FUNCTIONS.items():
+        _check_takes(getattr(task, function), takes, f"{function} of the task {name}")
+    return task  # type: ignore[no-any-return]
+
+
+def _arguments(make: Callable[..., Any], name: str, given: dict[str, Any], data_dir: str | None) -> dict[str, Any]:
+    """Return the arguments of the class or the function of a task, or raise an error if it takes others."""
+    signature = inspect.signature(make)
+    own = {} if data_dir is None or "data_dir" not in signature.parameters else {"data_dir": data_dir}
+    try:
+        signature.bind(**own | given)
+    except TypeError as error:
+        requirement = f"the task {name} must be created with {signature}"
+        found = f"{', '.join(given) or 'no arguments'} ({error})"
+        raise TypeError(f"{requirement}, got {found}; give the others defaults, or pass them from Python") from None
+    return own | given
+
+
+def load_task(name: str, arguments: Mapping[str, Any] | None = None, data_dir: str | None = None) -> Task:
+    """Return a task by its name.
+
+    >>> load_task("mnist-cnn").ref_batchsize
+    32
+
+    Args:
+        name: one of those that come with the package; or a task of your own: "package.module:name", where the name is
+            that of an object, or of a class or a function that returns one; or "package.module", a module with the five
+            functions. What is not installed is looked for in the working directory, which is then the last one of
+            `sys.path`, so that what a task imports is found there, too.
+        arguments: those of the class or the function, as values of JSON.
+        data_dir: folder of its files, which a class or a function gets if it has an argument of this name.
+
+    Raises:
+        TypeError: if what the name stands for is not a `Task`.
+        ValueError: if there is no such task.
+        ModuleNotFoundError: if a module that the task imports is missing.
+        RuntimeError: if it raises another error.
+    """
+    if not isinstance(name, str):
+        raise type_error("a task must be named by a string", name, 'pass "package.module:name"')
+    try:
+        text = json.dumps(dict(arguments or {}), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        requirement = f"the arguments of the task {name} must be values of JSON"
+        raise type_error(requirement, arguments, "pass numbers, strings, lists and mappings of these") from None
+    return _loaded(name, text, data_dir)
+
+
+def dataset_of(task: Task) -> Dataset[Any]:
+    """Return the dataset of a task, which is asked for it once in a process."""
+    if id(task) not in _datasets:
+        _datasets[id(task)] = task, task.dataset()
+    return _datasets[id(task)][1]
+
+
+def _find(name: str) -> Any:
+    place, _, attribute = TASKS.get(name, name).partition(":")
+    module = _import(place, name)
+    try:
+        return getattr(module, attribute) if attribute else module
+    except AttributeError:
+        remedy = "pass package.module:name with a name that the module defines"
+        raise value_error(f"the task {name} must be in {module.__file__}", f"no {attribute!r} there", remedy) from None
+
+
+def _import(place: str, name: str) -> ModuleType:
+    """Import a module, also one of the working directory, with what it imports from there, as `python -m` does."""
+    first = place.partition(".")[0]
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise _unknown(name, "pass one of these")
+    try:
+        if first not in sys.modules and importlib.util.find_spec(first) is None:
+            sys.path.append("")  # for good: functions of the task may import more when they are called
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
+            if not str(error).startswith("No module named"):  # it says more than that
+                raise
+            found = f"the task {name} imports {error.name}, which is neither installed nor in {Path.cwd()}"
+            message = f"{found}; install it, or run this where it is"
+            raise ModuleNotFoundError(message, name=error.name) from error
+        module, _, last = place.rpartition(".")
+        if last == "py":
+            raise _unknown(name, f"pass {module}{name[len(place) :]}, and run it where {place} is") from None
+        if module and error.name == place:  # the part before the last dot was found
+            raise _unknown(name, f"pass {module}:{last}") from None
+        raise _unknown(name, f"pass one of these, or run it where {place.replace('.', '/')}.py is") from None
+    except Exception as error:
+        raise RuntimeError(f"the task {name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _unknown(name: str, remedy: str) -> ValueError:
+    close = get_close_matches(name, TASKS, 1, 0.8)
+    requirement = f"a task must be {', '.join(TASKS)} or package.module:name"
+    return value_error(requirement, f"{name!r:.60}", f"pass {close[0]}" if close else remedy)

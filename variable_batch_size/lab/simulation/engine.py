@@ -1,0 +1,296 @@
+"""`Overheads`: what happens when nodes leave or come; `Engine`: a training under them, from event to event."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias, final
+
+from variable_batch_size._validation import MAX_INT, check_int, check_number, check_positive, type_error
+from variable_batch_size.adaptive.base import ControlInput
+from variable_batch_size.lab.simulation.batch_sizes import BatchSizes
+from variable_batch_size.lab.simulation.model import Model, Position
+from variable_batch_size.lab.simulation.nodes import ROUNDING, Nodes, reached, snap
+
+Cause: TypeAlias = Literal["start", "preemption", "growth"]
+State: TypeAlias = Literal["productive", "redone", "restarting", "saving", "idle"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """What interruptions and checkpoints cost a training, in seconds.
+
+    The training looks at the nodes when a restart, an update or a save ends, in this order:
+
+    - Some of its nodes will leave within `notice` seconds: it saves, if an update was made since the last checkpoint,
+      and restarts with those that stay. Nothing is lost.
+    - There are more nodes, and `grow_every` seconds have passed since the last restart: it saves and restarts with
+      them, or with those of them that are left after the save.
+    - A save is due: it saves and continues.
+
+    If nodes that it uses leave before, the training is killed. It restarts from the last checkpoint that was complete
+    by then; the updates since and the part of the current one are lost. A restart is aborted, and begins again, when
+    some of its nodes leave or are announced to leave. What ends at the time of a kill ended before it.
+
+    Args:
+        restart: seconds of a restart, >= 0; or a function of the number of nodes and of the cause, which is "start",
+            "preemption" or "growth".
+        save_every: seconds from the end of the last save or restart after which a save is due, > 0; it begins when the
+            current update ends. None: it saves only before it stops.
+        save: seconds of writing a checkpoint, >= 0.
+        blocking: whether the training waits while a checkpoint is written; otherwise the checkpoint is complete `save`
+            seconds after the end of the update, and the next one does not begin before. Before a stop it always waits.
+        notice: seconds from the announcement of a preemption to the preemption, >= 0; 0: it is killed at once.
+        least_nodes: least number of nodes with which it trains, >= 1.
+        grow_every: seconds since the end of the last restart before it restarts with more nodes, >= 0.
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if it is not in its range.
+    """
+
+    restart: float | Callable[[int, Cause], float] = 0.0
+    save_every: float | None = None
+    save: float = 0.0
+    blocking: bool = True
+    notice: float = 0.0
+    least_nodes: int = 1
+    grow_every: float = 0.0
+
+    def __post_init__(self) -> None:
+        names = ["save", "notice", "grow_every"]
+        names += [] if callable(self.restart) else ["restart"]
+        for name in names:
+            object.__setattr__(self, name, check_number(getattr(self, name), name, "pass seconds"))
+        if self.save_every is not None:
+            interval = check_positive(self.save_every, "save_every", "pass seconds, or None for no such saves")
+            object.__setattr__(self, "save_every", interval)
+        object.__setattr__(self, "least_nodes", check_int(self.least_nodes, "least_nodes", 1, MAX_INT))
+        if not isinstance(self.blocking, bool):
+            raise type_error("blocking must be a bool", self.blocking, "pass True or False")
+
+    def restart_seconds(self, nodes: int, cause: Cause) -> float:
+        """Return the seconds of a restart.
+
+        >>> Overheads(restart=lambda nodes, cause: 30 + nodes).restart_seconds(4, "growth")
+        34.0
+
+        Raises:
+            TypeError, ValueError: if the function returns no number >= 0.
+        """
+        seconds = self.restart(nodes, cause) if callable(self.restart) else self.restart
+        return check_number(seconds, "the seconds of a restart", "let the function return seconds")
+
+
+@final
+class Interval(NamedTuple):
+    """An interval of one state; updates, samples and progress are those that end in it."""
+
+    begin: float
+    end: float
+    state: State
+    nodes: int = 0  # that the training uses
+    batch_size: int = 0
+    updates: int = 0
+    samples: int = 0
+    progress: float = 0.0
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals with neighbors of the same state, nodes and batch size merged."""
+    rows: list[Interval] = []
+    for row in intervals:
+        if rows and rows[-1][2:5] == row[2:5]:
+            begin, *_, updates, samples, progress = rows.pop()
+            sums = updates + row.updates, samples + row.samples, progress + row.progress
+            row = Interval(begin, *row[1:5], *sums)
+        rows.append(row)
+    return rows
+
+
+class _Saved(NamedTuple):
+    complete: float  # time from which the checkpoint can be restored
+    position: Position
+    intervals: int  # their number when it was begun, as below
+    runs: int
+
+
+@final
+@dataclass
+class Engine:
+    """The state of a simulated training; `Overheads` says what happens when.
+
+    Events are changes of the nodes, notices, saves, decisions, changes of the noise, and the end. Between two of them
+    the updates are equal, see `EqualUpdates`. Times and progress are those of an event plus a multiple of those of an
+    update, so that rounding does not grow with the number of updates.
+
+    Args:
+        end: time at which the simulation ends.
+        goal: a total, and its value at which the training ends.
+        present: the nodes that are there.
+        staying: those of them that will not leave within the notice.
+        kills: whether nodes that leave kill the training.
+        sizes: the batch sizes.
+        model: seconds and progress of an update.
+        overheads: what interruptions cost.
+    """
+
+    end: float
+    goal: tuple[Literal["updates", "samples", "progress"], float]
+    present: Nodes
+    staying: Nodes
+    kills: bool
+    sizes: BatchSizes
+    model: Model
+    overheads: Overheads
+    now: float = 0.0
+    intervals: list[Interval] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)  # batch size and number of the kept updates
+    preemptions: int = 0
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self._position = Position(0, 0, 0.0, 0, ())
+        self._saved = _Saved(0.0, self._position, 0, 0)
+        self._writing: _Saved | None = None
+        self._cause: Cause = "start"
+
+    def run(self) -> None:
+        """Simulate the training."""
+        least = self.overheads.least_nodes
+        while not self._done:
+            nodes = self.staying.at(self.now)
+            if nodes < least:
+                self._spend("idle", self.staying.at_least(least, self.now))
+            elif self._restart(nodes):
+                self._train(nodes)
+
+    @property
+    def position(self) -> Position:
+        """How far the training is."""
+        return self._position
+
+    @property
+    def _done(self) -> bool:
+        unit, value = self.goal
+        reached = getattr(self._position, unit) >= value or self._position.updates >= self.sizes.end
+        return reached or self.now >= self.end
+
+    def _snap(self, time: float) -> float:
+        return snap(self.present.snap(self.staying.snap(time)), [self.end])
+
+    def _spend(self, state: State, until: float, nodes: int = 0, batch_size: int = 0) -> None:
+        begin, self.now = self.now, min(until, self.end)
+        if self.now > begin:
+            self.intervals.append(Interval(begin, self.now, state, nodes, batch_size))
+
+    def _restart(self, nodes: int) -> bool:
+        """Restart with these nodes; return False if some of them leave before the restart ends."""
+        started = self._snap(self.now + self.overheads.restart_seconds(nodes, self._cause))
+        aborted = self.staying.below(nodes, self.now)
+        self.restarts += self._cause != "start"
+        self._spend("restarting", min(started, aborted), nodes)
+        if aborted < min(started, self.end):
+            self.preemptions, self._cause = self.preemptions + 1, "preemption"
+        return aborted >= started
+
+    def _train(self, nodes: int) -> None:
+        overheads, restarted, continued, asked = self.overheads, self.now, self.now, False
+        kill = self.present.below(nodes, self.now) if self.kills else math.inf
+        notice = self.staying.below(nodes, self.now)
+        while not self._done:  # `now` is the end of a restart, an update or a save
+            now = self.now
+            self._complete(now)
+            if now >= kill and not overheads.notice:
+                return self._die()
+            staying, may_grow = self.staying.at(now), reached(now, restarted + overheads.grow_every)
+            if staying < nodes or (staying > nodes and may_grow):
+                return self._stop(nodes, kill)
+            if notice <= now:  # the nodes are there again
+                notice = self.staying.below(nodes, now)
+            due = math.inf if overheads.save_every is None else continued + overheads.save_every
+            due = max(due, self._writing.complete) if self._writing else due
+            if reached(now, due):
+                if not self._save(nodes, kill, overheads.blocking):
+                    return None
+                continued = self.now
+                continue
+            change = self.staying.other_than(nodes, max(now, restarted + overheads.grow_every))
+            if not self._update(nodes, min(notice, change, due), min(kill, self.end), not asked):
+                return self._die() if self.now < self.end else None
+            asked = True
+        return None
+
+    def _update(self, nodes: int, wanted: float, limit: float, restarted: bool) -> bool:
+        """Make equal updates up to the first one that ends at `wanted` or later.
+
+        Returns:
+            False if `limit` comes before the end of the first one: its nodes leave, or the simulation ends.
+        """
+        before, begin, devices = self._position, self.now, nodes * self.model.devices_per_node
+        decisions = self.sizes.advance(before.decisions, partial(self._input, devices), restarted)
+        size = decisions[0].batch_size
+        course = self.model.equal_updates(size, devices, before)
+        updates = course.ended_by(begin, limit * (1 + ROUNDING))
+        if updates == 0:
+            self._spend("idle" if limit == self.end else "redone", limit, nodes, size)
+            return False
+        unit, value = self.goal
+        ends = min(self.sizes.end, self.sizes.next_change(decisions, before.updates))
+        updates = int(min(updates, ends - before.updates))
+        updates = course.until(lambda n: begin + course.seconds(n), wanted * (1 - ROUNDING), updates)
+        updates = course.until(
+            lambda n: before.progress + course.progress(n), self.model.next_noise(before.progress), updates
+        )
+        updates = course.until(lambda n: getattr(before, unit) + getattr(course, unit)(n), value, updates)
+        self.now = self._snap(begin + course.seconds(updates))
+        made = updates, course.samples(updates), course.progress(updates)
+        self.intervals.append(Interval(begin, self.now, "productive", nodes, size, *made))
+        self.runs.append((size, updates))
+        self._position = before.after(course, updates, decisions)
+        return True
+
+    def _input(self, devices: int, chosen: int | None) -> ControlInput:
+        done, model = self._position, self.model
+        noise = model.noise_at(done.progress, done.updates, chosen)
+        counts = done.updates, done.samples, done.progress
+        return ControlInput(devices, chosen, model.minibatch_size, *counts, noise, model.throughput, model.fixed_shape)
+
+    def _save(self, nodes: int, kill: float, blocking: bool) -> bool:
+        """Write a checkpoint; return False if the training waits for it and is killed before it is complete."""
+        complete = self._snap(self.now + self.overheads.save)
+        saved = _Saved(complete, self._position, len(self.intervals), len(self.runs))
+        if not blocking:
+            self._writing = saved
+            return True
+        self._spend("saving", min(complete, kill), nodes)
+        if complete > min(kill, self.end):
+            if kill < self.end:
+                self._die()
+            return False
+        self._saved, self._writing = saved, None
+        return True
+
+    def _stop(self, nodes: int, kill: float) -> None:
+        """Save what is not saved, and stop; the training restarts with other nodes."""
+        if self._saved.position.updates == self._position.updates or self._save(nodes, kill, blocking=True):
+            fewer = self.staying.at(self.now) < nodes
+            self.preemptions, self._cause = self.preemptions + fewer, "preemption" if fewer else "growth"
+
+    def _complete(self, now: float) -> None:
+        if self._writing and reached(now, self._writing.complete):
+            self._saved, self._writing = self._writing, None
+
+    def _die(self) -> None:
+        self._complete(self.now)
+        self._writing = None
+        for row in range(self._saved.intervals, len(self.intervals)):
+            if self.intervals[row].state == "productive":
+                self.intervals[row] = self.intervals[row]._replace(state="redone")
+        del self.runs[self._saved.runs :]
+        self._position = self._saved.position
+        self._saved = self._saved._replace(intervals=len(self.intervals))
+        self.preemptions, self._cause = self.preemptions + 1, "preemption"

@@ -1,0 +1,106 @@
+"""The nodes of a capacity trace over time, with and without those that are about to leave."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+
+ROUNDING = 1e-12  # relative to a time or a progress: sums of floats differ from the true ones by less
+
+
+def snap(time: float, events: Sequence[float]) -> float:
+    """Return the event, of times in ascending order, that a time is equal to up to rounding; otherwise the time.
+
+    >>> snap(0.1 + 0.2, [0.1, 0.3]), snap(0.2, [0.1, 0.3])
+    (0.3, 0.2)
+    """
+    row = bisect_left(events, time)
+    return next((event for event in events[max(0, row - 1) : row + 1] if abs(time - event) <= ROUNDING * time), time)
+
+
+def reached(now: float, time: float) -> bool:
+    """Return whether `now` is `time` or later, up to rounding."""
+    return now >= time * (1 - ROUNDING)
+
+
+@final
+class Nodes:
+    """The number of nodes as a step function of time.
+
+    Args:
+        times: times of the changes in ascending order; the first one is 0.
+        nodes: number of nodes from each time on; equal neighbors are merged.
+    """
+
+    def __init__(self, times: list[float], nodes: list[int]) -> None:
+        rows = [row for row, number in enumerate(nodes) if row == 0 or number != nodes[row - 1]]
+        self._times = [times[row] for row in rows] + [math.inf]
+        self._nodes = [nodes[row] for row in rows]
+        # The next row with fewer nodes, by a stack of the rows that have not found theirs, whose nodes ascend.
+        self._lower = [len(rows)] * len(rows)
+        higher: list[int] = []
+        for row, number in enumerate(self._nodes):
+            while higher and self._nodes[higher[-1]] > number:
+                self._lower[higher.pop()] = row
+            higher.append(row)
+
+    def at(self, time: float) -> int:
+        """Return the number of nodes at a time."""
+        return self._nodes[self._row(time)]
+
+    def below(self, nodes: int, time: float) -> float:
+        """Return the first time, from `time` on, with fewer than `nodes` nodes; infinity if there is none."""
+        row = self._row(time)
+        while row < len(self._nodes) and self._nodes[row] >= nodes:
+            row = self._lower[row]
+        return max(time, self._times[row])
+
+    def at_least(self, nodes: int, time: float) -> float:
+        """Return the first time, from `time` on, with `nodes` nodes or more; infinity if there is none."""
+        row = self._row(time)
+        while row < len(self._nodes) and self._nodes[row] < nodes:
+            row += 1
+        return max(time, self._times[row])
+
+    def other_than(self, nodes: int, time: float) -> float:
+        """Return the first time, from `time` on, with another number of nodes; infinity if there is none."""
+        row = self._row(time)
+        return max(time, self._times[row + (self._nodes[row] == nodes)])
+
+    def snap(self, time: float) -> float:
+        """Return the time of the change that a time is equal to up to rounding; otherwise the time."""
+        return snap(time, self._times)
+
+    def _row(self, time: float) -> int:
+        return min(bisect_right(self._times, time), len(self._nodes)) - 1
+
+
+def present_nodes(capacity: CapacityTrace) -> Nodes:
+    """Return the nodes of a capacity trace."""
+    return Nodes(capacity.seconds.tolist(), capacity.nodes.tolist())
+
+
+def staying_nodes(capacity: CapacityTrace, notice: float) -> Nodes:
+    """Return the nodes that stay for at least `notice` seconds: at t, the minimum from t to t + notice."""
+    begins, nodes = capacity.seconds.tolist(), capacity.nodes.tolist()
+    # A row is known `notice` seconds before it begins. The minimum of the rows that are known and not over is that of
+    # a sliding window: rows with ascending numbers of nodes, of which the first one is the minimum.
+    known = [snap(max(0.0, begin - notice), begins) for begin in begins]
+    times = sorted({*begins, *known})
+    window: deque[int] = deque()
+    entered, least = 0, []
+    for time in times:
+        while entered < len(known) and known[entered] <= time:
+            while window and nodes[window[-1]] >= nodes[entered]:
+                window.pop()
+            window.append(entered)
+            entered += 1
+        while window[0] + 1 < len(begins) and begins[window[0] + 1] <= time:
+            window.popleft()
+        least.append(nodes[window[0]])
+    return Nodes(times, least)

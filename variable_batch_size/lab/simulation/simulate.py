@@ -1,0 +1,253 @@
+"""`simulate`: time, cost and progress of a training under a capacity trace; `to_batch_trace`: its batch sizes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+from variable_batch_size._validation import (
+    MAX_INT,
+    check_choice,
+    check_int,
+    check_number,
+    check_positive,
+    type_error,
+    value_error,
+)
+from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, limit_to_dataset
+from variable_batch_size.adaptive.base import Controller
+from variable_batch_size.adaptive.throughput import Throughput
+from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
+from variable_batch_size.lab.simulation.batch_sizes import BatchSizes, ControllerSizes, TraceSizes
+from variable_batch_size.lab.simulation.engine import Engine, Overheads, merge_intervals
+from variable_batch_size.lab.simulation.model import Model
+from variable_batch_size.lab.simulation.nodes import ROUNDING, present_nodes, staying_nodes
+from variable_batch_size.lab.simulation.noise_curve import NoiseCurve
+from variable_batch_size.lab.simulation.result import Prices, Run, cost_until, with_prices
+from variable_batch_size.rules.base import Rule, check_reference, needs_noise
+from variable_batch_size.rules.selection import rules_for_groups
+from variable_batch_size.trace.batch_trace import BatchTrace, OnEnd
+
+MAX_STEPS = 10**8  # of a batch trace: more are a mistake in a unit, or in the throughput
+
+Unit: TypeAlias = Literal["progress", "samples", "updates", "seconds"]
+
+
+def simulate(
+    capacity: CapacityTrace,
+    controller: Controller | object,
+    *,
+    throughput: Throughput,
+    ref_batchsize: int | None = None,
+    rule: Rule | str = "linear",
+    noise: NoiseCurve | None = None,
+    start: int | None = None,
+    bounds: tuple[int, int] | None = None,
+    every: int | None = None,
+    delay: int = 0,
+    minibatch_size: int | None = None,
+    fixed_shape: bool = False,
+    dataset_size: int | None = None,
+    devices_per_node: int = 1,
+    overheads: Overheads | None = None,
+    prices: Prices | None = None,
+    on_demand: float | None = None,
+    until: float | None = None,
+    by: Unit = "progress",
+) -> Run:
+    """Simulate a training under a capacity trace: its time, its cost and its progress.
+
+    An update of B samples on R devices takes `throughput.seconds(B, R, minibatch_size, spread=...)`, with the B and R
+    at its beginning; it is not spread if the rule or the controller reads the noise. `Overheads` says what happens when
+    the nodes change. Without `overheads` nothing interrupts the training, and a change takes effect at the next update.
+    An update that does not end within the capacity trace is not made, and its time is idle.
+
+    The loss is not simulated. The rule gives the progress of an update from its batch size and the noise at the
+    progress before it, and is evaluated once per run of equal updates.
+
+    >>> from variable_batch_size.adaptive import PerDevice
+    >>> capacity = CapacityTrace(seconds=[0, 60, 90], nodes=[4, 2, 4], end=180)
+    >>> model = Throughput.simple(samples_per_second=64)
+    >>> run = simulate(capacity, PerDevice(64), throughput=model, ref_batchsize=256, overheads=Overheads(restart=20))
+    >>> run.summary["updates"], run.summary["redone"], run.summary["preemptions"]
+    (80, 40.0, 1)
+
+    Args:
+        capacity: seconds -> number of nodes.
+        controller: chooses the batch size of the next updates. It is called at the beginning, after a restart on
+            another number of devices and, with `every`, before each update whose number is a multiple of it. An
+            `AdaptiveTrace` or a batch trace, or what `BatchTrace.of` accepts, may be passed, too; the latter has the
+            batch sizes of the kept updates, and ends the training with `on_end="stop"`.
+        throughput: the seconds of an update.
+        ref_batchsize: batch size, in samples, at which progress is counted: it is 1 an update there.
+        rule: the learning-rate rule, or its name, which gives the progress of an update.
+        noise: the gradient noise by progress; needed by a rule that reads it, and passed to the controller.
+        start: batch size before the first decision of the controller; by default, that takes effect at once.
+        bounds: least and largest batch size of the controller.
+        every: number of updates between two calls of the controller; by default it is called only at the beginning and
+            on another number of devices.
+        delay: number of updates from a call to the first update with its decision, >= 0.
+        minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as in a training with PyTorch/XLA.
+        dataset_size: samples of an epoch, whose last update is shortened; by default there are no epochs.
+        devices_per_node: number of devices of each node, >= 1.
+        overheads: what interruptions and checkpoints cost; None: nothing interrupts the training.
+        prices: price of a node-hour: a number, or (seconds, price from each on); by default, that of the trace.
+        on_demand: price of a node-hour on demand, to compare with.
+        until: end of the training, in the unit of `by`: it ends with the first update that reaches it, or at this time;
+            by default, and at the latest, with the capacity trace.
+        by: "progress", "samples", "updates" or "seconds".
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if an argument is not in its range, a batch is larger than the dataset, the rule needs
+            `ref_batchsize` or `noise` and there is none, or the shape is fixed without a `minibatch_size`.
+        TraceEndError: if a batch trace with `on_end="error"` ends before the training.
+    """
+    for value, name, kind in (
+        (capacity, "capacity", CapacityTrace),
+        (throughput, "throughput", Throughput),
+        (noise, "noise", NoiseCurve),
+        (overheads, "overheads", Overheads),
+    ):
+        if not isinstance(value, kind) and not (value is None and name in ("noise", "overheads")):
+            requirement = f"{name} must be a{'n' * (kind is Overheads)} {kind.__name__}"
+            raise type_error(requirement, value, "pass one")
+    check_choice(by, "by", get_args(Unit))
+    goal = math.inf if until is None else check_positive(until, "until", "pass a positive number")
+    costs = overheads or Overheads()
+    if fixed_shape and minibatch_size is None:
+        raise value_error("a fixed shape needs a minibatch_size", None, "pass the rows of a microbatch")
+    checked, reference = _check_rule(rule, ref_batchsize, noise)
+    model = Model(
+        throughput,
+        check_int(devices_per_node, "devices_per_node", 1, MAX_INT // max(1, int(capacity.nodes.max()))),
+        None if minibatch_size is None else check_int(minibatch_size, "minibatch_size", 1, MAX_INT),
+        None if dataset_size is None else check_int(dataset_size, "dataset_size", 1, MAX_INT),
+        checked,
+        reference,
+        noise,
+        spread=not (needs_noise(checked) or needs_noise(controller)),
+        fixed_shape=bool(fixed_shape),
+    )
+    engine = Engine(
+        end=min(capacity.end, goal) if by == "seconds" else capacity.end,
+        goal=("updates", math.inf) if by == "seconds" else (by, goal * (1 - ROUNDING) if by == "progress" else goal),
+        present=present_nodes(capacity),
+        staying=staying_nodes(capacity, costs.notice),
+        kills=overheads is not None,
+        sizes=_sizes(controller, start, bounds, every, delay, model.dataset_size),
+        model=model,
+        overheads=costs,
+    )
+    rented = with_prices(capacity, prices)
+    price = None if on_demand is None else check_number(on_demand, "on_demand", "pass the price of a node-hour")
+    engine.run()
+    summary = _summary(engine, rented, price)
+    return Run(summary, rented, tuple(merge_intervals(engine.intervals)), tuple(engine.runs), model.devices_per_node)
+
+
+def to_batch_trace(
+    capacity: CapacityTrace,
+    controller: Controller,
+    throughput: Throughput,
+    *,
+    minibatch_size: int | None = None,
+    fixed_shape: bool = False,
+    max_updates: int | None = None,
+    on_end: OnEnd = "error",
+) -> BatchTrace:
+    """Return the batch sizes of a training under a capacity trace that no change of the capacity interrupts.
+
+    An update begins when the one before has ended and there is a device. The devices at its beginning determine its
+    batch size and its seconds. The last update ends within the capacity trace. It is the trace of `simulate` without
+    overheads.
+
+    >>> from variable_batch_size.adaptive import PerDevice
+    >>> capacity = CapacityTrace(seconds=[0, 2], nodes=[1, 2], end=4)
+    >>> to_batch_trace(capacity, PerDevice(64), Throughput.simple(samples_per_second=64)).batch_sizes(range(4)).tolist()
+    [64, 64, 128, 128]
+
+    Args:
+        capacity: seconds -> number of devices, see `CapacityTrace.devices`.
+        controller: chooses the batch size; called when the number of devices changes.
+        throughput: the seconds of an update.
+        minibatch_size: maximum number of rows of a microbatch; by default a device computes its share at once.
+        fixed_shape: whether every microbatch has exactly `minibatch_size` rows, as in a training with PyTorch/XLA.
+        max_updates: number of updates after which the training ends; by default it ends with the capacity trace.
+        on_end: what follows the last step of the batch trace.
+
+    Raises:
+        TypeError: if `capacity` or `throughput` has another type, or the controller returns no integer.
+        ValueError: if no update ends within the capacity trace, or more than 10^8 do.
+    """
+    limit = MAX_STEPS + 1 if max_updates is None else check_int(max_updates, "max_updates", 1, MAX_STEPS)
+    run = simulate(
+        capacity,
+        controller,
+        throughput=throughput,
+        rule="constant",
+        minibatch_size=minibatch_size,
+        fixed_shape=fixed_shape,
+        until=limit,
+        by="updates",
+    )
+    if run.summary["updates"] > MAX_STEPS:
+        raise value_error("a batch trace must have at most 10^8 steps", "more", "check the throughput and the seconds")
+    return run.trace.with_on_end(on_end)
+
+
+def _check_rule(rule: Rule | str, ref_batchsize: int | None, noise: NoiseCurve | None) -> tuple[Rule, int | None]:
+    (checked,) = rules_for_groups(rule, 1)
+    if needs_noise(checked) and noise is None:
+        raise value_error(f"{checked} needs the gradient noise", "noise=None", "pass noise=NoiseCurve.from_csv(...)")
+    return checked, check_reference(checked, ref_batchsize)
+
+
+def _sizes(
+    controller: Any,
+    start: int | None,
+    bounds: tuple[int, int] | None,
+    every: int | None,
+    delay: int,
+    dataset_size: int | None,
+) -> BatchSizes:
+    if isinstance(controller, type):
+        raise type_error(
+            "controller must be a controller or a batch trace", controller, "pass an instance of the class"
+        )
+    if callable(controller):
+        return ControllerSizes(AdaptiveTrace(controller, start, bounds, every=every, delay=delay))
+    adaptive = isinstance(controller, AdaptiveTrace)
+    kind, place = ("an AdaptiveTrace", "to that") if adaptive else ("a trace", "with a controller")
+    for value, name in ((start, "start"), (bounds, "bounds"), (every, "every"), (delay or None, "delay")):
+        if value is not None:
+            raise value_error(f"{name} must be left out with {kind}", value, f"pass it {place}")
+    if isinstance(controller, AdaptiveTrace):
+        return ControllerSizes(controller if dataset_size is None else limit_to_dataset(controller, dataset_size))
+    trace = BatchTrace.of(controller)
+    if dataset_size is not None and trace.max_batch_size > dataset_size:
+        requirement = f"every batch size of the trace must be at most the dataset's size of {dataset_size} samples"
+        raise value_error(requirement, trace.max_batch_size, "use a larger dataset or limit the trace")
+    return TraceSizes(trace)
+
+
+def _summary(engine: Engine, rented: CapacityTrace, on_demand: float | None) -> Mapping[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in ("productive", "redone", "restarting", "saving", "idle")}
+    for row in engine.intervals:
+        seconds[row.state].append(row.end - row.begin)
+    done, reference = engine.position, engine.model.ref_batchsize
+    values: dict[str, float] = {"elapsed": engine.now}
+    values |= {name: math.fsum(parts) for name, parts in seconds.items()}
+    values |= {"updates": done.updates, "samples": done.samples, "progress": done.progress}
+    values |= {"goodput": done.progress / engine.now}
+    if reference is not None and done.samples:
+        values["efficiency"] = done.progress * reference / done.samples
+    values |= {"preemptions": engine.preemptions, "restarts": engine.restarts}
+    if (cost := cost_until(rented, engine.now)) is not None:
+        values |= {"cost": cost} | ({"cost_per_progress": cost / done.progress} if done.progress else {})
+    if on_demand is not None:
+        used = math.fsum(row.nodes * (row.end - row.begin) for row in engine.intervals if row.state == "productive")
+        values["on_demand_cost"] = used * on_demand / 3600
+    return values
