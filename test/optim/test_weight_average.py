@@ -70,28 +70,13 @@ def test_ranks_have_the_averages_of_one(tmp_path: Path) -> None:
 def test_an_evaluation_sees_the_averages_and_leaves_the_weights() -> None:
     run = training(sizes=SIZES)
     average, expected = averaged(run, 3)
-    weights = [one.copy() for one in run.weights()]
-    with average.applied():
-        for found, one in zip(run.weights(), expected, strict=True):
-            np.testing.assert_allclose(found, one, rtol=1e-12)
+    weights, other = run.weights(), copy.deepcopy(run.model)
+    average.copy_to(other)
+    for found, one in zip(other.parameters(), expected, strict=True):
+        np.testing.assert_allclose(found.detach().numpy(), one, rtol=1e-12)
     for found, one in zip(run.weights(), weights, strict=True):
         np.testing.assert_array_equal(found, one)
     assert_averages(average, expected)
-
-
-def leave_by_an_exception(average: vbs.WeightAverage) -> None:
-    with average.applied():
-        raise ZeroDivisionError
-
-
-def test_an_exception_in_an_evaluation_leaves_the_weights() -> None:
-    run = training(sizes=SIZES)
-    average, _ = averaged(run, 3)
-    weights = [one.copy() for one in run.weights()]
-    with pytest.raises(ZeroDivisionError):
-        leave_by_an_exception(average)
-    for found, one in zip(run.weights(), weights, strict=True):
-        np.testing.assert_array_equal(found, one)
 
 
 def test_averages_of_half_precision_keep_their_digits() -> None:
@@ -100,11 +85,10 @@ def test_averages_of_half_precision_keep_their_digits() -> None:
     average = vbs.WeightAverage(model.parameters(), 0.999, run.optimizer)
     run.run(4)
     assert all(one.dtype == torch.float32 for one in average.averages)
-    before = copy.deepcopy(average.averages)
-    with average.applied():
-        assert all(one.dtype == torch.bfloat16 for one in model.parameters())
-    for one, other in zip(average.averages, before, strict=True):
-        assert torch.equal(one, other)
+    other = network(torch.bfloat16)
+    average.copy_to(other)
+    for one, written in zip(average.averages, other.parameters(), strict=True):
+        assert torch.equal(one.bfloat16(), written)
 
 
 def test_a_training_resumes_with_its_averages(tmp_path: Path) -> None:
@@ -135,6 +119,47 @@ def test_an_update_that_was_skipped_leaves_the_averages() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_rollback_misses_no_update() -> None:
+    """The average is loaded before the optimizer, or after it."""
+    whole, expected = averaged(training(sizes=SIZES), 3)
+    for first in (True, False):
+        run = training(sizes=SIZES)
+        average = vbs.WeightAverage(run.model.parameters(), DECAY, run.optimizer)
+        for updates in (2, 1):
+            run.run(updates)
+            if updates == 2:
+                kept = copy.deepcopy((average.state_dict(), run.optimizer.state_dict(), run.model.state_dict()))
+        several = [(average, kept[0]), (run.optimizer, kept[1])]
+        for part, state in several if first else reversed(several):
+            part.load_state_dict(state)  # type: ignore[attr-defined]
+        run.model.load_state_dict(kept[2])
+        run.run(1)
+        assert_averages(average, expected)
+    assert_averages(whole, expected)
+
+
+def test_parameters_that_are_added_are_averaged_from_then_on() -> None:
+    run = training(sizes=SIZES)
+    average = vbs.WeightAverage(run.model.parameters(), DECAY, run.optimizer)
+    run.run(1)
+    added = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    run.optimizer.add_param_group({"params": [added]})
+    run.run(1)
+    assert len(average.averages) == 5
+    before = run.optimizer.progress
+    added.data.fill_(2.0)
+    run.run(1)
+    share = 1 - DECAY ** (run.optimizer.progress - before)
+    np.testing.assert_allclose(average.averages[4].numpy(), 1 + share * (added.detach().numpy() - 1), rtol=1e-12)
+    other = [*copy.deepcopy(run.model).parameters(), torch.nn.Parameter(torch.zeros_like(added))]
+    average.copy_to(other)
+    assert torch.equal(other[4], average.averages[4])
+    with pytest.raises(
+        ValueError, match=r"got a module, but the optimizer got 1 of them later; pass parameters in the"
+    ):
+        average.copy_to(copy.deepcopy(run.model))
+
+
 def test_wrong_usage_is_refused() -> None:
     run, other = training(sizes=SIZES), training(vbs.ConstantOptimizer, SIZES, ref_batchsize=None)
     parameters = [*run.model.parameters()]
@@ -150,61 +175,63 @@ def test_wrong_usage_is_refused() -> None:
     with pytest.raises(ValueError, match=r'by="samples" needs a ref_batchsize'):
         vbs.WeightAverage(parameters, DECAY, other.optimizer, by="samples")
     average = vbs.WeightAverage(parameters, DECAY, run.optimizer)
-    with pytest.raises(ValueError, match=r"must be of the 4 parameters here"):
+    with pytest.raises(ValueError, match=r"averages of a state must have the shapes of the 4 parameters"):
         average.load_state_dict({"version": 1, "averages": {}})
-    with average.applied():
-        with pytest.raises(RuntimeError, match=r"applied already"):
-            leave_by_an_exception(average)
-        with pytest.raises(RuntimeError, match=r"taken outside the block"):
-            average.state_dict()
-        with pytest.raises(RuntimeError, match=r"loaded outside the block"):
-            average.load_state_dict({})
+    with pytest.raises(RuntimeError, match=r"in another module than .* average\.copy_to\(evaluated\) before each"):
+        average.applied()
+    with pytest.raises(ValueError, match=r"to another module than .* got its own parameters; pass copy\.deepcopy"):
+        average.copy_to(run.model)
+    with pytest.raises(
+        ValueError, match=r"must have the shapes of the 4 parameters .* got 2, or other shapes; pass a m"
+    ):
+        average.copy_to(torch.nn.Linear(2, 2))
 
 
-def test_training_and_saving_while_averages_are_applied_change_nothing(tmp_path: Path) -> None:
-    """A microbatch, a checkpoint with and without the averages, a restore."""
-    whole, expected = averaged(training(sizes=SIZES), len(SIZES))
-    run = training(sizes=SIZES)
-    average, _ = averaged(run, 2)
-    several: list[dict[str, Any]] = [{}, {"average": average}]
-    for parts in several:
-        folder = tmp_path / str(len(parts))
-        with vbs.Checkpoint(folder, model=run.model, optimizer=run.optimizer, **parts) as checkpoint:
-            checkpoint.save()
-            weights = run.weights()
-            with average.applied():
-                for refused in (checkpoint.save, checkpoint.restore):
-                    with pytest.raises(RuntimeError, match=r"outside the block"):
-                        refused()
-            for found, one in zip(run.weights(), weights, strict=True):
-                np.testing.assert_array_equal(found, one)
-    with average.applied(), pytest.raises(RuntimeError, match=r"step\(\) must be called outside the block"):
-        list(run.steps())
-    with average.applied(), pytest.raises(RuntimeError, match=r"backward\(\) must be called outside the block"):
-        run.optimizer.backward(run.model(run.x).sum())
-    run.optimizer.discard_step()
-    run.run(len(SIZES) - 2)
-    assert_averages(average, expected)
-    assert_averages(whole, expected)
-
-
-def shard(backend: vbs.backend.Backend) -> tuple[list[Any], list[Array]]:
-    """The whole averages of a sharded model, and the weights while they are applied."""
+def sharded() -> Any:
     model: Any = network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return model
+
+
+def shard(backend: vbs.backend.Backend, folder: Path) -> dict[str, Any]:
+    """What an evaluation of averages sees, again and again, and the weights of the training beside it."""
+    model, other = sharded(), sharded()
     run = training(vbs.LinearRuleOptimizer, SIZES, model=model, backend=backend)
     average = vbs.WeightAverage(model.parameters(), DECAY, run.optimizer)
-    run.run(len(SIZES))
-    whole: list[Any] = [one.full_tensor() for one in average.averages]  # type: ignore[attr-defined]
-    with average.applied():
-        seen = [one.copy() for one in run.weights()]
-    return whole, seen
+    seen = []
+    for _ in SIZES:
+        run.run(1)
+        average.copy_to(other)
+        with torch.no_grad():  # leaves the root gathered
+            other(run.x)
+            model(run.x)
+        seen.append(other(run.x).detach().clone())
+    with vbs.Checkpoint(folder, model=model, optimizer=run.optimizer, average=average) as checkpoint:
+        checkpoint.save()
+    own = average.state_dict()["averages"].values()
+    other(run.x)
+    try:
+        vbs.WeightAverage(model.parameters(), DECAY, run.optimizer)
+    except ValueError as error:
+        refused = str(error)
+    return {"whole": list(own), "seen": seen, "weights": run.weights(), "x": run.x, "refused": refused}
 
 
 @pytest.mark.slow("starts processes")
-def test_averages_are_sharded_as_the_weights_are() -> None:
-    _, expected = averaged(training(vbs.LinearRuleOptimizer, SIZES), len(SIZES))
-    for whole, seen in run_job("gloo", shard, ranks=2):
-        for found, shown, one in zip(whole, seen, expected, strict=True):
-            np.testing.assert_allclose(found.numpy(), one, rtol=1e-12)
-            np.testing.assert_allclose(shown, one, rtol=1e-12)
+def test_a_sharded_model_is_trained_and_evaluated_as_a_whole_one(tmp_path: Path) -> None:
+    alone = training(vbs.LinearRuleOptimizer, SIZES)
+    average, other, seen = vbs.WeightAverage(alone.model.parameters(), DECAY, alone.optimizer), network(), []
+    for _ in SIZES:
+        alone.run(1)
+        average.copy_to(other)
+        seen.append(other(alone.x).detach())
+    for rank in run_job("gloo", shard, tmp_path, ranks=2):
+        found = [*rank["whole"], *rank["weights"], *rank["seen"]]
+        for one, right in zip(found, [*average.averages, *alone.weights(), *seen], strict=True):
+            np.testing.assert_allclose(one, right, rtol=1e-10)
+        assert "one of a module that FSDP2 has gathered in a forward; create the average before" in rank["refused"]
+    again = training(vbs.LinearRuleOptimizer, SIZES)
+    later = vbs.WeightAverage(again.model.parameters(), DECAY, again.optimizer)
+    with vbs.Checkpoint(tmp_path, model=again.model, optimizer=again.optimizer, average=later) as checkpoint:
+        checkpoint.restore()
+    assert_averages(later, [one.numpy() for one in average.averages])

@@ -95,7 +95,6 @@ class Loop:
         self._cut: _Cut | None = None
         self._reading: Reading | None = None
         self._received = 0  # microbatches of the iteration received
-        self.averages = set[Watcher]()  # that are in the place of the weights, see `WeightAverage.applied`
 
     @property
     def epoch(self) -> int:
@@ -153,11 +152,6 @@ class Loop:
 
     def check_phase(self, what: str, *allowed: Phase) -> None:
         """Check that a method may be called now."""
-        if self.averages:
-            raise RuntimeError(
-                f"{what} must be called outside the block of applied(), in which the weights are averages; leave it "
-                f"first"
-            )
         phase = self.phase
         if phase in allowed:
             return

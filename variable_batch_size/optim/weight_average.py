@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, final, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, NoReturn, final, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
 from variable_batch_size._validation import check_choice, check_number, type_error, value_error
 from variable_batch_size.optim.optimizer import CustomOptimizer
-from variable_batch_size.optim.tensors import is_narrow, local
+from variable_batch_size.optim.tensors import are_parts, is_narrow, local
+from variable_batch_size.optim.wrapper import list_parameters
 
 By = Literal["progress", "samples"]
-_OUTSIDE = "a state must be {} outside the block of applied(); leave it first"
 
 
 @final
@@ -23,7 +24,8 @@ class WeightAverage:
 
     After an update with progress p, in updates at `ref_batchsize`, avg = decay^p avg + (1 - decay^p) weights. A fixed
     decay for each update would average over k times as many samples where batches are k times as large. The averages
-    are tensors of their own, at least in float32, sharded as the weights are; buffers are not averaged.
+    are tensors of their own, at least in float32, sharded as the weights are; buffers are not averaged. Parameters that
+    the optimizer gets later are averaged from then on.
 
     Source: the EMA scaling rule of Busbridge et al. 2023, arXiv 2307.13813, decay^k for a batch k times as large.
 
@@ -33,9 +35,13 @@ class WeightAverage:
         optimizer: the optimizer that updates them; each of its updates changes the averages.
         by: what p is: "progress", as the rule counts it, or "samples", B / ref_batchsize.
 
+    Attributes:
+        averages: the averages, in the order of `parameters`, then of those that the optimizer got later.
+
     Raises:
         TypeError: if `optimizer` is not a `CustomOptimizer`, or a parameter is no floating-point tensor.
-        ValueError: if `decay` is out of range, there is no parameter, or `by="samples"` without a `ref_batchsize`.
+        ValueError: if `decay` is out of range, there is no parameter, or `by="samples"` without a `ref_batchsize`; if
+            FSDP2 has gathered a parameter.
     """
 
     def __init__(
@@ -56,29 +62,41 @@ class WeightAverage:
         check_choice(by, "by", get_args(By))
         if by == "samples" and optimizer.ref_batchsize is None:
             raise value_error('by="samples" needs a ref_batchsize', "none", "pass it to the optimizer")
-        self._by, self._optimizer, self._seen = by, optimizer, optimizer.updates
-        copies = (parameter.detach().clone() for parameter in self._parameters)
-        self.averages = [one.float() if is_narrow(one) else one for one in copies]
+        updated = list_parameters(optimizer.param_groups)
+        _check_not_gathered(self._parameters, updated)
+        self._by, self._optimizer, self._given = by, optimizer, len(self._parameters)
+        self._known = {id(one) for one in (*self._parameters, *updated)}
+        self.averages = [_copy(one) for one in self._parameters]
+        self._averaged = self._commits
         optimizer._watch(self)
+
+    @property
+    def _commits(self) -> int:
+        """How many updates the optimizer has committed: no state that it loads moves this back."""
+        return self._optimizer._loop.clock.commits
 
     @torch.no_grad()
     def commit(self, *, updated: bool) -> None:
         """Average the weights of the update that was just made; the optimizer calls it."""
-        optimizer = self._optimizer
-        if self._seen == optimizer.updates:  # called again after an interrupt
-            return
-        if updated:
+        if updated and self._averaged != self._commits:  # otherwise called again after an interrupt
             parts, averages = local(self._parameters), local(self.averages)
             share = self._share(averages[0])
             parts = [part.to(average.dtype) for part, average in zip(parts, averages, strict=True)]
             changes = torch._foreach_sub(parts, averages)
             torch._foreach_mul_(changes, share)
             torch._foreach_add_(averages, changes)
-        self._seen = optimizer.updates
+            self._add_new()
+        self._averaged = self._commits
 
     def discard(self) -> None:
-        """Follow the optimizer, which has discarded a step or loaded a state."""
-        self._seen = self._optimizer.updates
+        """Do nothing: only updates that are committed are averaged."""
+
+    def _add_new(self) -> None:
+        """Begin averages of the parameters that the optimizer has got."""
+        new = [one for one in list_parameters(self._optimizer.param_groups) if id(one) not in self._known]
+        self._known |= set(map(id, new))
+        self._parameters += new
+        self.averages += map(_copy, new)
 
     def _share(self, like: Tensor) -> Any:
         """Return 1 - decay^p, a float or 0-D."""
@@ -93,40 +111,46 @@ class WeightAverage:
             return 1 - torch.pow(self.decay, progress)
         return optimizer.backend.scalar(1 - self.decay**progress, like, "average of the weights")
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Put the averages in the place of the weights within a block, for an evaluation.
-
-        Training, saving and restoring within the block raise RuntimeError.
-        """
-        if self._applied:
-            raise RuntimeError("the averages are applied already; leave that block first")
-        kept = [parameter.detach().clone() for parameter in local(self._parameters)]
-        self._put(local(self.averages))
-        self._optimizer._loop.averages.add(self)
-        try:
-            yield
-        finally:
-            self._put(kept)
-            self._optimizer._loop.averages.remove(self)
-
-    @property
-    def _applied(self) -> bool:
-        return self in self._optimizer._loop.averages
-
     @torch.no_grad()
-    def _put(self, values: list[Tensor]) -> None:
-        torch._foreach_copy_(local(self._parameters), values)
+    def copy_to(self, module: nn.Module | Iterable[Tensor]) -> None:
+        """Write the averages into another module of the same structure, or into its parameters, in the same order.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages, by the numbers of the parameters.
+        Where FSDP2 shards the model, all ranks call it, with a module that was built and sharded in the same way.
+        Buffers stay as they are.
 
         Raises:
-            RuntimeError: within a block of `applied()`.
+            ValueError: if the module has other parameters, or is the one that is trained; if the optimizer got
+                parameters later, whose place in a module is not known.
         """
-        if self._applied:
-            raise RuntimeError(_OUTSIDE.format("taken"))
-        return {"version": 1, "averages": {str(number): one for number, one in enumerate(self.averages)}}
+        own, remedy = {id(one) for one in self._parameters}, "pass parameters in the order of `averages`"
+        if isinstance(module, nn.Module):
+            if self._given < len(self.averages):
+                got = f"a module, but the optimizer got {len(self.averages) - self._given} of them later"
+                raise value_error("the order of the averaged parameters must be known", got, remedy)
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # the root stays gathered after a forward without a backward
+            module, remedy = module.parameters(), "pass a module that was built in the same way"
+        targets = list(module)
+        if any(id(one) in own for one in targets):
+            requirement = "the averages must be written to another module than the one that is trained"
+            raise value_error(requirement, "its own parameters", "pass copy.deepcopy(model), or build a second one")
+        _check_shapes("parameters to write to", targets, self.averages, remedy)
+        for target, average in zip(targets, self.averages, strict=True):
+            target.copy_(average)
+
+    def applied(self) -> NoReturn:
+        """Raise RuntimeError: an evaluation has a module of its own."""
+        raise RuntimeError(
+            "averages must be evaluated in another module than the one that is trained, whose weights they replaced "
+            "within applied(); create one, evaluated = copy.deepcopy(model), or build and shard a second one under "
+            "FSDP2, and call average.copy_to(evaluated) before each evaluation"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, whole, by the numbers of the parameters; all ranks of a sharded model call it."""
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in self.averages]
+        return {"version": 1, "averages": {str(number): one for number, one in enumerate(whole)}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,15 +158,40 @@ class WeightAverage:
 
         Raises:
             ValueError: if it has other parameters.
-            RuntimeError: within a block of `applied()`.
         """
-        if self._applied:
-            raise RuntimeError(_OUTSIDE.format("loaded"))
-        averages = state_dict.get("averages", {}) if state_dict.get("version") == 1 else {}
-        shapes = [tuple(one.shape) for one in averages.values()]
-        if shapes != [tuple(one.shape) for one in self.averages]:
-            requirement = f"a state of averages must be of the {len(self.averages)} parameters here, in their shapes"
-            raise value_error(requirement, f"{len(shapes)}, or other shapes", "restore one of the same model")
-        for average, saved in zip(self.averages, averages.values(), strict=True):
-            average.copy_(saved)
-        self._seen = self._optimizer.updates
+        self._add_new()
+        saved = list(state_dict["averages"].values()) if state_dict.get("version") == 1 else []
+        _check_shapes("averages of a state", saved, self.averages, "restore one of the same model")
+        for average, one in zip(self.averages, saved, strict=True):
+            average.copy_(_placed_as(average, one))
+        self._averaged = self._commits
+
+
+def _check_not_gathered(parameters: list[Tensor], updated: list[Tensor]) -> None:
+    """Check that a parameter is not what FSDP2 puts in its place from a forward on, which no optimizer updates."""
+    known = {id(one) for one in updated}
+    if are_parts(updated) and any(not isinstance(one, DTensor) and id(one) not in known for one in parameters):
+        raise value_error(
+            "parameters must be those that the optimizer updates",
+            "one of a module that FSDP2 has gathered in a forward",
+            "create the average before the first forward, or call reshard() of the module",
+        )
+
+
+def _check_shapes(what: str, found: list[Tensor], averages: list[Tensor], remedy: str) -> None:
+    if [one.shape for one in found] != [one.shape for one in averages]:
+        requirement = f"{what} must have the shapes of the {len(averages)} parameters that are averaged"
+        raise value_error(requirement, f"{len(found)}, or other shapes", remedy)
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    copy = parameter.detach().clone()
+    return copy.float() if is_narrow(copy) else copy
+
+
+def _placed_as(average: Tensor, whole: Tensor) -> Tensor:
+    """Return a whole tensor, which every rank has, as a DTensor if the average is one."""
+    if not isinstance(average, DTensor):
+        return whole
+    mesh = average.device_mesh
+    return DTensor.from_local(whole.to(average.to_local().device), mesh, [Replicate()] * mesh.ndim, run_check=False)
