@@ -53,9 +53,13 @@ ELSEWHERE = {
 
 def public_names() -> set[str]:
     """The names of the index, and those of its modules."""
-    modules = [thing for name in vbs.__all__ if isinstance(thing := getattr(vbs, name), ModuleType)]
-    own = {name for name in vbs.__all__ if not isinstance(getattr(vbs, name), ModuleType)}
-    return own.union(*(getattr(module, "__all__", ()) for module in modules))
+
+    def names(module: ModuleType) -> set[str]:
+        things = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+        modules = {name: thing for name, thing in things.items() if isinstance(thing, ModuleType)}
+        return (things.keys() - modules.keys()).union(*map(names, modules.values()))
+
+    return names(vbs)
 
 
 @pytest.mark.slow("builds the site")
