@@ -31,6 +31,14 @@ PLACES = {
     "gcloud": Places(":50, <70>", ""),
     "parcae": Places("", "<180000>"),
     "eth": Places("218.35,<6>", "<1651064218.35>"),
+    "sacct": Places("Unknown|<3>", ""),
+}
+TIMES = {  # the times of a row, after what stands before them, and how many of them are a second
+    "csv": (r"(?m)^()([0-9.]+)", 1),
+    "bamboo-events": (r"(?m)^()([0-9.]+)", 1000),
+    "bamboo-counts": (r"(?m)^()([0-9.]+)", 1),
+    "parcae": (r"(?m)^(\[)([0-9]+)", 1000),
+    "eth": (r"(?m)^([0-9]+,)([0-9.]+)", 1),
 }
 TEXTS = {name: (GOLDEN / f"{name}.txt").read_text() for name in PLACES}
 
@@ -54,6 +62,17 @@ def with_number(name: str, value: str) -> str:
 def with_time(name: str, value: str) -> str:
     """Return the golden file with another time."""
     return _replaced(TEXTS[name], PLACES[name].time, value)
+
+
+def moved(name: str, seconds: float, factor: float = 1) -> str:
+    """Return the golden file with times that begin at `seconds`, then times a factor."""
+    pattern, unit = TIMES[name]
+    times = [float(match[2]) for match in re.finditer(pattern, TEXTS[name])]
+
+    def move(match: re.Match[str]) -> str:
+        return match[1] + repr(factor * (float(match[2]) - times[0] + seconds * unit))
+
+    return re.sub(pattern, move, TEXTS[name])
 
 
 def _replaced(text: str, place: str, value: str) -> str:

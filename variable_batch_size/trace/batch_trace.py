@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from variable_batch_size._validation import MAX_INT, IntArray, as_int, check_choice, check_int, type_error, value_error
-from variable_batch_size.trace.csv_file import read_csv, write_csv
+from variable_batch_size.trace.csv_file import Every, read_csv, write_csv
 from variable_batch_size.trace.runs import TraceEndError, end_of_run, merge_equal_runs, round_runs, run_at
 from variable_batch_size.trace.schedule import Unit, is_schedule, parse_schedule, ramp_steps
 
@@ -63,12 +63,22 @@ class BatchTrace:
         return hash(self.fingerprint)
 
     @classmethod
-    def from_csv(cls, path: str | os.PathLike[str], *, renumber: bool = False, on_end: OnEnd = "error") -> BatchTrace:
+    def from_csv(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        renumber: bool = False,
+        every: Every = "step",
+        on_end: OnEnd = "error",
+    ) -> BatchTrace:
         """Read a CSV file with the columns `step` (0, 1, 2, ...) and `batchsize` or `batch_size` (samples).
 
         Args:
-            path: the file, in UTF-8. Other columns are ignored.
+            path: the file, in UTF-8. Cells may be separated by `;` or tabs, and the header may have capitals. Other
+                columns are ignored.
             renumber: whether to ignore the values in the column `step` and number the rows instead.
+            every: what has a row: each "step", or each "change" of the batch size, from step 0 on; then the trace is
+                infinite, as that of a schedule.
             on_end: what follows the last step.
 
         Raises:
@@ -76,8 +86,9 @@ class BatchTrace:
             ValueError: if the file is not a trace; the message names file, line and value.
         """
         source = os.fspath(path)
-        sizes = read_csv(source, renumber)  # (steps,)
-        return cls(np.arange(len(sizes)), sizes, len(sizes), on_end, source)
+        check_choice(every, "every", get_args(Every))
+        steps, sizes = read_csv(source, renumber, every)  # (rows,) each
+        return cls(steps, sizes, None if every == "change" else len(sizes), on_end, source)
 
     @classmethod
     def from_sizes(cls, sizes: Iterable[int] | npt.NDArray[np.integer], *, on_end: OnEnd = "error") -> BatchTrace:
@@ -95,7 +106,7 @@ class BatchTrace:
             TypeError: if a batch size is not an integer.
             ValueError: if a batch size is not in [1, 2**53], or if there is none.
         """
-        array = sizes if isinstance(sizes, np.ndarray) and sizes.dtype.kind in "iu" and sizes.ndim == 1 else None
+        array = _integers(sizes)
         if array is None or not ((array >= 1) & (array <= MAX_INT)).all():
             named = ((size, f"trace step {step} (sizes[{step}]): batch_size") for step, size in enumerate(sizes))
             array = np.array([check_int(size, name, 1, MAX_INT) for size, name in named])  # (steps,)
@@ -228,7 +239,7 @@ class BatchTrace:
 
         Args:
             source: a BatchTrace, the path of a CSV file, a schedule string, an int (the same batch size at every step),
-                or a sequence or array of ints (the batch size of each step).
+                or a sequence, array, tensor or pandas Series of ints (the batch size of each step).
             on_end: what follows the last step; None keeps that of a BatchTrace, and means "error" for other sources.
 
         Raises:
@@ -245,8 +256,9 @@ class BatchTrace:
             return cls.from_csv(source, on_end=end)
         if (number := as_int(source)) is not None:
             return cls.constant(number, on_end=end)
-        if isinstance(source, (Sequence, np.ndarray)) and not isinstance(source, (bytes, bytearray, memoryview)):
-            return cls.from_sizes(source, on_end=end)
+        is_sizes = isinstance(source, Sequence) and not isinstance(source, (bytes, bytearray, memoryview))
+        if is_sizes or hasattr(source, "__array__"):
+            return cls.from_sizes(source, on_end=end)  # type: ignore[arg-type]
         requirement = "trace must be a path, a BatchTrace, a sequence of ints, an int or a schedule string"
         raise type_error(requirement, source, "pass one of these")
 
@@ -394,3 +406,16 @@ class BatchTrace:
         requirement = f"{unit} must be < {end}, because {self._name} has {self.steps} steps"
         remedy = "use a longer trace, or on_end=" + '"stop", ' * (self.on_end == "error") + '"hold" or "cycle"'
         raise TraceEndError(f"{requirement} ({self.total_samples} samples), got {position}; {remedy}")
+
+
+def _integers(sizes: object) -> npt.NDArray[np.integer] | None:
+    """Return an array, a tensor or a Series of integers as an array of one dimension, None if it is something else.
+
+    32.0 is an integer: pandas has floats in a column where one was missing.
+    """
+    if not hasattr(sizes, "__array__"):
+        return None
+    array = np.asarray(sizes.cpu() if hasattr(sizes, "cpu") else sizes)
+    if array.ndim == 1 and array.dtype.kind == "f" and not (array % 1).any():
+        array = array.astype(np.int64)
+    return array if array.ndim == 1 and array.dtype.kind in "iu" else None

@@ -7,7 +7,9 @@ import io
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,15 +18,19 @@ from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_
 from variable_batch_size.trace.schedule import EXAMPLE
 
 SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
-_INTEGER = re.compile(r"[+-]?[0-9]{1,25}")
+_INTEGER = re.compile(r"[+-]?([0-9]{1,25})([.]0*)?")
+Every: TypeAlias = Literal["step", "change"]
+_CHANGE = 'every="change"'
+_ORDER = "let the first row be step 0, and sort the others by increasing steps"
 
 
-def read_csv(path: str, renumber: bool) -> IntArray:
-    """Return the batch sizes (samples) in a CSV file, int64 of shape (steps,).
+def read_csv(path: str, renumber: bool = False, every: Every = "step") -> tuple[IntArray, IntArray]:
+    """Return the steps of the rows of a CSV file, and their batch sizes (samples), int64 of shape (rows,).
 
     Args:
         path: the file.
         renumber: whether to ignore the values in the column `step`.
+        every: what has a row: each step, or those where the batch size changes.
 
     Raises:
         OSError: if the file cannot be read.
@@ -40,17 +46,19 @@ def read_csv(path: str, renumber: bool) -> IntArray:
     if renumber:
         step_column = None
     rows: list[tuple[int, list[str]]] = []
+    read = partial(_read_rows, rows, header, step_column, size_column, path, every)
     try:
         rows.extend(lines)
     except ValueError:  # no valid CSV; an earlier row may be wrong, too
-        _read_rows(rows, header, step_column, size_column, path)
+        read()
         raise
-    sizes = _read_columns(rows, step_column, size_column, len(header))
-    if sizes is None:
-        sizes = np.array(_read_rows(rows, header, step_column, size_column, path))  # (steps,)
+    sizes = None if every == "change" else _read_columns(rows, step_column, size_column, len(header))
+    if sizes is not None:
+        return np.arange(len(sizes)), sizes
+    steps, sizes = np.array(read(), np.int64).reshape(-1, 2).T  # (rows,) each
     if not len(sizes):
         raise value_error(f"trace {path} must have at least one step", f"only the header ({where})", "add rows")
-    return sizes
+    return steps, sizes
 
 
 def write_csv(path: Path, sizes: IntArray) -> None:
@@ -82,15 +90,27 @@ def _read_bytes(path: str) -> bytes:
 
 
 def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number in the file and the stripped cells of every line that is not blank."""
-    reader = csv.reader(io.StringIO(data.decode(), newline=None), skipinitialspace=True, strict=True)
+    """Yield the line number in the file and the stripped cells of every line that is not blank.
+
+    The header comes in lower case.
+    """
+    delimiter = separator_of(data.lstrip().split(b"\n")[0].decode())
+    text = io.StringIO(data.decode(), newline=None)
+    reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
+    header = True
     try:
         for row in reader:
             cells = [cell.strip() for cell in row]
             if len(cells) > 1 or any(cells):
-                yield reader.line_num, cells
+                yield reader.line_num, [cell.lower() for cell in cells] if header else cells
+                header = False
     except csv.Error as error:
         raise value_error(f"trace line ({path}:{reader.line_num}) must be valid CSV", error, "fix the line") from None
+
+
+def separator_of(header: str) -> str:
+    """Return what separates the cells of a header: a comma, otherwise `;` or a tab if it has one."""
+    return next((character for character in ",;\t" if character in header), ",")
 
 
 def _column(header: list[str], names: tuple[str, ...], where: str) -> int:
@@ -131,25 +151,34 @@ def _read_columns(
 
 
 def _read_rows(
-    lines: Iterable[tuple[int, list[str]]], header: list[str], step_column: int | None, size_column: int, path: str
-) -> list[int]:
-    """Return the batch sizes of the rows that follow the header; warn if the steps are numbered from 0 again."""
-    sizes: list[int] = []
+    lines: Iterable[tuple[int, list[str]]],
+    header: list[str],
+    step_column: int | None,
+    size_column: int,
+    path: str,
+    every: Every,
+) -> list[tuple[int, int]]:
+    """Return step and batch size of each row; warn if each step has a row, and they are numbered from 0 again."""
+    found: list[tuple[int, int]] = []
     begun = 0  # row at which the numbering of the steps has begun
     for line, cells in lines:
         try:
             if len(cells) != len(header):
                 raise value_error(f"it must have {len(header)} cells, like the header", len(cells), "fix the row")
-            if step_column is not None:
-                if len(sizes) - begun > 1 and _parse(cells[step_column]) == 0:  # not a row that is there twice
+            step = len(found)
+            if step_column is not None and every == "change":
+                least = found[-1][0] + 1 if found else 0
+                step = check_int(_parse(cells[step_column]), "step", least, MAX_INT if found else 0, _ORDER)
+            elif step_column is not None:
+                if step - begun > 1 and _parse(cells[step_column]) == 0:  # not a row that is there twice
                     if not begun:
-                        _warn_of_restart(len(sizes) + 1, f"{path}:{line}")
-                    begun = len(sizes)
-                _check_step(cells[step_column], cells[size_column], sizes, begun)
-            sizes.append(_checked_size(cells[size_column], header[size_column]))
-        except ValueError as error:
-            raise ValueError(f"trace row {len(sizes) + 1} ({path}:{line}): {error}") from None
-    return sizes
+                        _warn_of_restart(step + 1, f"{path}:{line}")
+                    begun = step
+                _check_step(cells[step_column], cells[size_column], found, begun)
+            found.append((step, _checked_size(cells[size_column], header[size_column])))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"trace row {len(found) + 1} ({path}:{line}): {error}") from None
+    return found
 
 
 def _warn_of_restart(row: int, where: str) -> None:
@@ -161,18 +190,18 @@ def _warn_of_restart(row: int, where: str) -> None:
     )
 
 
-def _check_step(cell: str, size: str, sizes: list[int], begun: int) -> None:
-    """Check that a step, of a batch size, follows the rows of these `sizes`, numbered from 0 from row `begun` on."""
-    step, expected = _parse(cell), len(sizes) - begun
+def _check_step(cell: str, size: str, found: list[tuple[int, int]], begun: int) -> None:
+    """Check that a step, of a batch size, follows the rows that were found, numbered from 0 from row `begun` on."""
+    step, expected = _parse(cell), len(found) - begun
     if step == expected:
         return
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
     remedy = "fix the column, or ignore it with renumber=True in BatchTrace.from_csv"
-    if 0 < expected < 3 and isinstance(step, int) and step > expected:  # not a row that is missing far from the first
-        points = [f"{number}:{each:.20}" for number, each in [*enumerate(map(str, sizes[begun:])), (step, size)]]
-        remedy += (
-            f'; if a row is a step where the batch size changes, pass the schedule "{" ".join(points)} ..." instead'
-        )
+    if isinstance(step, int) and step > expected:
+        remedy += f"; if a row is where the batch size changes, pass {_CHANGE} instead"
+        if 0 < expected < 3:  # not a row that is missing far from the first
+            points = [f"{number}:{each}" for number, each in [*found[begun:], (step, f"{_parse(size)!s:.20}")]]
+            remedy += f', or the schedule "{" ".join(points)} ..."'
     raise value_error(requirement, f"{step!r:.60}", remedy)
 
 
@@ -184,5 +213,5 @@ def _checked_size(cell: str, column: str) -> int:
 
 
 def _parse(cell: str) -> int | str:
-    """Return the integer in a cell, or the cell itself if it holds anything else."""
-    return int(cell) if _INTEGER.fullmatch(cell) else cell
+    """Return the integer in a cell, such as 32 or 32.0, or the cell itself if it holds anything else."""
+    return int(cell.split(".")[0]) if _INTEGER.fullmatch(cell) else cell

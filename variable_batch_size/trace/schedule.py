@@ -124,7 +124,7 @@ def _parse_entry(word: str, number: int, minimum: int, unit: Unit, divisor: int)
     A threshold in tokens is returned in samples, rounded down.
     """
     match = _ENTRY.fullmatch(word)
-    threshold, size = map(_integer, match.groups()) if match else (None, None)
+    threshold, size = map(parse_count, match.groups()) if match else (None, None)
     if threshold is None or size is None:
         form = f"{unit[:-1]}:batch_size in integers (K = 1000, M = 10^6, B = 10^9, T = 10^12)"
         remedy = f"write the schedule like {EXAMPLE}"
@@ -138,12 +138,14 @@ def _parse_entry(word: str, number: int, minimum: int, unit: Unit, divisor: int)
     return first, check_int(size, f"{where}: batch_size", 1, MAX_INT, "correct the entry or remove it")
 
 
-def _integer(text: str) -> int | None:
-    """Return a number such as "250B" or "1.5M", or None if it is not an integer.
+def parse_count(text: str) -> int | None:
+    """Return a number such as "60k", "250B" or "1.5M", or None if it is not an integer.
 
-    >>> _integer("1.5K"), _integer("2e3"), _integer("1.5")
-    (1500, 2000, None)
+    >>> parse_count("1.5K"), parse_count("2e3"), parse_count("1.5"), parse_count("k")
+    (1500, 2000, None, None)
     """
+    if not _ONE_SIZE.fullmatch(text):
+        return None
     factor = 1000 ** max(0, " KMBT".find(text[-1].upper()))
     number = Fraction(text.rstrip("kKmMbBtT")) * factor  # exact: in float64, 2.01K would be 2009
     return number.numerator if number.denominator == 1 else None

@@ -54,7 +54,7 @@ ARGUMENTS = [
     ),
     Mistake(lambda: read(3), TypeError, r"^the path of a capacity trace must be a string or a path, got 3 \(int\); pa"),
     Mistake(lambda: log(TEXTS["csv"], 3), TypeError, r"^format must be .*, got 3 \(int\); choose one of these"),
-    Mistake(lambda: log(TEXTS["csv"], "CSV"), ValueError, '^format must be "csv", .*, "parcae" or "eth", got \'CSV\';'),
+    Mistake(lambda: log(TEXTS["csv"], "CSV"), ValueError, '^format must be "csv", .*, "eth" or "sacct", got \'CSV\';'),
     Mistake(lambda: log("", inverted="yes"), TypeError, r"^inverted must be an integer >= 1, got 'yes' \(str\); pass "),
     Mistake(lambda: log("", inverted=0), ValueError, "^inverted must be an integer >= 1, got 0; pass True for a clust"),
     Mistake(lambda: log("", max_gap="1"), TypeError, r"^max_gap must be a finite number >= 0, got '1' \(str\); pass s"),
@@ -78,11 +78,11 @@ PATHS = [
 ]
 LAST = "a trace must end after a finite time > 0, got 0.0; correct the times, or add a row at its end"
 RECIPE = "write it as seconds,nodes, as in docs/capacity.md under Any other log, or pass format=$"
-UNKNOWN_FORMAT = rf"a file must begin like seconds,nodes \(csv\) or .* \(skypilot\) or .* \(eth\), got .*; {RECIPE}"
+UNKNOWN_FORMAT = rf"a file must begin like seconds,nodes \(csv\) or .* \(skypilot\) or .* \(sacct\), got .*; {RECIPE}"
 POLARITY = (
     r":4\): data\[2\] must be <= 1, the nodes of the cluster, with inverted=1, got 4; pass the number of nodes of "
 )
-TIME = "must be a time such as 2026-11-24T10:00:00Z, as that of the first row"
+TIME = "must be seconds, or in each row a time of ISO 8601 such as 2026-11-24T10:00:00Z"
 PRETTY = json.dumps([0, "add", {"nodes": ["a"], "duration": 1}], indent=1) + "\n"
 SHAPE = "the file must hold gap_seconds and at least one tick, as {.*} does, got .*; "
 INTEGER = r"must be an integer in \[0, 2\*\*53\], got"
@@ -118,16 +118,23 @@ LOGS = [  # text, and what follows "capacity trace (log:"
     ('{"apiVersion": "v1", "items": [{"kind": "Event"}], "kind": "List"}', rf"1\): {UNKNOWN_FORMAT}"),
     ("seconds,nodes\n", r"1\): there must be at least one row, got 'seconds,nodes'; add rows"),
     ("seconds,nodes\n0,4\n\n60\n", r"4\): a row must have the cells of seconds,nodes, got '60'; correct the row"),
-    ("seconds,nodes,nodes\n0,4,5\n", r"1\): the header must be seconds,nodes or .*, got 'seconds,nodes,nodes'; corr"),
+    ("seconds,nodes,nodes\n0,4,5\n", r"1\): the header must have one column nodes, got 'seconds,nodes,nodes'; ren"),
     ("seconds,nodes\n0,4\n60,-2\n", rf"3\): nodes {INTEGER} '-2'; correct it"),
     ("seconds,nodes,price\n0,4,nan\n", r"2\): price must be a finite number >= 0, got 'nan'; correct it"),
     ("seconds,nodes\n60,4\n30,2\n", r"3\): seconds must be >= 60, the time of the row before, got 30.0; sort the r"),
     ("seconds,nodes\n0,4\u2028\n60,x\u000c\n", r"3\): nodes must be"),
     ("seconds,nodes\n0," + "x" * 10_000, r"2\): nodes must be .*, got 'x{59}; correct it"),
-    ("time;nodes\n2024-05-01T08:00Z;2\n20240501T0900;4\n", rf"3\): time {TIME}, got '20240501T0900'; correct it"),
-    ("time;nodes\n2024-05-01T08:00Z;2\n2024-02-30T08:00Z;4\n", rf"3\): time {TIME}, got '2024-02-30T08:00Z'; corr"),
+    ("time;nodes\n2024-05-01T08:00Z;2\n20240501T0900;4\n", rf"3\): time {TIME}, got '20240501T0900'; add the date"),
+    ("time;nodes\n2024-05-01T08:00Z;2\n2024-02-30T08:00Z;4\n", rf"3\): time {TIME}, got '2024-02-30T08:00Z'; add"),
     ("seconds,nodes\n0,4\n2024-05-01T08Z,2\n", r"3\): seconds must be a finite number >= 0, got '2024-05-01T08Z'; "),
     ("time;nodes\n2024-05-01T08:00Z;2\n2024-05-01T07:00Z;2\n", r"3\): time must be >= 0, the time of the row be"),
+    ("time,nodes\n08:00,2\n09:00,3\n", rf"2\): time {TIME}, got '08:00'; add the date, or correct it"),
+    ("JobID|Start|End|NNodes\n1|08:00|Unknown|2\n", r"2\): Start must be a time such as 2026-11-24T10:00:00, got '08:"),
+    ("JobID|Start|End|NNodes\n1|None|Unknown|2\n", r"2\): there must be a job that has started, got 'JobID"),
+    (
+        "JobID|Start|End|NNodes\n1|2026-01-01T08:00|2026-01-01T07:00|2\n",
+        r"2\): End must not be before Start, 2026-01",
+    ),
     (ticks("[0, 3")[:-1], r"2\): the text must be JSON \(expecting ',' delimiter, column 14\), got 'the end'; "),
     (ticks("[0,\n3,\n-1]"), rf"4\): data\[2\] {INTEGER} -1; correct it"),
     (ticks('["3"]'), rf"2\): data\[0\] {INTEGER} '3'; correct it"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.capacity_files import COLLECTION, PLACES, TEXTS, meaning, with_number, with_time
+from helpers.capacity_files import COLLECTION, PLACES, TEXTS, TIMES, meaning, moved, with_number, with_time
 from helpers.commands import run
 from helpers.pages import DOCS
 from helpers.properties import examples
@@ -94,6 +94,19 @@ def test_ends_of_lines_and_blanks_do_not_matter(name, change, file):
     assert read(file(change(TEXTS[name]))) == trace
 
 
+@pytest.mark.parametrize("name", TIMES)
+@examples(20)
+@given(shift=st.integers(10**9, 4 * 10**9))
+def test_unix_times_begin_at_the_first_row_and_milliseconds_are_refused(name, shift, tmp_path_factory):
+    path = tmp_path_factory.mktemp("moved") / "trace"
+    path.write_text(moved(name, 0))
+    trace = read(path)
+    path.write_text(moved(name, shift))
+    assert read(path) == trace
+    path.write_text(moved(name, shift, 1000))
+    assert re.search(r"times must be seconds, got '\d+.*, which looks like Unix milliseconds'; divide", error_of(path))
+
+
 @every_format
 def test_to_csv_and_back(name, file, tmp_path):
     trace = read(file(TEXTS[name]))
@@ -142,7 +155,7 @@ def test_no_two_readers_recognize_the_same_file(content):
 def test_a_number_of_nodes_must_be_an_integer(name, value, file):
     message = error_of(file(with_number(name, value)), name)
     assert re.match(
-        r"capacity trace \(FILE:\d\): (nodes|data\[1\]|the count|GPUs|the text|an integer) must be ", message
+        r"capacity trace \(FILE:\d\): (nodes|data\[1\]|the count|GPUs|NNodes|the text|an integer) must be ", message
     )
 
 
@@ -152,7 +165,7 @@ def test_a_time_must_be_a_finite_number(name, value, file):
     assert re.match(r"capacity trace \(FILE:\d\): .* must be ", error_of(file(with_time(name, value)), name))
 
 
-@pytest.mark.parametrize("name", [name for name in READERS if name not in ("skypilot", "gcloud")])
+@pytest.mark.parametrize("name", [name for name in READERS if name not in ("skypilot", "gcloud", "sacct")])
 def test_times_must_not_go_back(name, file):
     assert re.fullmatch(
         r"capacity trace \(FILE:\d\): (seconds|Time) must be >= [0-9.]+, the time of the row before, got [0-9.]+; "

@@ -8,13 +8,13 @@ from typing import Final
 
 from variable_batch_size._validation import MAX_INT, check_choice, check_int, check_number, value_error
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.lab.cluster.readers.bamboo_counts import BambooCountsReader
-from variable_batch_size.lab.cluster.readers.bamboo_events import BambooEventsReader
+from variable_batch_size.lab.cluster.readers.bamboo import BambooCountsReader, BambooEventsReader
 from variable_batch_size.lab.cluster.readers.base import Options, Reader, Text, split
 from variable_batch_size.lab.cluster.readers.eth import EthReader
 from variable_batch_size.lab.cluster.readers.gcloud import GcloudReader
 from variable_batch_size.lab.cluster.readers.own import OwnReader
 from variable_batch_size.lab.cluster.readers.parcae import ParcaeReader
+from variable_batch_size.lab.cluster.readers.sacct import SacctReader
 from variable_batch_size.lab.cluster.readers.skypilot import SkyPilotReader
 from variable_batch_size.trace.csv_file import SIZE_COLUMNS
 
@@ -26,6 +26,7 @@ READERS: Final[Mapping[str, Reader]] = {
     "gcloud": GcloudReader(),
     "parcae": ParcaeReader(),
     "eth": EthReader(),
+    "sacct": SacctReader(),
 }
 """The readers by the names of their formats, no two of which recognize the same file."""
 
@@ -36,14 +37,17 @@ def read(
     *,
     inverted: bool | int = False,
     max_gap: float | None = None,
+    time_column: str = "",
+    nodes_column: str = "",
 ) -> CapacityTrace:
     """Read a capacity trace from a file, whose format is recognized by its beginning.
 
     FORMATS
 
-    The docstring of each reader says where a trace of its format ends. Dates and Unix times begin at the first row.
-    Times since the beginning stay as they are: before the first row there are 0 nodes. Of rows at one time the last one
-    counts.
+    The docstring of each reader says where a trace of its format ends. Dates, and Unix times (10^9 s or more), begin at
+    the first row. Times since the beginning stay as they are: before the first row there are 0 nodes. Of rows at one
+    time the last one counts. Times from 10^12 on look like milliseconds since 1970, and raise; milliseconds since the
+    beginning cannot be seen.
 
     Args:
         path: path of the file.
@@ -52,6 +56,8 @@ def read(
             node. Only for skypilot, whose files do not say which ones they count.
         max_gap: seconds, > 0, for which a row holds at most, with 0 nodes from then on until the next row. Only for
             gcloud. By default, a row holds up to the next one.
+        time_column: name of the column of the times, in any case. Only for csv.
+        nodes_column: name of the column of the nodes. Only for csv.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -62,7 +68,9 @@ def read(
     Warns:
         UserWarning: if rows of gcloud go back in time; they are sorted.
     """
-    options = _check_options(inverted, max_gap)
+    options = _check_options(inverted, max_gap)._replace(time_column=time_column, nodes_column=nodes_column)
+    if format is None and (time_column or nodes_column):
+        format = OwnReader.name
     if format is not None:
         check_choice(format, "format", tuple(READERS))
     text = Text.load(path)

@@ -10,10 +10,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import ClassVar, NamedTuple, final
 
 from variable_batch_size._validation import MAX_INT, type_error
+
+UNIX, MILLISECONDS = 1e9, 1e12  # from there on times are taken for seconds, or milliseconds, since 1970
 
 
 class LogError(ValueError):
@@ -36,6 +39,8 @@ class Options(NamedTuple):
 
     inverted: int = 0  # number of nodes of the cluster
     max_gap: float | None = None  # seconds
+    time_column: str = ""  # names in the header
+    nodes_column: str = ""
 
 
 @final
@@ -135,11 +140,13 @@ class Reader(ABC):
         name: name of the format, for `cluster.read(path, format=name)`.
         example: how a file begins, for the message about one that no reader recognizes.
         options: names of the keyword arguments of `cluster.read` that the format has, beside `format`.
+        begins_at_first_row: whether its times are always those of a clock.
     """
 
     name: ClassVar[str]
     example: ClassVar[str]
     options: ClassVar[frozenset[str]] = frozenset()
+    begins_at_first_row: ClassVar[bool] = False
 
     @abstractmethod
     def recognizes(self, text: Text) -> bool:
@@ -147,7 +154,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, text: Text, options: Options) -> Rows:
-        """Return the rows of a file in ascending order of time; times are relative to the beginning of the trace.
+        """Return the rows of a file in ascending order of time, in seconds since the beginning or since 1970.
 
         Raises:
             LogError: if the file is damaged.
@@ -155,9 +162,19 @@ class Reader(ABC):
 
     @final
     def read_checked(self, text: Text, options: Options) -> Rows:
-        """Return the rows of a file; raise as `read` does, and if the trace has no duration."""
+        """Return the rows of a file; raise as `read` does, and if the trace has no duration.
+
+        Times of a clock begin at the first row.
+        """
         rows = self.read(text, options)
-        end = rows.seconds[-1] if rows.end is None else rows.end
+        end, first = rows.seconds[-1] if rows.end is None else rows.end, rows.seconds[0]
+        if MILLISECONDS <= end < math.inf:
+            requirement, remedy = "times must be seconds", "divide them by 1000"
+            raise text.error(text.lines[-1][0], requirement, f"{end:.15g}, which looks like Unix milliseconds", remedy)
+        if self.begins_at_first_row or first >= UNIX:  # to the microsecond, as float64 has the seconds since 1970
+            rows = rows._replace(seconds=[round(second - first, 6) for second in rows.seconds])
+            end = round(end - first, 6)
+            rows = rows if rows.end is None else rows._replace(end=end)
         if not 0 < end < math.inf:
             requirement = "a trace must end after a finite time > 0"
             raise text.error(text.lines[-1][0], requirement, end, "correct the times, or add a row at its end")
@@ -179,6 +196,26 @@ def as_number(cell: str) -> float:
         )  # an int above 2**53 is not rounded to it
     except ValueError:
         return math.nan
+
+
+_MOMENT = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)?(Z|[+-][0-9]{2}:[0-9]{2})?"
+)
+
+
+def seconds_of(cell: str) -> float | None:
+    """Return the Unix time of a time of ISO 8601, in UTC without a zone; None if it is none.
+
+    >>> seconds_of("1970-01-01T01:00:00Z"), seconds_of("1970-02-30T01:00"), seconds_of("08:00")
+    (3600.0, None, None)
+    """
+    try:
+        if _MOMENT.fullmatch(cell):  # fromisoformat reads more than these, and Z only since Python 3.11
+            moment = datetime.fromisoformat(cell.replace("Z", "+00:00"))
+            return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    except ValueError:  # such as for February 30
+        pass
+    return None
 
 
 def is_number(cell: str) -> bool:

@@ -22,6 +22,7 @@ class EthReader(Reader):
 
     name = "eth"
     example = ",Time,GPUs"
+    begins_at_first_row = True
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the header has an index without a name, `Time` and nothing but columns of devices."""
@@ -44,4 +45,4 @@ class EthReader(Reader):
             times.append(text.cell(line, "Time", time))
             text.check_order(line, "Time", times)
             devices.append(int(text.cell(line, split(header)[2], count, whole=True)))
-        return Rows([round(time - times[0], 6) for time in times], devices)
+        return Rows(times, devices)

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import csv
 import os
-import re
-from datetime import datetime, timezone
 from typing import final
 
 import numpy as np
 
 from variable_batch_size._files import written
 from variable_batch_size._validation import FloatArray, IntArray
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, split
+from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, seconds_of, split
+from variable_batch_size.trace.csv_file import separator_of
 
 COLUMNS = ("seconds", "nodes", "price")
 TIMES = ("seconds", "time")  # a file needs one of these columns
-MOMENT = re.compile(
-    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)?(Z|[+-][0-9]{2}:[0-9]{2})?"
-)
 
 
 @final
 class OwnReader(Reader):
     """`seconds,nodes`, with seconds since the beginning: the nodes of each row hold up to the next one.
 
-    The trace ends at the last row. A third column `price` is that of a node, per hour. `CapacityTrace.to_csv` writes
-    it. The header may have capitals, and `time` for `seconds`; cells may be separated by `;` or tabs. Times may be
-    those of ISO 8601, in UTC if they have no zone: then the trace begins at the first row.
+    The trace ends at the last row. A third column `price` is that of a node, per hour; other columns are ignored.
+    `CapacityTrace.to_csv` writes it. The header may have capitals, and `time` for `seconds`, or the names that
+    `time_column` and `nodes_column` say; cells may be separated by `;` or tabs. Times may be those of ISO 8601, in UTC
+    if they have no zone, or Unix times: then the trace begins at the first row.
     """
 
     name = "csv"
     example = "seconds,nodes"
+    options = frozenset({"time_column", "nodes_column"})
 
     def recognizes(self, text: Text) -> bool:
         """Return whether the header has the columns `seconds` or `time`, and `nodes`."""
@@ -43,40 +41,40 @@ class OwnReader(Reader):
         """Return the rows; their times have to be in ascending order."""
         line, first = text.lines[0]
         header, separator = _header(first)
-        time = next((name for name in TIMES if name in header), TIMES[0])
-        table: dict[str, list[float]] = {name: [] for name in header if name in (time, *COLUMNS[1:])}
-        if not (self.recognizes(text) and all(header.count(name) == 1 for name in table)):
-            raise text.error(line, "the header must be seconds,nodes or seconds,nodes,price", first, "correct it")
+        time = options.time_column.lower() or next((name for name in TIMES if name in header), TIMES[0])
+        nodes = options.nodes_column.lower() or "nodes"
+        for name in (time, nodes):
+            if header.count(name) != 1:
+                remedy = "rename a column, or pass time_column= and nodes_column="
+                raise text.error(line, f"the header must have one column {name}", first, remedy)
+        table: dict[str, list[float]] = {name: [] for name in (time, nodes, *({"price"} & {*header}))}
         if len(text.lines) == 1:
             raise text.error(line, "there must be at least one row", first, "add rows")
-        start: datetime | None = None
+        first_time = dict(zip(header, split(text.lines[1][1], separator), strict=False)).get(time, "")
+        start = seconds_of(first_time)
         for line, row in text.lines[1:]:
             for name, cell in zip(header, text.cells(line, row, first, separator), strict=True):
-                if name == time and (start or (not table[time] and re.match("[0-9]{4}-", cell))):
-                    moment = _moment(text, line, name, cell)
-                    start = start or moment
-                    table[name].append((moment - start).total_seconds())
+                if name == time and (start is not None or ":" in cell):
+                    table[name].append(_moment(text, line, name, cell) - (start or 0.0))
                 elif name in table:
-                    table[name].append(text.cell(line, name, cell, whole=name == "nodes"))
+                    table[name].append(text.cell(line, name, cell, whole=name == nodes))
             text.check_order(line, time, table[time])
-        return Rows(table[time], list(map(int, table["nodes"])), prices=table.get("price"))
+        return Rows(table[time], list(map(int, table[nodes])), prices=table.get("price"))
 
 
 def _header(row: str) -> tuple[list[str], str]:
     """Return the names of the columns in lower case, and their separator."""
-    separator = next((character for character in ";\t" if character in row), ",")
+    separator = separator_of(row)
     return [cell.lower() for cell in split(row, separator)], separator
 
 
-def _moment(text: Text, line: int, name: str, cell: str) -> datetime:
-    try:
-        if MOMENT.fullmatch(cell):  # fromisoformat reads more than these, and Z only since Python 3.11
-            moment = datetime.fromisoformat(cell.replace("Z", "+00:00"))
-            return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
-    except ValueError:  # such as for February 30
-        pass
-    requirement = f"{name} must be a time such as 2026-11-24T10:00:00Z, as that of the first row"
-    raise text.error(line, requirement, cell, "correct it")
+def _moment(text: Text, line: int, name: str, cell: str) -> float:
+    """Return the Unix time of a cell."""
+    moment = seconds_of(cell)
+    if moment is None:
+        requirement = f"{name} must be seconds, or in each row a time of ISO 8601 such as 2026-11-24T10:00:00Z"
+        raise text.error(line, requirement, cell, "add the date, or correct it")
+    return moment
 
 
 def read_csv(path: str | os.PathLike[str]) -> Rows:

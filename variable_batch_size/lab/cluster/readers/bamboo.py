@@ -1,10 +1,41 @@
-"""Bamboo's logs of nodes that come and leave."""
+"""Bamboo's logs: tables of the number of nodes, and nodes that come and leave."""
 
 from __future__ import annotations
 
 from typing import final
 
 from variable_batch_size.lab.cluster.readers.base import Membership, Options, Reader, Rows, Text, is_number, split
+
+
+@final
+class BambooCountsReader(Reader):
+    """`21529,4`, without a header: seconds since the beginning and the number of nodes from then on.
+
+    There may be two rows at a change, before and after it: at one time the last row counts. Before the first row there
+    are 0 nodes, and the trace ends at the last one. (Nothing in the files named `_scaled` of this collection says that
+    their times are hours: `trace.scaled(3600)`.)
+
+    Source: `github.com/uclasystem/bamboo`, `doc/data/` (Thorpe et al., NSDI 2023).
+    """
+
+    name = "bamboo-counts"
+    example = "21529,4"
+
+    def recognizes(self, text: Text) -> bool:
+        """Return whether the first row is two numbers."""
+        cells = split(text.lines[0][1])
+        return len(cells) == 2 and all(map(is_number, cells))
+
+    def read(self, text: Text, options: Options) -> Rows:
+        """Return the rows."""
+        seconds: list[float] = []
+        nodes: list[int] = []
+        for line, row in text.lines:
+            time, count = text.cells(line, row, self.example)
+            seconds.append(text.cell(line, "seconds", time))
+            text.check_order(line, "seconds", seconds)
+            nodes.append(int(text.cell(line, "the count", count, whole=True)))
+        return Rows(seconds, nodes)
 
 
 @final

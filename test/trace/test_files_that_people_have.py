@@ -1,0 +1,104 @@
+"""Files as spreadsheets, loggers and schedulers write them: read right, or one sentence that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import variable_batch_size as vbs
+from helpers.mistakes import check_shape
+from variable_batch_size.lab import cluster
+
+BATCHES = {
+    "a spreadsheet": ("Step;BatchSize\r\n0;32\r\n1;64\r\n", {}),
+    "tabs": ("step\tbatch_size\tlr\n0\t32\t0.1\n1\t64\t0.2\n", {}),
+    "numbers of pandas": ("step,batchsize\n0.0,32.0\n1.0,64.0\n", {}),
+    "capitals": ("STEP,BATCHSIZE\n0,32\n1,64\n", {}),
+    "an index": (",Step,Batch_Size\n0,0,32\n1,1,64\n", {}),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_trace(name: str, tmp_path: Path) -> None:
+    text, options = BATCHES[name]
+    (tmp_path / "trace.csv").write_text(text, newline="")
+    assert vbs.BatchTrace.from_csv(tmp_path / "trace.csv", **options) == vbs.BatchTrace.from_sizes([32, 64])
+
+
+def test_rows_where_the_size_changes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("step;batchsize\n0;32\n100;64.0\n10000;128\n")
+    assert vbs.BatchTrace.from_csv(path, every="change") == vbs.BatchTrace.parse("0:32 100:64 10000:128")
+    found = r'got 100; fix the column, .*; if .* pass every="change" instead, or the schedule "0:32 100:64 \.\.\."'
+    with pytest.raises(ValueError, match=found) as caught:
+        vbs.BatchTrace.from_csv(path)
+    check_shape(str(caught.value))
+    for wrong in ("step,batchsize\n5,32\n", "step,batchsize\n0,32\n9,64\n9,65\n"):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="let the first row be step 0, and sort the others") as caught:
+            vbs.BatchTrace.from_csv(path, every="change")
+        check_shape(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pd.Series([32, 64]),
+        pd.Series([32.0, 64.0], index=["a", "b"]),
+        torch.tensor([32, 64]),
+        torch.tensor([32.0, 64.0]),
+        np.array([32, 64], np.uint8),
+    ],
+    ids=lambda sizes: f"{type(sizes).__name__} of {sizes.dtype}",
+)
+def test_what_holds_a_size_for_each_step(sizes: Any) -> None:
+    assert vbs.BatchTrace.of(sizes) == vbs.BatchTrace.from_sizes(sizes) == vbs.BatchTrace.from_sizes([32, 64])
+
+
+@pytest.mark.parametrize("sizes", [pd.Series([32, 3.5]), torch.tensor([32.0, float("nan")]), pd.Series(["32"])])
+def test_what_holds_something_else(sizes: Any) -> None:
+    with pytest.raises(TypeError, match=r"^trace step \d \(sizes\[\d\]\): batch_size must be an integer >= 1, got "):
+        vbs.BatchTrace.of(sizes)
+
+
+LOGS = {
+    "Unix times": ("Time,Nodes\n1764230400,4\n1764232200,2\n1764234000,2\n", {}),
+    "ISO 8601": ("time;nodes\n2026-11-27T08:00:00Z;4\n2026-11-27T08:30:00Z;2\n2026-11-27T09:00:00Z;2\n", {}),
+    "other names": (
+        "Timestamp,zone,Running Nodes\n0,a,4.0\n1800,a,2.0\n3600,a,2.0\n",
+        {"time_column": "timestamp", "nodes_column": "Running Nodes"},
+    ),
+    "sacct": (
+        "JobID|Start|End|NNodes\n7|2026-11-27T08:00:00|2026-11-27T09:00:00|2\n7.0|2026-11-27T08:00:00||2\n"
+        "8|2026-11-27T08:00:00|2026-11-27T08:30:00|2\n",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_capacity_trace(name: str, tmp_path: Path) -> None:
+    text, options = LOGS[name]
+    (tmp_path / "log").write_text(text)
+    trace = cluster.read(tmp_path / "log", **options)
+    assert (trace.at(np.array([0, 1799, 1800, 3599])).tolist(), trace.end) == ([4, 4, 2, 2], 3600)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "found"),
+    [
+        ("time,nodes\n1764230400000,4\n1764232200000,2\n", {}, "got '1764232200000, which looks like Unix millisec"),
+        ("time,nodes\n08:00,4\n09:00,2\n", {}, "a time of ISO 8601 such as .*, got '08:00'; add the date"),
+        ("Timestamp,Running\n0,4\n", {"time_column": "time"}, "the header must have one column time, got 'Timestamp"),
+    ],
+)
+def test_what_cannot_be_read(text: str, options: dict[str, str], found: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(cluster.LogError, match=found) as caught:
+        cluster.read(tmp_path / "log", **options)
+    check_shape(str(caught.value))

@@ -1,0 +1,65 @@
+"""What Slurm's `sacct` prints of jobs: when each had its nodes."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, seconds_of, split
+
+COLUMNS: Final = ("JobID", "Start", "End", "NNodes")
+ABSENT: Final = ("Unknown", "None", "")  # the end of a job that runs, the start of one that waits
+
+
+@final
+class SacctReader(Reader):
+    """`JobID|Start|End|NNodes`, of `sacct -P -o JobID,Start,End,NNodes`: the nodes that the jobs have together.
+
+    The trace begins at the first start and ends at the last end, or at the last start if no job has ended. A job
+    without an end runs until then, one without a start has no nodes, and steps of jobs, such as `12.batch`, are not
+    read. Other columns are ignored.
+
+    Source: the manual of Slurm's `sacct`, option `--parsable2`.
+    """
+
+    name = "sacct"
+    example = "JobID|Start|End|NNodes"
+    begins_at_first_row = True
+
+    def recognizes(self, text: Text) -> bool:
+        """Return whether the header has the four columns."""
+        return set(COLUMNS) <= set(split(text.lines[0][1], "|"))
+
+    def read(self, text: Text, options: Options) -> Rows:
+        """Return a row for each time at which a job has begun or ended."""
+        line, header = text.lines[0]
+        if not self.recognizes(text):
+            raise text.error(line, "the header must have JobID, Start, End and NNodes", header, "print these")
+        places = [split(header, "|").index(name) for name in COLUMNS]
+        changes: list[tuple[float, int]] = []
+        for line, row in text.lines[1:]:
+            cells = text.cells(line, row, header, "|")
+            job, start, end, count = (cells[place] for place in places)
+            if "." in job or start in ABSENT:
+                continue
+            nodes = int(text.cell(line, "NNodes", count, whole=True))
+            begun = _moment(text, line, "Start", start)
+            changes.append((begun, nodes))
+            if end not in ABSENT:
+                changes.append((_moment(text, line, "End", end), -nodes))
+                if changes[-1][0] < begun:
+                    raise text.error(line, f"End must not be before Start, {start}", end, "correct it")
+        if not changes:
+            raise text.error(line, "there must be a job that has started", header, "print those of another time")
+        seconds, nodes_then, total = list[float](), list[int](), 0
+        for moment, change in sorted(changes):
+            total += change
+            seconds.append(moment)
+            nodes_then.append(total)
+        return Rows(seconds[:-1], nodes_then[:-1], seconds[-1]) if len(changes) > 1 else Rows(seconds, nodes_then)
+
+
+def _moment(text: Text, line: int, name: str, cell: str) -> float:
+    moment = seconds_of(cell)
+    if moment is None:
+        raise text.error(line, f"{name} must be a time such as 2026-11-24T10:00:00", cell, "correct it")
+    return moment
