@@ -121,14 +121,17 @@ def test_the_lab_knows_a_training_by_public_names() -> None:
 def test_a_training_imports_nothing_of_the_lab() -> None:
     script = """
 import sys, tempfile, torch, variable_batch_size as vbs
-model = torch.nn.Linear(1, 1)
+model, folder = torch.nn.Linear(1, 1), tempfile.mkdtemp()
 data = torch.utils.data.TensorDataset(torch.ones(8, 1))
-sampler = vbs.CustomSampler(data, {0: 3, 2: 2}, minibatch_size=2)
-with vbs.Tracker() as tracker, vbs.Checkpoint(tempfile.mkdtemp(), model=model) as checkpoint:
-    optimizer = vbs.AdaScaleOptimizer(torch.optim.SGD(model.parameters(), 0.1), sampler, tracker=tracker)
-    for (batch,) in torch.utils.data.DataLoader(data, batch_sampler=sampler):
-        optimizer.backward(model(batch).mean())
-        optimizer.step()
+sampler = vbs.CustomSampler(data, "0:3 2:2", num_replicas=1, rank=0, minibatch_size=2)
+with vbs.Tracker(folder) as tracker:
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = vbs.AdaScaleOptimizer(inner, sampler, ref_batchsize=2, tracker=tracker)
+    with vbs.Checkpoint(folder, model=model, optimizer=optimizer) as checkpoint:
+        for (batch,) in torch.utils.data.DataLoader(data, batch_sampler=sampler):
+            optimizer.backward(model(batch).mean())
+            optimizer.step()
+        checkpoint.save()
 for name in vbs.__all__:
     name == "lab" or getattr(vbs, name)
 assert not [name for name in sys.modules if name.startswith("variable_batch_size.lab")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +11,28 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer import BadParameter
 
 import variable_batch_size as vbs
 from helpers.commands import run
 from helpers.console import error_of, run_main
 from helpers.pages import ROOT
 from variable_batch_size.cli import main as module
-from variable_batch_size.cli.options import duration
+from variable_batch_size.cli.options import count, duration
 
-HEAVY = ["torch", "pandas", "matplotlib", "scipy", "plotext"]
+COMMANDS = [
+    *("", "capacity", "trace", "checkpoint", "goodput", "plan", "simulate", "evaluate", "report", "trace show"),
+    *("capacity show", "capacity convert", "capacity fetch", "capacity synthetic", "trace make"),
+    *("checkpoint show", "checkpoint verify", "checkpoint to-torch", "checkpoint from-torch"),
+]
+HEAVY = ["torch", "pandas", "matplotlib", "scipy"]
 
 
 @pytest.mark.parametrize(
     "command",
     [
         ["--help"],
-        ["trace", "show", "0:8 9:16", "--no-picture"],
+        ["trace", "show", "0:8 9:16"],
         [
             *("simulate", str(ROOT / "traces" / "spot_example.json"), "--policy", "constant:64", "--notice", "9"),
             *("--samples-per-second", "9", "--ref-batchsize", "64"),
@@ -75,7 +83,36 @@ def test_a_duration_may_have_a_unit(number: float, unit: tuple[str, int]) -> Non
     suffix, seconds = unit
     assert duration(f"{number}{suffix}") == duration(f" {number} {suffix}") == number * seconds
     assert duration(number) == number
-    assert duration("1.5h") == duration(".0625d") == duration("90m") == 5400
+    assert {duration(text) for text in ("1.5h", ".0625d", "90m", "1h30m", "1h 29m 60s")} == {5400}
+
+
+@pytest.mark.parametrize(("text", "number"), [("60k", 60_000), ("60K", 60_000), ("1.5M", 1_500_000), ("7", 7)])
+def test_a_count_may_have_a_unit(text: str, number: int) -> None:
+    assert count(text) == number
+    for wrong in (f"-{text}", f"{text}x", "0.5", ""):
+        with pytest.raises(BadParameter, match=r"it must be an integer >= 1, got .*; pass one such as 512 or 60k"):
+            count(wrong)
+
+
+def test_commas_and_repetition_are_the_same() -> None:
+    plan = ("plan", "64", "--dataset-size", "60k", "--microbatch", 32, "--max-updates", 3, "--json")
+    joined, apart = (run_main(*plan, *more)[1] for more in (["--world", "8,1-2"], ["--world", "1-2", "--world", "8"]))
+    assert joined == apart
+    assert [world["ranks"] for world in json.loads(joined)["worlds"]] == [1, 2, 8]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_help_has_no_types_of_python(command: str) -> None:
+    out = run_main(*command.split(), "--help")[1]
+    assert "Usage: vbs" in out
+    assert not re.findall(r"<\w+|TEXT|BOOLEAN|INTEGER", out)
+
+
+def test_a_command_of_a_group_is_pointed_to() -> None:
+    assert error_of("convert", "a.json") == (
+        2,
+        "the command must be one of vbs --help, got convert; use vbs capacity convert",
+    )
 
 
 DURATIONS = {
@@ -83,7 +120,7 @@ DURATIONS = {
         *("--restart", "--save", "--save-every", "--notice", "--grow-every", "--start", "--stop", "--max-gap"),
         *("--mean-up", "--mean-down", "--duration", "--bulk-every", "--communication-seconds"),
     ],
-    "capacity convert": ["--start", "--stop", "--max-gap", "--every", "--communication-seconds"],
+    "capacity convert": ["--start", "--stop", "--max-gap", "--resample", "--communication-seconds"],
     "capacity show": ["--max-gap"],
     "capacity synthetic": ["--mean-up", "--mean-down", "--duration", "--bulk-every"],
     "plan": ["--communication-seconds"],
@@ -95,15 +132,15 @@ DURATIONS = {
 def test_every_option_in_seconds_is_a_duration(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     options = [line.split() for line in run_main(*command.split(), "--help")[1].splitlines()]
-    found = {words[words.index("DURATION") - 1] for words in options if "DURATION" in words}
+    found = {line[line.index(name) - 1] for line in options for name in ("DURATION", "DURATIONS") if name in line}
     assert found == set(DURATIONS[command])
     for option in DURATIONS[command]:
-        for wrong in ("2w", "-3", "inf", "nan", "1_0", "", "1e999", "1.5 h 3"):
+        for wrong in ("2w", "-3", "inf", "nan", "1_0", "", "1e999", "1.5 h 3", "h"):
             status, message = error_of(*command.split(), option, wrong)
             assert (status, message) == (
                 2,
-                f"Invalid value for '{option}': a duration must be a time >= 0, got {wrong!r}; pass 90, 90s, 10m, 1.5h "
-                f"or 2d; see vbs {command} --help",
+                f"Invalid value for '{option}': a duration must be a time >= 0, got {wrong!r}; pass 90, 90s, 10m, "
+                f"1h30m or 2d; see vbs {command} --help",
             )
 
 
@@ -118,7 +155,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_warnings_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("step,batchsize\n0,4\n1,4\n0,4\n1,4\n")
-    done = run("vbs", "trace", "show", str(path), "--no-picture")
+    done = run("vbs", "trace", "show", str(path))
     assert done.returncode == 0
     assert done.stderr.startswith("vbs: warning: The column step begins again at 0 in row 3")
     assert done.stderr.count("\n") == 1

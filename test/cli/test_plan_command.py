@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import variable_batch_size as vbs
-from helpers.console import run_json, run_main
+from helpers.console import error_of, run_json, run_main
 from variable_batch_size.adaptive import Throughput
-from variable_batch_size.cli.plan import parse_worlds
 
 SIZES = st.lists(st.integers(1, 24), min_size=1, max_size=9)
 PLAN = ("--dataset-size", 50, "--microbatch", 4)
@@ -85,6 +84,6 @@ def test_the_end_of_the_trace_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "3-1", "1-4097", "4097", "1,,2", "1.5", "²"])
 def test_other_worlds_are_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^--world must be numbers of ranks from 1 to 4096, got "):
-        parse_worlds(text)
-    assert parse_worlds("2, 1-3,4096") == [1, 2, 3, 4096]
+    status, message = error_of("plan", "64", "--dataset-size", 64, "--microbatch", 8, "--epochs", 1, "--world", text)
+    assert status == 2
+    assert "'--world': they must be numbers of ranks from 1 to 4096, got " in message

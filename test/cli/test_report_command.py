@@ -213,8 +213,8 @@ def test_a_wrong_argument_is_one_line(tmp_path: Path, done: Path) -> None:
     assert error_of("report", tmp_path / "a.csv.gz")[1].startswith(f"{tmp_path / 'a.csv.gz'} must be a table with rows")
     used = f"{tmp_path / 'a.csv.gz'}: File exists; pass a path that can be used"
     assert error_of("report", done, "--output", tmp_path / "a.csv.gz") == (1, used)
-    assert error_of("report", done, "--metric", "los")[1].startswith('--metric must be "loss" or "accuracy", got')
-    assert error_of("report", done, "--baseline", "lin")[1].startswith("--baseline must be constant or linear, got")
+    assert error_of("report", done, "--metric", "los")[1].startswith('metric must be "loss" or "accuracy", got')
+    assert error_of("report", done, "--baseline", "lin")[1].startswith("baseline must be constant or linear, got")
 
 
 @pytest.mark.parametrize(

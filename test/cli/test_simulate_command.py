@@ -324,12 +324,3 @@ def test_the_number_of_seeds_has_a_default() -> None:
     ]
     one = run_json("simulate", *machines, "--seeds", 1, *RATE, *policy_flags(NAMES))
     assert list(one) == NAMES
-
-
-def test_unix_times_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_text("seconds,nodes\n1792393391,4\n1792393991,2\n1792394591,2\n")
-    done = command_run("vbs", "simulate", str(path), *map(str, (*RATE, *COSTS)), "--policy", NAMES[0])
-    assert done.returncode == 0
-    expected = "there are no nodes before second 1,792,393,391, which looks like a Unix time; let the times of"
-    assert done.stderr == f"vbs: warning: {expected} {path} begin at 0\n"

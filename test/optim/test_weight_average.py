@@ -209,7 +209,8 @@ def shard(backend: vbs.backend.Backend, folder: Path) -> dict[str, Any]:
     with vbs.Checkpoint(folder, model=model, optimizer=run.optimizer, average=average) as checkpoint:
         checkpoint.save()
     own = average.state_dict()["averages"].values()
-    other(run.x)
+    with torch.no_grad():
+        model(run.x)
     try:
         vbs.WeightAverage(model.parameters(), DECAY, run.optimizer)
     except ValueError as error:

@@ -8,9 +8,12 @@ from typing import Annotated
 import typer
 
 from variable_batch_size.cli import capacity, checkpoint, evaluate, plan, report, simulate, trace
+from variable_batch_size.cli.group import Commands
+from variable_batch_size.cli.options import option
 
 app = typer.Typer(
     name="vbs",
+    cls=Commands,
     help="Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -21,7 +24,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def version(
-    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    show: Annotated[bool, option("Print the version and exit.", "--version", is_eager=True)] = False,
 ) -> None:
     """Trainings whose global batch size changes: traces of clusters and batches, simulations, evaluations."""
     if show:

@@ -11,6 +11,7 @@ import typer
 
 from variable_batch_size.cli import options, output
 from variable_batch_size.cli.command import UsageError, command
+from variable_batch_size.cli.group import Commands
 from variable_batch_size.cli.options import option
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.lab import cluster
@@ -18,7 +19,9 @@ from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.simulation import to_batch_trace
 from variable_batch_size.rules.base import needs_noise
 
-app = typer.Typer(help="Capacity traces: how many nodes a cluster had at each time.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Commands, help="Capacity traces: the nodes that a cluster had at each time.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -29,9 +32,8 @@ def show(
     reading: options.Reading,
     json: output.Json = False,
     png: options.Png = None,
-    picture: output.Picture = True,
 ) -> None:
-    """Show the duration, nodes and changes of a capacity trace, with a picture.
+    """Show the duration, nodes and changes of a capacity trace.
 
     Examples:
 
@@ -39,7 +41,7 @@ def show(
     - `vbs capacity show spot.json --png spot.png`
     """
     capacity = reading.read(log)
-    nodes, facts, (edges, unit) = capacity.nodes, _facts(capacity), _edges(capacity)
+    nodes, facts = capacity.nodes, _facts(capacity)
     if json:
         output.print_json(facts)
     else:
@@ -52,9 +54,8 @@ def show(
         }
         shown |= {"price": f"{facts['mean_price']:.4g} a node-hour, on average"} if "mean_price" in facts else {}
         output.print_facts(shown)
-    if picture and not json:
-        output.draw(edges, nodes.astype(np.float64), unit, "nodes")
     if png is not None:
+        edges, unit = _edges(capacity)
         output.save_picture(png, edges, nodes.astype(np.float64), unit, "nodes", log.name)
 
 
@@ -64,13 +65,17 @@ def convert(
     *,
     log: options.LogPath,
     out: options.Out,
-    policy: Annotated[str | None, option("The global batch size: per-device:SAMPLES or constant:SAMPLES.")] = None,
+    policy: Annotated[
+        str | None, option("The global batch size: per-device:SAMPLES or constant:SAMPLES.", metavar="POLICY")
+    ] = None,
     time: options.UpdateTime,
     devices_per_node: options.DevicesPerNode = 1,
     microbatch: options.Microbatch = None,
-    max_updates: Annotated[int | None, option("Updates after which the training ends.", min=1)] = None,
+    max_updates: Annotated[
+        int | None, options.count_option("Updates after which the training ends.", metavar="UPDATES")
+    ] = None,
     window: options.Window,
-    every: Annotated[float | None, options.duration_option("Read the nodes only once in this time.")] = None,
+    resample: Annotated[float | None, options.duration_option("Read the nodes only once in this time.")] = None,
     reading: options.Reading,
 ) -> None:
     """Write the batch trace of a training under a capacity trace or, without --policy, the capacity as seconds,nodes.
@@ -83,7 +88,7 @@ def convert(
     - `vbs capacity convert spot.json --policy per-device:64 --samples-per-second 500 --out trace.csv`
     - `vbs capacity convert spot.json --max-nodes 8 --out capacity.csv`
     """
-    capacity = window.cut(reading.read(log), every).devices(devices_per_node)
+    capacity = window.cut(reading.read(log), resample).devices(devices_per_node)
     model = time.throughput()
     if policy is None:
         if model is not None or microbatch is not None or max_updates is not None:
@@ -142,7 +147,7 @@ def synthetic(
     *,
     out: options.Out,
     machines: options.Machines,
-    seed: Annotated[int, option("Seed of the random numbers.", min=0)] = 0,
+    seed: Annotated[int, option("Seed of the random numbers.", min=0, metavar="SEED")] = 0,
 ) -> None:
     """Write a random capacity trace of machines that come and go independently, and optionally in bulk.
 

@@ -11,11 +11,12 @@ import typer
 from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
 from variable_batch_size.cli.command import command
+from variable_batch_size.cli.group import Commands
 from variable_batch_size.cli.options import option
 
 _OF_RATES = ("rule", "ref_batchsize", "progress", "last_rates")  # of the state of an optimizer
 
-app = typer.Typer(help="Checkpoints: what they hold, whether they are intact, plain states.", no_args_is_help=True)
+app = typer.Typer(cls=Commands, help="Checkpoints: what they hold, and whether they are intact.", no_args_is_help=True)
 
 Source = Annotated[
     str,

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 import typer
 
 from variable_batch_size.cli import options, report
 from variable_batch_size.cli.command import UsageError, command, usage
-from variable_batch_size.cli.options import option
+from variable_batch_size.cli.options import count_option, float_number, list_option, option
 from variable_batch_size.trace import OnEnd
 
 if TYPE_CHECKING:
@@ -40,53 +40,74 @@ def evaluate(
             'Batch sizes: 256, "0:128 2000:256", a CSV file, a policy such as noise-scale:1, or a policy under a '
             "capacity trace, per-device:64@LOG; several are compared.",
             "--trace",
+            metavar="TRACE",
             show_default=False,
         ),
     ],
     rules: Annotated[
         list[str],
-        option(
+        list_option(
             "Learning-rate rules, with a number where they need one: power:0.75, legw:100 (updates of warm-up); "
             "several are compared.",
             "--rule",
+            metavar="RULES",
             show_default=False,
         ),
     ],
     names: Annotated[
-        list[str] | None, option("What the report calls the traces: once for each.", "--name", show_default=False)
+        list[str] | None,
+        option("What the report calls the traces: once for each.", "--name", metavar="NAME", show_default=False),
     ] = None,
     folder: Annotated[
-        Path, option("Folder of the records; what is there is not trained again.", "--folder", "-f")
+        Path, option("Folder of the records; what is there is not trained again.", "--folder", "-f", metavar="FOLDER")
     ] = Path("evaluation"),
-    seeds: Annotated[int, option("Number of seeds, 0, 1, ...", min=1)] = 3,
+    seeds: Annotated[int, count_option("Number of seeds, 0, 1, ...", metavar="SEEDS")] = 3,
     lr_factor: Annotated[
         list[float] | None,
-        option("Factors on the learning rate; each rule is judged at its best one.", show_default="1"),
+        list_option(
+            "Factors on the learning rate; each rule is judged at its best one.",
+            of=float_number,
+            metavar="FACTORS",
+            show_default="1",
+        ),
     ] = None,
     tuning_seeds: Annotated[
         int,
-        option("Seeds on which each rule's factor is chosen, beside those that judge; 0: those that judge.", min=0),
+        count_option(
+            "Seeds on which each rule's factor is chosen, beside those that judge; 0: those that judge.",
+            least=0,
+            metavar="SEEDS",
+        ),
     ] = 0,
     end: Annotated[
         list[str] | None,
-        option(
+        list_option(
             "What trainings that are compared have alike: samples, progress, progress:UPDATES, seconds:SECONDS or "
             "cost:PRICE; several are compared apart.",
+            metavar="ENDS",
             show_default="samples",
         ),
     ] = None,
-    windows: Annotated[int, option("Parts of the log of a cluster; a seed has part seed % windows.", min=1)] = 1,
-    samples: Annotated[int | None, options.of_task_option("Samples of a training.", min=1)] = None,
+    windows: Annotated[
+        int, count_option("Parts of the log of a cluster; a seed has part seed % windows.", metavar="PARTS")
+    ] = 1,
+    samples: Annotated[int | None, count_option("Samples of a training.", metavar="SAMPLES", **options.of_task)] = None,
     of_task: options.OfTask,
-    between: Annotated[int | None, options.of_task_option("Samples between two evaluations.", min=1)] = None,
+    between: Annotated[
+        int | None, count_option("Samples between two evaluations.", metavar="SAMPLES", **options.of_task)
+    ] = None,
     on_end: Annotated[
-        OnEnd | None, option("What follows the last step of a trace that ends; by default, an error.")
+        OnEnd | None,
+        option(
+            "What follows the last step of a trace that ends; by default, an error.", metavar="|".join(get_args(OnEnd))
+        ),
     ] = None,
     bounds: options.Bounds = None,
     every: Annotated[int | None, options.every_option(show_default="50")] = None,
     time: options.UpdateTime,
     devices: Annotated[
-        int, option("Devices of traces that are not under a capacity trace.", min=1, rich_help_panel=TIME)
+        int,
+        count_option("Devices of traces that are not under a capacity trace.", metavar="DEVICES", rich_help_panel=TIME),
     ] = 1,
     price: Annotated[
         float | None,
@@ -96,13 +117,20 @@ def evaluate(
     noise: options.NoiseFile = None,
     jobs: Annotated[
         int | None,
-        machine_option("Trainings at the same time.", "--jobs", "-j", min=1, show_default="1, or the CPUs of Ray"),
+        machine_option(
+            "Trainings at the same time.", "--jobs", "-j", min=1, metavar="JOBS", show_default="1, or the CPUs of Ray"
+        ),
     ] = None,
-    threads: Annotated[int, machine_option("Threads of a training.", min=1)] = 1,
-    engine: Annotated[EngineName, machine_option("What distributes the trainings.")] = "joblib",
+    threads: Annotated[int, machine_option("Threads of a training.", min=1, metavar="THREADS")] = 1,
+    engine: Annotated[
+        EngineName, machine_option("What distributes the trainings.", metavar="|".join(get_args(EngineName)))
+    ] = "joblib",
     address: Annotated[
         str | None,
-        machine_option("A running Ray: HOST:PORT, ray://HOST:PORT or auto; by default, one is found or started here."),
+        machine_option(
+            "A running Ray: HOST:PORT, ray://HOST:PORT or auto; by default, one is found or started here.",
+            metavar="ADDRESS",
+        ),
     ] = None,
     parquet: report.Parquet = False,
     recommend: report.Recommend = False,

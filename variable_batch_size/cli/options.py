@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from variable_batch_size._validation import check_bounds, check_number
+from variable_batch_size._validation import MAX_INT, check_bounds, check_number
 from variable_batch_size.adaptive import Controller, Throughput
 from variable_batch_size.adaptive.table import parse_policy
 from variable_batch_size.cli.command import UsageError, usage
@@ -21,35 +20,12 @@ from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.cluster.reading import READERS, read
 from variable_batch_size.lab.cluster.synthesis import synthetic
 from variable_batch_size.lab.simulation import Overheads
-from variable_batch_size.trace.schedule import Unit
+from variable_batch_size.trace.schedule import Unit, parse_count
 
-DECADE = 10 * 365 * 86400  # seconds
 STDOUT = Path("/dev/stdout")
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds
+_DECIMAL = r"(?:[0-9]+[.]?[0-9]*|[.][0-9]+)(?:e[+-]?[0-9]+)?"
 TRAINING, SYNTHETIC, OVERHEADS = "Instead of what the task says", "Synthetic capacity traces", "Overheads"  # panels
-
-
-def duration(text: str | float) -> float:
-    """Return the seconds of a number with one of the units s, m, h and d, or without one.
-
-    >>> duration("1.5h"), duration("2d"), duration(90)
-    (5400.0, 172800.0, 90.0)
-
-    Raises:
-        typer.BadParameter: if it is something else.
-    """
-    found = re.fullmatch(r"((?:[0-9]+[.]?[0-9]*|[.][0-9]+)(?:e[+-]?[0-9]+)?)\s*([smhd]?)", str(text).strip())
-    seconds = float(found[1]) * UNITS[found[2]] if found else math.inf
-    if math.isinf(seconds):
-        raise typer.BadParameter(
-            f"a duration must be a time >= 0, got {str(text)!r:.60}; pass 90, 90s, 10m, 1.5h or 2d"
-        )
-    return seconds
-
-
-def durations(text: str) -> list[float]:
-    """Return the seconds of durations that are separated by commas."""
-    return list(map(duration, text.split(",")))
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:
@@ -57,7 +33,78 @@ def option(help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, **settings)
 
 
+def duration(text: str | float) -> float:
+    """Return the seconds of numbers with the units s, m, h and d, or of one number without a unit.
+
+    >>> duration("1h30m"), duration("1.5h"), duration("2d"), duration(90)
+    (5400.0, 5400.0, 172800.0, 90.0)
+
+    Raises:
+        typer.BadParameter: if it is something else.
+    """
+    parts = re.findall(rf"({_DECIMAL})\s*([smhd]?)\s*", str(text))
+    given = "".join(number + unit for number, unit in parts)
+    units = [unit for _, unit in parts]
+    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if given != re.sub(r"\s", "", str(text)) or not given or ("" in units and len(units) > 1) or seconds == math.inf:
+        raise typer.BadParameter(
+            f"a duration must be a time >= 0, got {str(text)!r:.60}; pass 90, 90s, 10m, 1h30m or 2d"
+        )
+    return seconds
+
+
+def count(text: str | int, least: int = 1, most: int = MAX_INT) -> int:
+    """Return an integer, which may have a unit: 60k is 60,000.
+
+    >>> count("60k"), count("1.5M"), count(7)
+    (60000, 1500000, 7)
+
+    Raises:
+        typer.BadParameter: if it is something else, or not in [least, most].
+    """
+    number = parse_count(str(text).strip())
+    if number is None or not least <= number <= most:
+        limits = f">= {least}" if most == MAX_INT else f"in [{least}, {most}]"
+        raise typer.BadParameter(f"it must be an integer {limits}, got {str(text)!r:.60}; pass one such as 512 or 60k")
+    return number
+
+
+def float_number(text: str) -> float:
+    """Return a number.
+
+    Raises:
+        typer.BadParameter: if it is something else.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"it must be a number, got {text!r:.60}; pass one such as 0.5") from None
+
+
+def list_option(help: str, *names: str, of: Callable[[str], Any] = str, metavar: str, **settings: Any) -> Any:
+    """Return an option that may be repeated, and has values that are separated by commas."""
+
+    def parse(text: str) -> list[Any]:
+        return [of(part.strip()) for part in text.split(",")]
+
+    def join(option: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
+        joined = values and [one for part in values for one in (parse(part) if isinstance(part, str) else part)]
+        return callback(option, joined) if callback else joined
+
+    callback = settings.pop("callback", None)
+    return option(help, *names, parser=parse, callback=join, metavar=metavar, **settings)
+
+
 duration_option = partial(option, parser=duration, metavar="DURATION")
+
+
+def count_option(help: str, *names: str, least: int = 1, most: int = MAX_INT, metavar: str, **settings: Any) -> Any:
+    """Return an option for a number of `metavar`."""
+
+    def parse(text: str) -> int:
+        return count(text, least, most)
+
+    return option(help, *names, parser=parse, metavar=metavar, **settings)
 
 
 def prepare_file(path: Path | None) -> Path | None:
@@ -111,8 +158,8 @@ def read_policy(name: str) -> Controller:
 
 
 out_option = partial(option, metavar="FILE", callback=prepare_file)
-price_option = partial(option, min=0, callback=check_price)
-every_option = partial(option, "Updates between two decisions of a policy.", min=1)
+price_option = partial(option, min=0, callback=check_price, metavar="PRICE")
+every_option = partial(count_option, "Updates between two decisions of a policy.", metavar="UPDATES")
 
 Out = Annotated[Path, out_option("The file to write; - is standard output.", "--out", "-o", show_default=False)]
 Png = Annotated[
@@ -135,19 +182,20 @@ TASK = typer.Argument(
     show_default=False,
     metavar="TASK",
 )
-UnitOption = Annotated[Unit, option("What a threshold of the schedule counts.")]
-SequenceLength = Annotated[int | None, option("Tokens of a sample, with --unit tokens.", min=1)]
-Microbatch = Annotated[int | None, option("Rows that a device computes at once.", min=1)]
+UnitOption = Annotated[Unit, option("What a threshold of the schedule counts.", metavar="|".join(get_args(Unit)))]
+SequenceLength = Annotated[int | None, count_option("Tokens of a sample, with --unit tokens.", metavar="TOKENS")]
+Microbatch = Annotated[int | None, count_option("Rows that a device computes at once.", metavar="ROWS")]
 FixedShape = Annotated[
     bool, option("Each microbatch has exactly --microbatch rows, as with PyTorch/XLA.", "--fixed-shape")
 ]
-DevicesPerNode = Annotated[int, option("Devices of a node.", min=1)]
+DevicesPerNode = Annotated[int, count_option("Devices of a node.", metavar="DEVICES")]
 Bounds = Annotated[
     tuple[int, int] | None,
     option("Least and largest batch size of policies.", metavar="LOW HIGH", callback=check_bounds_option),
 ]
 NoiseFile = Annotated[
-    Path | None, option("scalars.csv of a training that measured the gradient noise, for policies and rules.")
+    Path | None,
+    option("scalars.csv of a training that measured the gradient noise, for policies and rules.", metavar="FILE"),
 ]
 
 
@@ -164,21 +212,27 @@ class Reading:
         option(f"By default, it is recognized; {', '.join(READERS)}.", metavar="NAME", autocompletion=_formats),
     ] = None
     inverted: Annotated[
-        int | None, option("Nodes of the cluster, if a SkyPilot file counts those that are not available.", min=1)
+        int | None,
+        count_option("Nodes of the cluster, if a SkyPilot file counts those that are not available.", metavar="NODES"),
     ] = None
     max_gap: Annotated[float | None, duration_option("Time without a row after which there are 0 nodes.")] = None
     cores_per_node: Annotated[
-        int, option("Cores of a machine, if the log counts cores: 8 for eth with TPU_cores.", min=1)
+        int, count_option("Cores of a machine, if the log counts cores: 8 for eth with TPU_cores.", metavar="CORES")
     ] = 1
 
+    time_column: Annotated[str, option("Column of the times in a CSV file.", metavar="NAME")] = ""
+    nodes_column: Annotated[str, option("Column of the nodes in a CSV file.", metavar="NAME")] = ""
+
     def read(self, path: Path) -> CapacityTrace:
-        """Read a log, and warn of times that look like Unix times."""
-        source = Path("/dev/stdin") if str(path) == "-" else path
-        capacity = read(source, self.format, inverted=self.inverted or False, max_gap=self.max_gap)
-        if capacity.nodes[0] == 0 and len(capacity.nodes) > 1 and capacity.seconds[1] >= DECADE:
-            found = f"there are no nodes before second {capacity.seconds[1]:,.0f}, which looks like a Unix time"
-            warnings.warn(f"{found}; let the times of {path} begin at 0", stacklevel=2)
-        return capacity.machines(self.cores_per_node)
+        """Read a log."""
+        return read(
+            Path("/dev/stdin") if str(path) == "-" else path,
+            self.format,
+            inverted=self.inverted or False,
+            max_gap=self.max_gap,
+            time_column=self.time_column,
+            nodes_column=self.nodes_column,
+        ).machines(self.cores_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +241,17 @@ class Window:
 
     start: Annotated[float, duration_option("Begin at this time of the log.")] = 0.0
     stop: Annotated[float | None, duration_option("End at this time of the log.")] = None
-    min_nodes: Annotated[int, option("Raise smaller numbers of nodes to this one.", min=0)] = 0
-    max_nodes: Annotated[int | None, option("Reduce larger numbers of nodes to this one.", min=0)] = None
+    min_nodes: Annotated[int, count_option("Raise smaller numbers of nodes to this one.", least=0, metavar="NODES")] = 0
+    max_nodes: Annotated[
+        int | None, count_option("Reduce larger numbers of nodes to this one.", least=0, metavar="NODES")
+    ] = None
     scale_time: Annotated[
         float,
-        option("Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.", callback=positive),
+        option(
+            "Multiply all times of the capacity trace: 0.001 makes 1.44 minutes of a day.",
+            callback=positive,
+            metavar="FACTOR",
+        ),
     ] = 1.0
 
     def cut(self, capacity: CapacityTrace, every: float | None = None) -> CapacityTrace:
@@ -200,20 +260,22 @@ class Window:
         return (part if every is None else part.resampled(every)).scaled(self.scale_time)
 
 
-_machines = partial(option, show_default=False, rich_help_panel=SYNTHETIC)
-_time_of_machines = partial(_machines, parser=duration, metavar="DURATION")
+_machines: dict[str, Any] = {"show_default": False, "rich_help_panel": SYNTHETIC}
+_time_of_machines = partial(duration_option, **_machines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
     """The arguments of `cluster.synthetic`, without the seed."""
 
-    nodes: Annotated[int | None, _machines("Number of machines.", min=1)] = None
+    nodes: Annotated[int | None, count_option("Number of machines.", metavar="NODES", **_machines)] = None
     mean_up: Annotated[float | None, _time_of_machines("Mean time until a machine is lost.")] = None
     mean_down: Annotated[float | None, _time_of_machines("Mean time until it is back.")] = None
     duration: Annotated[float | None, _time_of_machines("Time of the trace.")] = None
     bulk_every: Annotated[float | None, _time_of_machines("Mean time between losses of many machines at once.")] = None
-    bulk_fraction: Annotated[float | None, _machines("Share of the machines that such a loss takes.")] = None
+    bulk_fraction: Annotated[
+        float | None, option("Share of the machines that such a loss takes.", metavar="SHARE", **_machines)
+    ] = None
 
     def trace(self, seed: int) -> CapacityTrace:
         """Return the random capacity trace of a seed."""
@@ -230,7 +292,7 @@ class UpdateTime:
     """The seconds of an update."""
 
     samples_per_second: Annotated[
-        float | None, option("Samples that one device computes in a second.", callback=positive)
+        float | None, option("Samples that one device computes in a second.", callback=positive, metavar="SAMPLES")
     ] = None
     communication_seconds: Annotated[
         float, duration_option("Time of the all-reduce of an update; a single device has none.")
@@ -258,11 +320,13 @@ class Costs:
     restart: Annotated[float | None, _overhead("restart", "Time of a start or restart.")] = None
     save: Annotated[float | None, _overhead("save", "Time of writing a checkpoint.")] = None
     save_every: Annotated[
-        Any,  # list[float] | None, which typer would take as an option that is given several times
+        list[float] | None,
         _overhead(
             "save_every",
-            "Time between two checkpoints; several, separated by commas, are compared.",
-            parser=durations,
+            "Time between two checkpoints; several are compared.",
+            list_option,
+            of=duration,
+            metavar="DURATIONS",
             callback=each_positive,
         ),
     ] = None
@@ -270,7 +334,9 @@ class Costs:
         float | None,
         _overhead("notice", "Warning before nodes leave: the current update and a save have to end in it."),
     ] = None
-    least_nodes: Annotated[int | None, _overhead("least_nodes", "Least nodes of the training.", option, min=1)] = None
+    least_nodes: Annotated[
+        int | None, _overhead("least_nodes", "Least nodes of the training.", count_option, metavar="NODES")
+    ] = None
     grow_every: Annotated[
         float | None, _overhead("grow_every", "Least time between a restart and one with more nodes.")
     ] = None
@@ -279,25 +345,27 @@ class Costs:
         """Return the overheads for each --save-every by what is added to the name of a policy."""
         given = {name: value for name, value in vars(self).items() if value is not None and name != "save_every"}
         times = {name: value if name == "least_nodes" else scale_time * value for name, value in given.items()}
-        intervals = self.save_every or [None]
+        intervals: Sequence[float | None] = self.save_every or [None]
         each = [times if interval is None else {**times, "save_every": scale_time * interval} for interval in intervals]
         labels = [f" --save-every {interval:g}" for interval in intervals] if len(intervals) > 1 else [""]
         return {label: Overheads(**values) if values else None for label, values in zip(labels, each, strict=True)}
 
 
-of_task_option = partial(option, rich_help_panel=TRAINING)
+of_task: dict[str, Any] = {"rich_help_panel": TRAINING}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfTask:
     """What takes the place of the defaults of a task."""
 
-    lr: Annotated[float | None, of_task_option("Learning rate at --ref-batchsize.", callback=positive)] = None
-    ref_batchsize: Annotated[int | None, of_task_option("Batch size at which the learning rate was tuned.", min=1)] = (
-        None
-    )
-    microbatch: Annotated[int | None, of_task_option("Rows that are computed at once.", min=1)] = None
-    data_dir: Annotated[str | None, of_task_option("Folder of the files of the tasks.", metavar="FOLDER")] = None
+    lr: Annotated[
+        float | None, option("Learning rate at --ref-batchsize.", callback=positive, metavar="RATE", **of_task)
+    ] = None
+    ref_batchsize: Annotated[
+        int | None, count_option("Batch size at which the learning rate was tuned.", metavar="SAMPLES", **of_task)
+    ] = None
+    microbatch: Annotated[int | None, count_option("Rows that are computed at once.", metavar="ROWS", **of_task)] = None
+    data_dir: Annotated[str | None, option("Folder of the files of the tasks.", metavar="FOLDER", **of_task)] = None
 
     def arguments(self) -> dict[str, Any]:
         """Return them as keyword arguments of the package."""

@@ -1,4 +1,4 @@
-"""What commands print and write: tables, JSON, files, and pictures in the terminal and in files."""
+"""What commands print and write: tables, JSON, files and pictures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from variable_batch_size._validation import FloatArray
 from variable_batch_size.cli.options import STDOUT, option
 from variable_batch_size.lab.cluster.capacity_trace import bin_means
 
-Json = Annotated[bool, option("Print JSON instead of tables and a picture.", "--json")]
-Picture = Annotated[bool, option("Draw in the terminal.", "--picture/--no-picture")]
+Json = Annotated[bool, option("Print JSON instead of tables.", "--json")]
 
 WIDEST = 10**4  # characters of a table: it is not cut off, even if the terminal has to wrap its lines
-WIDTH, HEIGHT = 100, 16  # of a picture in the terminal, at most
 MAX_ROWS = 2000  # of a picture in a file, about two a pixel
 
 
@@ -83,47 +81,17 @@ def duration(seconds: float) -> str:
     return f"{seconds:.4g} s"
 
 
-def ticks(end: float) -> list[float]:
-    """Return three to six round numbers from 0 to `end`.
-
-    >>> ticks(16), ticks(0.7)
-    ([0, 5, 10, 15], [0, 0.2, 0.4, 0.6])
-    """
-    power = 10.0 ** math.floor(math.log10(end))
-    step = next(factor * power for factor in (0.2, 0.5, 1, 2) if end / (factor * power) < 6)
-    numbers = [round(index * step, 9) for index in range(int(end / step + 1e-9) + 1)]
-    return [int(number) if number.is_integer() else number for number in numbers]
-
-
-def draw(edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str) -> None:
-    """Draw a step function in the terminal: in each column its mean.
+def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str, title: str) -> None:
+    """Draw a step function into a file.
 
     Args:
+        path: the file, PNG or SVG.
         edges: where each value begins, and the last one ends, (values + 1,).
         values: (values,).
         xlabel: what `edges` are.
         ylabel: what `values` are.
+        title: of the picture.
     """
-    plotext = import_extra("plotext", "cli")
-    screen = Console()
-    width = min(screen.width, WIDTH)
-    borders, means = bin_means(edges, values, 2 * max(10, width - 12))
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plotsize(width, HEIGHT)
-    plotext.plot(((borders[:-1] + borders[1:]) / 2).tolist(), means.tolist(), marker="hd", fillx=True, color="cyan")
-    plotext.xlim(float(edges[0]), float(edges[-1]))
-    plotext.ylim(0, max(1.0, float(values.max())))
-    plotext.xticks(ticks(float(edges[-1])))
-    plotext.yticks(ticks(max(1.0, float(values.max()))))
-    plotext.xlabel(xlabel)
-    plotext.title(ylabel)
-    text = plotext.build()
-    typer.echo(text if screen.is_terminal else plotext.uncolorize(text))
-
-
-def save_picture(path: Path, edges: FloatArray, values: FloatArray, xlabel: str, ylabel: str, title: str) -> None:
-    """Draw a step function into a file, with a title; the other arguments are those of `draw`."""
     if len(values) > MAX_ROWS:
         edges, values = bin_means(edges, values, MAX_ROWS)
     figure_class = import_extra("matplotlib.figure", "plot").Figure  # without pyplot, which looks for a screen

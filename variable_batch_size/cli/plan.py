@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from variable_batch_size.adaptive import Throughput
 from variable_batch_size.cli import output
 from variable_batch_size.cli.command import UsageError, command
-from variable_batch_size.cli.options import FixedShape, TraceSource, UpdateTime, option
+from variable_batch_size.cli.options import FixedShape, TraceSource, UpdateTime, count_option, list_option, option
 from variable_batch_size.data.dry_run import DryRun, Load, dry_run
 from variable_batch_size.data.plan import Plan
 from variable_batch_size.trace import BatchTrace, OnEnd
@@ -19,17 +19,47 @@ MAX_WORLD = 4096
 MAX_ROWS = 2**20
 
 
+def parse_worlds(text: str) -> range:
+    """Return the numbers of ranks of a number or a range.
+
+    >>> [*parse_worlds("8")], [*parse_worlds("1-3")]
+    ([8], [1, 2, 3])
+    """
+    match = re.fullmatch(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?", text, re.ASCII)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= MAX_WORLD:
+        requirement = f"they must be numbers of ranks from 1 to {MAX_WORLD}"
+        raise typer.BadParameter(f"{requirement}, got {text!r:.60}; pass 8, or 1,2,8, or 1-4096")
+    return range(first, last + 1)
+
+
 @command
 def plan(
     *,
     trace: TraceSource,
-    dataset_size: Annotated[int, option("Samples of an epoch.", min=1, show_default=False)],
-    microbatch: Annotated[int, option("Rows that a rank computes at once.", min=1, max=MAX_ROWS, show_default=False)],
-    world: Annotated[str, option(f'Numbers of ranks up to {MAX_WORLD}: "8", "1,2,8" or "1-4096".')] = "1",
-    epochs: Annotated[int | None, option("Number of epochs; by default, all of the trace.", min=1)] = None,
-    max_updates: Annotated[int | None, option("Updates after which the training ends.", min=1)] = None,
-    max_samples: Annotated[int | None, option("Samples after which it ends.", min=1)] = None,
-    on_end: Annotated[OnEnd, option("What follows the last step of the trace.")] = "stop",
+    dataset_size: Annotated[int, count_option("Samples of an epoch.", metavar="SAMPLES", show_default=False)],
+    microbatch: Annotated[
+        int, count_option("Rows that a rank computes at once.", most=MAX_ROWS, metavar="ROWS", show_default=False)
+    ],
+    world: Annotated[
+        list[Any] | None,
+        list_option(
+            f"Numbers of ranks up to {MAX_WORLD}: 8, or 1,2,8, or 1-4096.",
+            of=parse_worlds,
+            metavar="RANKS",
+            show_default="1",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, count_option("Number of epochs; by default, all of the trace.", metavar="EPOCHS")
+    ] = None,
+    max_updates: Annotated[
+        int | None, count_option("Updates after which the training ends.", metavar="UPDATES")
+    ] = None,
+    max_samples: Annotated[int | None, count_option("Samples after which it ends.", metavar="SAMPLES")] = None,
+    on_end: Annotated[
+        OnEnd, option("What follows the last step of the trace.", metavar="|".join(get_args(OnEnd)))
+    ] = "stop",
     drop_last: Annotated[bool, option("Drop the rest of an epoch that is shorter than a step.", "--drop-last")] = False,
     fixed_shape: FixedShape = False,
     noise: Annotated[
@@ -58,28 +88,12 @@ def plan(
     training = Plan(batches, dataset_size, microbatch, drop_last, fixed_shape, None, max_updates, max_samples)
     run = dry_run(training, epochs)
     model = time.throughput()
-    loads = [run.load(size, spread=not noise) for size in parse_worlds(world)]
+    worlds = sorted({size for part in world or [range(1, 2)] for size in part})
+    loads = [run.load(size, spread=not noise) for size in worlds]
     if json:
         output.print_json({**_training(run), "worlds": [_facts(run, load, model) for load in loads]})
     else:
         _print(run, loads, model)
-
-
-def parse_worlds(text: str) -> list[int]:
-    """Return the numbers of ranks of a list of numbers and ranges, in ascending order.
-
-    >>> parse_worlds("8,1-3")
-    [1, 2, 3, 8]
-    """
-    worlds: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9}))?\s*", part, re.ASCII)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last <= MAX_WORLD:
-            requirement = f"--world must be numbers of ranks from 1 to {MAX_WORLD}"
-            raise UsageError(f'{requirement}, got {text!r:.60}; pass "8", "1,2,8" or "1-4096"')
-        worlds.update(range(first, last + 1))
-    return sorted(worlds)
 
 
 def _training(run: DryRun) -> dict[str, Any]:

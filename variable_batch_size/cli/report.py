@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -41,10 +41,15 @@ def report(
             show_default=False,
         ),
     ],
-    metric: Annotated[str, option("What the rules are compared by, at the end of their samples.")] = "loss",
+    metric: Annotated[
+        str, option("What the rules are compared by, at the end of their samples.", metavar="METRIC")
+    ] = "loss",
     baseline: Annotated[str, option("Rule with which the others are compared.", metavar="RULE")] = "constant",
     mode: Annotated[
-        Mode | None, option("Whether less of the metric is better, or more; by default, by its name.")
+        Mode | None,
+        option(
+            "Whether less of the metric is better, or more; by default, by its name.", metavar="|".join(get_args(Mode))
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -52,6 +57,7 @@ def report(
             "Folder of the report.",
             "--output",
             "-o",
+            metavar="FOLDER",
             show_default="that of the records, or NAME beside the table NAME.csv.gz",
         ),
     ] = None,

@@ -18,7 +18,7 @@ from variable_batch_size.adaptive.scalars import updates_in
 from variable_batch_size.adaptive.table import FORMS
 from variable_batch_size.cli import comparison, options, output
 from variable_batch_size.cli.command import UsageError, command
-from variable_batch_size.cli.options import option
+from variable_batch_size.cli.options import count_option, option
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
@@ -37,8 +37,12 @@ EVERY = 100  # updates
 @command
 def simulate(
     *,
-    policy: Annotated[list[str], option(f"{FORMS}; several are compared.", show_default=False)],
-    ref_batchsize: Annotated[int, option("Batch size at which progress is counted.", min=1, show_default=False)],
+    policy: Annotated[
+        list[str], options.list_option(f"{FORMS}; several are compared.", metavar="POLICIES", show_default=False)
+    ],
+    ref_batchsize: Annotated[
+        int, count_option("Batch size at which progress is counted.", metavar="SAMPLES", show_default=False)
+    ],
     logs: Annotated[
         list[Path] | None,
         typer.Argument(help="Logs in any of the known formats.", show_default=False, metavar="LOG"),
@@ -48,9 +52,9 @@ def simulate(
     machines: options.Machines,
     seeds: Annotated[
         int | None,
-        option(
+        count_option(
             "Number of them, with the seeds 0, 1, ...",
-            min=1,
+            metavar="SEEDS",
             show_default=str(SEEDS),
             rich_help_panel=options.SYNTHETIC,
         ),
@@ -62,7 +66,11 @@ def simulate(
     ] = None,
     rule: Annotated[
         str | None,
-        option("Learning-rate rule, which defines the progress.", show_default="adascale with --noise, else linear"),
+        option(
+            "Learning-rate rule, which defines the progress.",
+            metavar="RULE",
+            show_default="adascale with --noise, else linear",
+        ),
     ] = None,
     noise: options.NoiseFile = None,
     every: Annotated[
@@ -75,7 +83,9 @@ def simulate(
     devices_per_node: options.DevicesPerNode = 1,
     microbatch: options.Microbatch = None,
     fixed_shape: options.FixedShape = False,
-    dataset_size: Annotated[int | None, option("Samples of an epoch; by default there are none.", min=1)] = None,
+    dataset_size: Annotated[
+        int | None, count_option("Samples of an epoch; by default there are none.", metavar="SAMPLES")
+    ] = None,
     costs: options.Costs,
     price: Annotated[float | None, options.price_option("Price of a node-hour; by default, that of the log.")] = None,
     on_demand: Annotated[
@@ -83,7 +93,7 @@ def simulate(
     ] = None,
     currency: Annotated[str | None, option("Currency of the prices, to be shown with costs.", metavar="NAME")] = None,
     max_progress: Annotated[
-        float | None, option("Progress at which the training ends.", callback=options.positive)
+        float | None, option("Progress at which the training ends.", callback=options.positive, metavar="UPDATES")
     ] = None,
     json: output.Json = False,
     trace_out: Annotated[

@@ -11,13 +11,14 @@ import typer
 from variable_batch_size._validation import value_error
 from variable_batch_size.cli import output
 from variable_batch_size.cli.command import command
-from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, option
+from variable_batch_size.cli.group import Commands
+from variable_batch_size.cli.options import Out, Png, SequenceLength, TraceSource, UnitOption, count_option
 from variable_batch_size.lab.cluster.reading import format_of
 from variable_batch_size.lab.simulation.simulate import MAX_STEPS
 from variable_batch_size.trace import BatchTrace
 from variable_batch_size.trace.schedule import is_schedule
 
-app = typer.Typer(help="Batch traces: the global batch size of every update.", no_args_is_help=True)
+app = typer.Typer(cls=Commands, help="Batch traces: the global batch size of every update.", no_args_is_help=True)
 
 
 @app.command()
@@ -28,10 +29,12 @@ def make(
         typer.Argument(help='Thresholds and sizes: "0:128 2000:256 10K:1024".', show_default=False, metavar="SCHEDULE"),
     ],
     out: Out,
-    steps: Annotated[int, option("Number of updates.", min=1, max=MAX_STEPS, show_default=False)],
+    steps: Annotated[int, count_option("Number of updates.", most=MAX_STEPS, metavar="UPDATES", show_default=False)],
     unit: UnitOption = "steps",
     sequence_length: SequenceLength = None,
-    round_to: Annotated[int | None, option("Round the sizes to multiples of this number.", min=1)] = None,
+    round_to: Annotated[
+        int | None, count_option("Round the sizes to multiples of this number.", metavar="SAMPLES")
+    ] = None,
 ) -> None:
     """Write the batch trace of a schedule as a CSV file, a row per update.
 
@@ -53,9 +56,8 @@ def show(
     sequence_length: SequenceLength = None,
     json: output.Json = False,
     png: Png = None,
-    picture: output.Picture = True,
 ) -> None:
-    """Show the steps, samples and sizes of a batch trace, with a picture.
+    """Show the steps, samples and sizes of a batch trace.
 
     Examples:
 
@@ -90,8 +92,6 @@ def show(
             "changes": output.number(len(sizes) - 1),
         }
         output.print_facts(facts_of_rows)
-    if picture and not json:
-        output.draw(edges, sizes.astype(np.float64), "update", "global batch size")
     if png is not None:
         output.save_picture(png, edges, sizes.astype(np.float64), "update", "global batch size", Path(trace).name)
 

@@ -1,0 +1,41 @@
+"""A group of commands, and how it differs from typer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperArgument, TyperGroup
+
+from variable_batch_size.cli.command import UsageError
+
+
+class Commands(TyperGroup):
+    """Commands whose help has no types of Python, and of which one may be in another group than one looks."""
+
+    def get_params(self, context: Any) -> Any:
+        """Return the options of the group itself."""
+        return _without_types(super().get_params(context))
+
+    def get_command(self, context: Any, name: str) -> Any:
+        """Return the command of a name."""
+        found = super().get_command(context, name)
+        _without_types(found.get_params(context) if found else [])
+        return found
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """Return the command that the first word names; of one in a group say which."""
+        for group, command in self.commands.items():
+            if args[0] not in self.commands and args[0] in getattr(command, "commands", {}):
+                requirement = f"the command must be one of vbs --help, got {args[0]}"
+                raise UsageError(f"{requirement}; use vbs {group} {args[0]}")
+        return super().resolve_command(context, args)
+
+
+def _without_types(parameters: list[Any]) -> list[Any]:
+    """Let flags show no <bool> and arguments no <str>, which typer prints since it has its own copy of click."""
+    for one in parameters:
+        if isinstance(one, TyperArgument):
+            one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+        elif getattr(one, "is_flag", False):
+            one.metavar = " "
+    return parameters
