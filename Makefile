@@ -11,6 +11,7 @@ TAG ?=
 N ?= 1000
 SEED ?=
 NIGHTLY ?=
+SOURCE ?= .
 TRAINERS := $(wildcard benchmarks/trainers_*.py benchmarks/differential_*.py)
 SHARED := benchmarks/records.py benchmarks/results.py benchmarks/differential.py benchmarks/adaptive_tasks.py benchmarks/from_checkpoint.py $(wildcard benchmarks/settings_*.py)
 SCRIPTS ?= $(filter-out $(SHARED) $(wildcard benchmarks/evaluation_[al]*.py) $(TRAINERS) $(wildcard benchmarks/tpu_*.py),$(wildcard benchmarks/*.py))
@@ -92,9 +93,10 @@ nightly:
 
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
 # `python -m pytest`, does not add the working directory to sys.path. Modules of an earlier build would be in the wheel.
+# SOURCE is what the wheel is built from: a clone, if another installation is under way here.
 test-newest:
 	@rm -rf build/lib build/bdist.*
-	$(call install,$(NEWEST),--upgrade torch ".[test]",test)
+	$(call install,$(NEWEST),--upgrade torch "$(SOURCE)[test]",test)
 	@$(NEWEST)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('torch_xla') and 'torch_xla was installed too')"
 	@$(NEWEST)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/bin/$(PYTEST) -m "not xla and not cuda$(if $(NIGHTLY),, and not nightly and (not slow or torch))" $(ARGS)
