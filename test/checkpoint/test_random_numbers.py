@@ -190,7 +190,14 @@ WORKERS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "stop"), [*zip(WORKERS, itertools.cycle(STOPS))], ids=range(len(WORKERS)))
+SLOW = {6: pytest.mark.slow("starts workers"), 7: pytest.mark.slow("starts workers")}
+STOPPED = [
+    pytest.param(case, stop, marks=SLOW.get(index, ()), id=str(index))
+    for index, (case, stop) in enumerate(zip(WORKERS, itertools.cycle(STOPS)))
+]
+
+
+@pytest.mark.parametrize(("case", "stop"), STOPPED)
 def test_dropout_resumes_with_workers(case: Case, stop: float, tmp_path: Path) -> None:
     check(replace(case, stop=stop), tmp_path)
 

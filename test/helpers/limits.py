@@ -29,8 +29,6 @@ WHOLE_PATHS = (
     "test/optim/test_ddp.py::test_the_updates_are_those_of_one_process",
     "test/optim/test_elastic_world.py::test_the_updates_are_those_of_one_process",
     "test/optim/test_sharded_sync.py::test_the_updates_are_those_of_one_process",
-    "test/optim/test_xla_training.py::test_updates_equal_those_of_one_big_batch_on_xla",
-    "test/optim/test_xla_training.py::test_speeds_need_ranks_that_run_on_their_own",  # the first of its file: launches
     "test/test_layout.py::test_importing_",
     "test/test_preemption.py::test_all_ranks_stop_after_the_same_update_when_one_gets_a_signal",
     "test/test_readme.py::test_the_tour_trains",

@@ -25,7 +25,7 @@ from helpers.reference import (
 
 SETTLED = 3  # updates after which nothing compiles
 # Rules share one step(): those that scale the learning rate, the betas too, and by the noise of SGD and of Adam.
-QUICK = {vbs.LinearRuleOptimizer, vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer, vbs.AdamScaleOptimizer}
+QUICK = {vbs.SqrtSDERuleOptimizer, vbs.AdaScaleOptimizer}
 every_class = pytest.mark.parametrize(
     "kind",
     [pytest.param(one, marks=[] if one in QUICK else pytest.mark.nightly("compiles")) for one in OPTIMIZERS.values()],

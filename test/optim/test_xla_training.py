@@ -110,11 +110,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 def jobs(*beginnings: str) -> pytest.MarkDecorator:
-    """Parametrize a test by the jobs whose names begin so; only the world of two cores is quick."""
+    """Parametrize a test by the jobs whose names begin so; one world of them is launched before a merge."""
     names = [name for name in JOBS if name.startswith(beginnings)]
-    nightly = pytest.mark.nightly("launches another world")
+    slow, nightly = pytest.mark.slow("launches XLA"), pytest.mark.nightly("launches another world")
     return pytest.mark.parametrize(
-        "job", [pytest.param(name, marks=[] if JOBS[name].cores == 2 else nightly) for name in names]
+        "job", [pytest.param(name, marks=slow if JOBS[name].cores == 2 else nightly) for name in names]
     )
 
 
