@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from variable_batch_size.backend import BrokenStepError, ElasticBackend, World
-from variable_batch_size.backend.elastic import describe
-from variable_batch_size.optim.optimizer import CustomOptimizer
 
 TIMEOUT = 60.0
 
@@ -74,35 +71,21 @@ class Script:
 
 
 class ElasticThreads(ElasticBackend):
-    """One of the threads; after a sum that held it deals for the last world, and looks at the next one later."""
+    """One of the threads."""
 
     def __init__(self, script: Script, number: int) -> None:
         super().__init__()
         self._script, self._number, self._next = script, number, 0
         self._meeting: _Meeting | None = None
-        self._ready = False  # whether an update may be dealt
-        self._waits = self._steady = False  # whether the world is still to be looked at; whether the last sum held
-        self._facts, self._shapes, self._flats = "", list[object](), list[Tensor]()
-        self._copies: list[Tensor] = []  # of the messages when they were sent
         self.parts: list[Any] = []
-        self.early = self.late = 0  # sums that were begun before step(), and in it
-        self.stale = 0  # updates that were dealt for another world
 
     def meet(self, updates: int) -> bool:
-        if self._ready:
+        if self._meeting is not None:
             return False
-        self._ready = True
-        if self._meeting is None:
-            while self._number not in self._script.meeting(self._next).attempt.members:
-                self._next += 1
-            self._meeting = self._script.meeting(self._next)
+        while self._number not in self._script.meeting(self._next).attempt.members:
             self._next += 1
-            self._waits = self._steady
-            if self._waits:
-                return False
-        return self._enter(self._meeting)
-
-    def _enter(self, meeting: _Meeting) -> bool:
+        self._meeting = meeting = self._script.meeting(self._next)
+        self._next += 1
         members, holders = meeting.attempt.members, meeting.holders
         if self._number == holders[0]:
             meeting.state = copy.deepcopy([part.state_dict() for part in self.parts])
@@ -114,42 +97,13 @@ class ElasticThreads(ElasticBackend):
         self.world = World(members.index(self._number), len(members))
         return loads
 
-    def _look(self, meeting: _Meeting) -> None:
-        members, holders = meeting.attempt.members, meeting.holders
-        asked = self._number == holders[0] and len(holders) < len(members)  # for the state
-        moved = self.world != World(members.index(self._number), len(members))
-        self._waits = self._steady = False
-        if asked or moved or self._number not in holders:
-            self._ready, self.stale = False, self.stale + 1
-            raise BrokenStepError("the world has changed")
-        meeting.barrier.wait()
-
-    def announce(self, facts: Mapping[str, Any]) -> None:
-        self._facts = str(facts)
-
-    def begin_sum(self, like: Tensor, shapes: Sequence[object]) -> None:
-        self._shapes, self._flats, self._copies = [*shapes], [], []
-        late = any(isinstance(part, CustomOptimizer) and part._loop.running for part in self.parts)
-        self.early, self.late = self.early + (not late), self.late + late
-
-    def send(self, flat: Tensor) -> None:
-        self._flats.append(flat)
-        self._copies.append(flat.clone())
-
-    def end_sum(self, tensors: Sequence[Tensor], *, holds: bool = True) -> None:
-        meeting, flag = self._meeting, tensors[0].new_full((1,), float(not holds))
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        meeting, self._meeting = self._meeting, None
         assert meeting is not None
-        if self._waits:
-            self._look(meeting)
-        self._meeting, self._ready, self._steady = None, False, False
-        own = [*self._flats, *tensors, flag]
-        assert all(map(torch.equal, self._flats, self._copies))
-        assert self._shapes == [describe(tensor) for tensor in own[:-1]]
-        meeting.inputs[self.world.rank] = [tensor.detach() for tensor in own]
-        meeting.facts[self.world.rank] = self._facts
+        meeting.inputs[self.world.rank] = [tensor.detach() for tensor in tensors]
+        meeting.facts[self.world.rank] = str(self.facts)
         if self.leads:
             meeting.text = self.posted
-        self.posted = ""
         meeting.barrier.wait()
         assert len({*meeting.facts.values()}) == 1, meeting.facts
         rows = [meeting.inputs[rank] for rank in range(self.world.size)]
@@ -157,11 +111,11 @@ class ElasticThreads(ElasticBackend):
         assert all(own == shapes[0] for own in shapes), shapes
         sums = [sum(summands[1:], start=summands[0].clone()) for summands in zip(*rows, strict=True)]
         meeting.barrier.wait()
-        for tensor, total in zip(own, sums, strict=True):
+        for tensor, total in zip(tensors, sums, strict=True):
             tensor.detach().copy_(total)
-        if flag.item() or not meeting.attempt.holds:
+        if not meeting.attempt.holds:
             raise BrokenStepError("the script says so")
-        self.received, self._steady = meeting.text, True
+        self.received = meeting.text
 
 
 def run_script(train: Callable[[ElasticThreads], Any], script: Script) -> list[Any]:

@@ -237,8 +237,6 @@ def check(events: Sequence[Event], settings: Settings) -> dict[str, int]:
             deals[event["step"], event["quorum"]][event["world"][0]] = event
         elif event["event"] == "commit":
             commits[event["step"], event["quorum"]].append(event)
-    if settings.get("processes", 1) == 1:
-        check_ahead(events)
     ends = [event for event in events if event["event"] == "end"]
     updates = ends[0]["updates"]
     assert {event["updates"] for event in ends} == {updates}
@@ -260,19 +258,6 @@ def check(events: Sequence[Event], settings: Settings) -> dict[str, int]:
             np.testing.assert_allclose(own, expected, rtol=1e-12, atol=1e-12)
     counted = {name: sum(event["event"] == name for event in events) for name in ("up", "commit", "broken")}
     return counted | {"updates": updates, "worlds": len({event["quorum"] for event in events if "quorum" in event})}
-
-
-def check_ahead(events: Sequence[Event]) -> None:
-    """Check that the update after one that was committed waits for no quorum, and sends before its backward() ends."""
-    for group in {event["group"] for event in events}:
-        committed, deal = False, Event()
-        for event in (event for event in events if event["group"] == group):
-            if event["event"] == "deal":
-                deal = event
-            elif event["event"] == "commit":
-                assert not committed or (deal["early"] and deal["ahead"]), deal
-            if event["event"] in ("commit", "broken", "up"):
-                committed = event["event"] == "commit"
 
 
 def samples_of_updates(trace: vbs.BatchTrace, updates: int) -> list[list[int]]:

@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import variable_batch_size as vbs
 from helpers.commands import free_port
-from variable_batch_size.optim import bucketed_sync
 
 SAMPLES, WIDTH, ROWS, REFERENCE = 61, 8, 4, 8
 TRACE = [13, 7, 1, 29, 11] * 4000
@@ -110,14 +109,17 @@ def is_held(folder: Path, number: int, update: int) -> bool:
     return hold.exists() and update >= int(hold.read_text())
 
 
-def die_in_the_sum(backend: Any) -> None:
-    """Let this process kill itself when the other groups have the letter of the sum, and wait for the gradients."""
+def die_in_the_sum(manager: Any) -> None:
+    """Let this process kill itself when the other groups have what goes ahead, and wait for the gradients."""
+    allreduce = manager.allreduce
 
-    def die(*_: object) -> None:
-        time.sleep(1)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def die(tensor: Tensor, **options: Any) -> Any:
+        if tensor.is_floating_point():
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return allreduce(tensor, **options)
 
-    backend._send = die
+    manager.allreduce = die
 
 
 def receive_later(manager: Any, folder: Path, *, waits: bool) -> None:
@@ -218,17 +220,7 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
     backend.register(model=model, optimizer=optimizer)
     if "receives_later" in settings:
         receive_later(manager, folder, waits=settings["receives_later"] == rank)
-    bucketed_sync._BUCKET = 100  # bytes: several buckets
     torchft_backend._SILENCE = 2  # seconds
-    deal: dict[str, Any] = {}
-    confirm = backend._confirm
-
-    def confirmed() -> None:  # the quorum is known then, and the sum cannot be complete before
-        ahead = backend._quorum is not None
-        confirm()
-        note("deal", quorum=manager._quorum_id, ahead=ahead, **deal)
-
-    backend._confirm = confirmed  # type: ignore[method-assign]
     checkpoint = None
     if settings.get("checkpoint") and number == 0:
         checkpoint = vbs.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer, every=10, run="torchft")
@@ -253,15 +245,14 @@ def train(folder: Path, number: int, settings: Settings, rank: int, port: int) -
                     assert microbatch is not None
                     used += index.tolist() if microbatch.samples else []
                     if step + 1 == settings.get("dies"):
-                        die_in_the_sum(backend)
+                        die_in_the_sum(manager)
                     loss = loss_of(model, x, y)
                     optimizer.backward(loss)
                     optimizer.log(loss=loss)
                     if step % settings.get("period", step + 1) == 0:
                         optimizer.log(often=1.0)
                     if microbatch.ends_step:
-                        early = getattr(optimizer._updater.gradient.sync, "_open", None)
-                        deal = {"step": step, "world": world, "used": used, "early": early}
+                        note("deal", step=step, world=world, used=used, quorum=manager._quorum_id)
                         if step + 1 == settings.get("misses"):
                             miss_once(manager)
                     made = optimizer.step()

@@ -114,7 +114,7 @@ def test_without_a_lighthouse_every_group_ends_with_one_sentence(retries: int, t
             assert groups.ended(number) == 1
             log = (tmp_path / f"log-{number}").read_text()
             assert "an update needs a quorum of replica groups, but" in log
-            assert "Has waited for a quorum of replica groups for 2 s" in log
+            assert "Waits for a quorum of replica groups" in log
 
 
 @pytest.mark.parametrize(("there", "comes"), [([0, 1], 2), ([1], 0)])
@@ -164,16 +164,14 @@ def start_together(groups: Groups, size: int) -> None:
     groups.wait(lambda: len(groups.holders) == size, "all")
 
 
-def test_a_group_that_sends_its_state_drops_the_update_under_way(tmp_path: Path) -> None:
+def test_a_group_that_misses_an_update_takes_over_its_result(tmp_path: Path) -> None:
     with Groups(tmp_path, settings := LINEAR | {"only": {"1": {"misses": 60}}}, 2) as groups:
         start_together(groups, 3)
         assert groups.reached() < 59
         groups.wait(lambda: groups.reached() > 62, "the next updates")
         events = groups.finish()
     check(events, settings)
-    broken = [(event["step"], event["group"]) for event in events if event["event"] == "broken"]
-    assert (59, 1) in broken
-    assert [group for step, group in broken if step == 60] in ([0], [2])  # the world stays
+    assert [(e["step"], e["group"]) for e in events if e["event"] == "broken" and e["step"] > 50] == [(59, 1)]
 
 
 def test_values_that_are_logged_now_and_then_do_not_keep_a_group_out(tmp_path: Path) -> None:

@@ -6,10 +6,8 @@ test/integrations/test_torchft.py has real processes that are killed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,7 +18,6 @@ import variable_batch_size as vbs
 from helpers.elastic_threads import Attempt, ElasticThreads, Script, run_script
 from helpers.properties import examples
 from variable_batch_size.backend import Backend, LocalBackend
-from variable_batch_size.optim import bucketed_sync
 
 SAMPLES, UPDATES = 41, 18
 TRACES: dict[str, Any] = {
@@ -29,19 +26,11 @@ TRACES: dict[str, Any] = {
     "noise": vbs.AdaptiveTrace(vbs.adaptive.NoiseScale(), start=8, bounds=(8, 40), every=3, delay=5),
 }
 ALL = Attempt((0, 1, 2, 3))
-# The loop: as documented; with two losses; with loss.backward(); with a layer that few updates use; and with a step
-# that is discarded when its sum has begun.
-WAYS = ["plain", "twice", "torch", "unused", "fails"]
+# The loop: as documented; with loss.backward(); with a layer that few updates use; and with a step that is discarded.
+WAYS = ["plain", "torch", "unused", "fails"]
 DATASET = TensorDataset(
     torch.arange(SAMPLES), torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _several_buckets() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucketed_sync, "_BUCKET", 30)  # bytes
-        yield
 
 
 def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[str, Any]:
@@ -69,9 +58,6 @@ def train(backend: Backend, trace: Any, rule: str, way: str = "plain") -> dict[s
                 loss = (hidden if way == "unused" and step % 3 else model[3](hidden)).square().mean()
                 if not upcoming.samples:  # a replay, which has no weight
                     loss = loss * math.inf
-                if way == "twice":
-                    optimizer.backward(loss / 4, retain_graph=True)
-                    loss = loss * 3 / 4
                 if way == "torch":
                     loss.backward()
                 else:
@@ -118,16 +104,3 @@ def test_the_updates_are_those_of_one_process(case: tuple[int, list[Attempt]], n
             torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
     for step, expected in alone["used"].items():
         assert sorted(index for one in found for index in one["used"].get(step, [])) == sorted(expected), step
-
-
-def test_sums_begin_in_backward_and_the_world_is_looked_at_beside_the_update() -> None:
-    backends: list[ElasticThreads] = []
-
-    def run(backend: ElasticThreads) -> None:
-        backends.append(backend)
-        train(backend, TRACES["fixed"], "linear")
-
-    run_script(run, Script(3, [Attempt((0, 1, 2))] * 5 + [Attempt((0, 2))] * 5))
-    for backend in sorted(backends, key=lambda one: one._number):
-        stays = backend._number != 1
-        assert (backend.late, backend.early, backend.stale) == ((1, UPDATES + 1, 2) if stays else (2, 12, 1))

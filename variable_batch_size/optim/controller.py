@@ -92,6 +92,7 @@ class ControllerRunner:
     def before_update(self, backend: ElasticBackend) -> None:
         """Let the next sum carry the answer that is due after it."""
         decided, updates = self._loop.feed.plans.decided, self._loop.clock.step
+        backend.posted = ""
         if decided is None or not decided.unanswered or not backend.leads:
             return
         if updates >= decided.unanswered[0].updates + READ_AFTER:

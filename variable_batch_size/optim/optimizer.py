@@ -252,7 +252,7 @@ class CustomOptimizer(ObservedOptimizer):
                 gradients.drop_current(inside_step=False)
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         gradients.sync.scaled = scaler is not None and scaler.is_enabled()
-        if gradients.sync.loss_weighed or (gradients.sync.early and not gradients.sync.scaled):
+        if gradients.sync.loss_weighed:
             self._announce()  # the microbatch that step() will count
         gradients.backward(loss, scaler, gradient=gradient, **options)
 

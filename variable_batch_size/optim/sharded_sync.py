@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend
+from variable_batch_size.backend import Backend, DistributedBackend
 from variable_batch_size.backend.agreement import Agreement
-from variable_batch_size.backend.elastic import describe
 from variable_batch_size.optim.accumulation import Aside
 from variable_batch_size.optim.hooks import call_before_forward
 from variable_batch_size.optim.sharded_squares import Squares
@@ -37,7 +36,7 @@ class ShardedSync(Sync):
     keeps_apart = True
 
     def __init__(
-        self, backend: Backend, module: FSDPModule, *, accumulates_shards: bool, between: ElasticBackend | None = None
+        self, backend: Backend, module: FSDPModule, *, accumulates_shards: bool, between: Backend | None = None
     ) -> None:
         group = data_parallel_group(module)
         own = DistributedBackend(group)
@@ -141,9 +140,7 @@ class ShardedSync(Sync):
         if others:
             self._all_reduce(others)
         if self._between is not None:
-            used = [parameter.grad is not None for parameter in self._parameters]
-            self._between.begin_sum(gradients[0], [used, *map(describe, (*gradients, *others))])
-            self._between.end_sum([*gradients, *others])
+            self._between.all_reduce_sum([*gradients, *others])
 
     def reset(self) -> None:
         """Let FSDP2 expect a forward, whatever an exception has interrupted."""

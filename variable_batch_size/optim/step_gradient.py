@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from variable_batch_size.backend import Backend
+from variable_batch_size.backend import Backend, ElasticBackend
 from variable_batch_size.backend.agreement import Agreement
 from variable_batch_size.data.deal import Step
 from variable_batch_size.microbatching import Microbatch
@@ -261,10 +261,7 @@ class StepGradient:
         self._add_square()
         self.check.forget()
         members = self.participation.select(used)
-        early = self.sync.shares(members, used, self.accumulation.aside())
-        if early is not None:
-            shares = early
-        elif self.sync.in_backward:
+        if self.sync.in_backward:
             shares = local(collect_gradients(self.parameters))
         else:
             shares = local(self.accumulation.finish(factor, members))
@@ -281,8 +278,11 @@ class StepGradient:
         sums: list[Tensor] = []
         if self._second_moment is not None:
             sums = self._second_moment.message([one for one in self.parameters if one.grad is not None])
+        if isinstance(self._backend, ElasticBackend):
+            present = "".join("01"[parameter.grad is not None] for parameter in self.parameters)
+            self._backend.facts["parameters that have gradients"] = present
         self.sync.sum(shares, [*(squares or ()), *sums, *found_inf, *message, *counts, *means])
-        if self.sync.in_backward or early is not None:
+        if self.sync.in_backward:
             factor = (1.0 if factor is None else factor) * self.sync.sum_weight(step.batch_size)
             multiply(shares, factor, self._backend)
         found = self.participation.settle(message)

@@ -28,7 +28,6 @@ class Sync(ABC):
     """
 
     in_backward: bool = False  # whether the last `backward()` of a step leaves the sum in `.grad`
-    early: bool = False  # whether it begins the sum, and leaves `.grad` as it is
     loss_weighed: str = ""  # what needs losses that carry their weight, in words; empty if gradients are weighed
     keeps_apart: bool = False  # whether gradients may be apart from `.grad` before the last `backward()` of a step
     needs_counts: bool = False  # whether ranks compute parts of the same samples, so that none knows its weight
@@ -65,16 +64,6 @@ class Sync(ABC):
 
     def square(self) -> Tensor | None:
         """Return the square of the gradient of the last microbatch if it was taken in `backward()`, 0-D."""
-        return None
-
-    def shares(self, members: Sequence[bool], used: Sequence[bool], aside: Aside) -> list[Tensor] | None:
-        """Put what the last `backward()` has begun to sum into `.grad`, and return it; None if it has not.
-
-        Args:
-            members: for each parameter, whether it takes part in the update.
-            used: for each parameter, whether this rank has a gradient of it in the step.
-            aside: what is accumulated apart from `.grad`.
-        """
         return None
 
     @abstractmethod

@@ -15,7 +15,6 @@ from variable_batch_size._validation import type_error
 from variable_batch_size.backend import Backend, DistributedBackend, ElasticBackend, LocalBackend, detect
 from variable_batch_size.backend.detection import numbers_for
 from variable_batch_size.data.source import Source
-from variable_batch_size.optim.bucketed_sync import BucketedSync
 from variable_batch_size.optim.ddp_sync import DDPSync, HookedDDPSync, is_reduced
 from variable_batch_size.optim.sharded_sync import ShardedSync, data_parallel_group
 from variable_batch_size.optim.sync import PlainSync, Sync
@@ -89,7 +88,7 @@ def _elastic_sync(module: object, backend: ElasticBackend, *, sharded_accumulati
         if isinstance(module, (DistributedDataParallel, FSDPModule)):
             requirement = "where the world may change, the gradients must be summed by the backend"
             raise type_error(requirement, module, "pass the bare model")
-        return BucketedSync(backend)
+        return PlainSync(backend)
     if not isinstance(module, FSDPModule) or data_parallel_group(module) is not None:
         requirement = "the processes of a replica group must shard the model among all of them, and nothing else"
         raise type_error(requirement, module, "pass model=, the root module, after fully_shard() without mesh=")

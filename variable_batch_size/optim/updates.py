@@ -134,7 +134,7 @@ def _meet(optimizer: CustomOptimizer) -> bool:
     loaded = backend.meet(loop.clock.step)
     moved = loop.enter_world(backend.world, loaded=loaded)
     optimizer._controller.before_update(backend)
-    backend.announce(common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend))
+    backend.facts = common_facts(optimizer._updater, optimizer.sampler, optimizer.inner, backend)
     return loaded or moved
 
 
