@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from logging import WARNING
@@ -18,7 +21,6 @@ from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.backend import Backend, BrokenStepError, DistributedBackend, ElasticBackend
 from variable_batch_size.backend.flat_messages import FlatMessages
 from variable_batch_size.checkpoint.parts import Stateful
-from variable_batch_size.integrations.torchft import letter
 from variable_batch_size.integrations.torchft.quorum import QuorumClient
 from variable_batch_size.world import World
 
@@ -34,9 +36,10 @@ class TorchftBackend(ElasticBackend):
     trace, update) alone. Loop over `vbs.updates`, which asks for the quorum. The groups sum after their last
     `backward()`. If one is lost before the others have the sum, they make the update again.
 
-    Two groups may have committed different sums as update t, if one was frozen in between. Each sum therefore carries
-    a random number, and every group a hash of those of all its updates: where they differ, the fewer groups take over
-    the state of the others.
+    Ahead of each sum the groups compare `facts`, and a hash of the quorums of all updates that their models have taken:
+    two groups may have committed different sums as update t, if one was frozen in between. The majority decides, of
+    those that have not just come. A group with other facts ends, and one with another model takes over the state of the
+    others.
 
     A group is one process, or several that shard the model by FSDP2, each of which sums with those of its rank in other
     groups.
@@ -57,13 +60,13 @@ class TorchftBackend(ElasticBackend):
             requirement = "a group that comes back must take part at once"
             raise value_error(requirement, "use_async_quorum=True", "pass use_async_quorum=False to the Manager")
         super().__init__(_processes_of(manager) if manager._group_world_size > 1 else None)
-        manager._client = QuorumClient(manager)
         self._manager, self._groups = manager, _Groups(manager)
+        self._client = manager._client = QuorumClient(manager)
         self._parts: dict[str, Stateful] = {}
         self._met = False  # whether the quorum of the next sum is known
         self._state: dict[str, Any] | None = None  # that the quorum has brought, still to be loaded
         self._failure: Exception | None = None  # of a state_dict
-        self._chain = letter.START  # of all sums that this model has taken
+        self._taken = ""  # a hash of the updates that this model has taken, each of a quorum
         self._trains = False  # whether it has taken one in this process
         self._differs = False  # whether other groups have taken others
 
@@ -163,7 +166,7 @@ class TorchftBackend(ElasticBackend):
         """Wait until the groups that have missed the last update have taken over the state."""
         try:
             self.meet(updates)
-            self._groups.all_reduce_sum([torch.zeros(1)])
+            self._gather("")
         except RuntimeError as error:  # the others have ended
             log(f"Ends without the others: {error}", update=updates)
 
@@ -172,7 +175,7 @@ class TorchftBackend(ElasticBackend):
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over the groups of the quorum, in place, and agree that the update counts.
 
-        A letter goes ahead to all groups: gloo ends the process of one that gets another length.
+        The groups compare ahead of it: gloo ends the process of one that gets another length.
 
         Raises:
             BrokenStepError: if it does not count: a group was lost, or has another model or other settings.
@@ -186,10 +189,9 @@ class TorchftBackend(ElasticBackend):
             )
         self._met, self._groups.device = False, tensors[0].device
         facts = {**self.facts, _LENGTHS: [(str(tensor.dtype), tensor.numel()) for tensor in tensors]}
-        message, differing = b"", list[str]()
+        text, differing = "", list[str]()
         with suppress(BrokenStepError):  # which all processes of the group find out below
-            message = self._send(facts)
-            differing = self._compare(message, facts)
+            text, differing = self._compare(facts)
             self._groups.all_reduce_sum(tensors)
         if self._has_failed():  # asked here, since torchft would wait for a process that has ended
             self._manager._pg.abort()  # with the connections, or others would wait for this group
@@ -202,33 +204,36 @@ class TorchftBackend(ElasticBackend):
             )
         if not counts:
             raise BrokenStepError("the groups of the quorum have not all taken the sum")
-        self.received, self._trains = letter.text_of(message), True
-        self._chain = letter.next_chain(self._chain, message)
+        self.received, self._trains = text, True
+        self._taken = _hash([self._taken, self._manager.current_step(), self._client.members])
 
-    def _send(self, facts: Mapping[str, Any]) -> bytes:
-        """Return the letter of all groups."""
-        written = letter.write(self._groups.world, self.posted, self._chain, facts, votes=self._trains)
-        summed = torch.frombuffer(written, dtype=torch.uint8)
-        self._groups.all_reduce_sum([summed])
-        return summed.numpy().tobytes()
+    def _compare(self, facts: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return the text that the first group has posted, and the facts in which this one differs from the majority.
 
-    def _compare(self, message: bytes, facts: Mapping[str, Any]) -> list[str]:
-        """Report an error unless all groups have the same model and settings; return in which this one differs."""
-        found = letter.differences(message, self._groups.world.rank, facts)
-        if found is None:
-            return []
+        If any groups differ, report an error: all of them then make no sum.
+        """
+        own = {name: zlib.crc32(str(value).encode()) for name, value in facts.items()}
+        said = [self._trains, self._taken, _hash(sorted(own.items())), self.posted]
+        votes, taken, hashes, texts = zip(*self._gather(said), strict=True)
+        if len({*zip(taken, hashes, strict=True)}) == 1:
+            return texts[0], []
+        usual = _majority(self._gather(own), votes)
         self._manager.report_error(RuntimeError("replica groups have different models or settings"))
-        differing, other_model = found
-        self._differs = other_model and not differing
+        differing = sorted(name for name in {**own, **usual} if own.get(name) != usual.get(name))
+        self._differs = not differing and self._taken != _majority(taken, votes)
         if self._differs:
             log("This replica group has made an update alone; it takes over the model of the others", level=WARNING)
-        return differing
+        return "", differing
+
+    def _gather(self, own: object) -> list[Any]:
+        """Return what each group says."""
+        return [json.loads(text) for text in self._groups._gather_bytes(json.dumps(own).encode())]
 
     # The state, of which torchft saves one in a thread while this one waits for the quorum. --------------------------
 
     def _save(self) -> dict[str, Any]:
         try:
-            return {"chain": self._chain.hex(), **{name: part.state_dict() for name, part in self._parts.items()}}
+            return {"taken": self._taken, **{name: part.state_dict() for name, part in self._parts.items()}}
         except Exception as error:
             self._failure = error  # torchft takes it for a group that is lost
             raise
@@ -243,7 +248,7 @@ class TorchftBackend(ElasticBackend):
                 part.load_state_dict(state[name])
         except Exception as error:
             raise _failed(error) from error
-        self._chain = bytes.fromhex(state["chain"])
+        self._taken = state["taken"]
         self._log(f"Takes over the state of another group, of update {self._manager.current_step()}")
 
 
@@ -289,3 +294,13 @@ def _failed(error: Exception) -> RuntimeError:
         f"what is registered must be saved by one group and loaded by another, but that failed with "
         f"{type(error).__name__}: {error}; build the same objects in every group"
     )
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest()[:16]
+
+
+def _majority(values: Sequence[Any], votes: Sequence[bool]) -> Any:
+    """Return the most frequent value of those with a vote, or of all; of equally frequent ones the first."""
+    asked = [value for value, vote in zip(values, votes, strict=True) if vote] or [*values]
+    return max(asked, key=asked.count)

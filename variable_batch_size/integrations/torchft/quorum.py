@@ -28,22 +28,22 @@ class QuorumClient:
 
     def __init__(self, manager: Manager) -> None:
         self._manager, self._client = manager, manager._client
-        self._members: list[str] = []
+        self.members: list[str] = []
         if manager._group_rank == 0:
             manager._store.set(_SIZE, str(manager._group_world_size))
 
     def _quorum(self, **request: Any) -> Any:
         """Return a quorum of groups of this size, before the groups connect."""
         quorum = self._client._quorum(**request)
-        if not self._members:  # each group compares itself with those that train
+        if not self.members:  # each group compares itself with those that train
             self._check_size(quorum.store_address)
         members = sorted(quorum.replica_ids)
-        if quorum.heal or members != self._members:
+        if quorum.heal or members != self.members:
             self._manager._quorum_id = -1
-        if members != self._members and self._manager._group_rank == 0:
+        if members != self.members and self._manager._group_rank == 0:
             names = ", ".join(member.partition(":")[0] for member in members)
             log(f"Trains with {len(members)} replica groups: {names}", update=quorum.max_step)
-        self._members = members
+        self.members = members
         quorum.store_address += f"/{quorum.max_step}/{zlib.crc32(str(members).encode())}"
         return quorum
 
