@@ -96,6 +96,8 @@ def test_versions_are_checked() -> None:
     require_version("torch", "2.9", "transformers")
     with pytest.raises(ImportError, match=r"this needs torch 99 or newer, but 2\..* is installed; run: pip install"):
         require_version("torch", "99", "transformers")
+    with pytest.raises(ImportError, match=r"this needs torch 2\.0 or newer, but older than 2\.1, but 2"):
+        require_version("torch", "2.0", "torchft", below="2.1")
     with pytest.raises(ModuleNotFoundError, match=r"which is not installed; run: pip .*variable_batch_size\[keras\]"):
         require_version("no-such-library", "1.0", "keras")
 
