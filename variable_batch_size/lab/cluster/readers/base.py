@@ -256,24 +256,9 @@ class Membership:
                 raise self._text.error(line, f"a node that is {event} must be in the cluster", name, remedy)
 
 
-class _RepeatedKeyError(ValueError):
-    pass
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _RepeatedKeyError(key)
-        found[key] = value
-    return found
-
-
 _BLANKS = re.compile(r"\s*")
 # int() raises for more than 4300 digits; as a float the number is out of range, with the line in the message.
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits)
-)
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 20 else float(digits))
 
 
 def json_values(text: Text, content: str) -> Iterator[tuple[int, object]]:
@@ -282,47 +267,16 @@ def json_values(text: Text, content: str) -> Iterator[tuple[int, object]]:
     NaN and Infinity are read, as in Python: `Text.number` raises for them.
 
     Raises:
-        LogError: if it is not JSON, an object has a key twice, or it is too deep for Python.
+        LogError: if it is not JSON.
     """
     line, start = 1, 0
     while (begin := _BLANKS.match(content, start).end()) < len(content):  # type: ignore[union-attr]
         line += content.count("\n", start, begin)
-        value, start = _decode(text, content, begin, line)
+        try:
+            value, start = _DECODER.raw_decode(content, begin)
+        except json.JSONDecodeError as error:
+            found = content[error.pos : error.pos + 40].split("\n")[0] or "the end"
+            requirement = f"the text must be JSON ({error.msg.lower()}, column {error.colno})"
+            raise text.error(error.lineno, requirement, found, "download or write it again") from None
         yield line, value
         line += content.count("\n", begin, start)
-
-
-def _decode(text: Text, content: str, begin: int, line: int) -> tuple[object, int]:
-    try:
-        return _DECODER.raw_decode(content, begin)
-    except json.JSONDecodeError as error:
-        found = content[error.pos : error.pos + 40].split("\n")[0] or "the end"
-        requirement = f"the text must be JSON ({error.msg.lower()}, column {error.colno})"
-        raise text.error(error.lineno, requirement, found, "download or write it again") from None
-    except _RepeatedKeyError as error:
-        key = str(error)
-        quoted = json.dumps(key, ensure_ascii=False)
-        at = line_of(content, content.find(quoted, content.find(quoted, begin) + 1))
-        raise text.error(at, "an object must have each key once", key, "leave one of them out") from None
-    except RecursionError:
-        found = content[begin : begin + 40]
-        raise text.error(line, "the JSON must not be nested so deeply", found, "pass another file") from None
-
-
-def line_of(content: str, position: int) -> int:
-    """Return the number, from 1, of the line at a position of a text."""
-    return 1 + content.count("\n", 0, max(position, 0))
-
-
-def line_of_key(content: str, key: str) -> int:
-    """Return the number of the line on which a key stands."""
-    return line_of(content, content.find(f'"{key}"'))
-
-
-def line_of_element(content: str, key: str, index: int) -> int:
-    """Return the number of the line of the element `index` of the list `key`, before which are only numbers."""
-    start = re.search(rf'"{key}"\s*:\s*\[', content)
-    position = start.end() if start else 0
-    for _ in range(index):
-        position = content.find(",", position) + 1
-    return line_of(content, position + len(content[position:]) - len(content[position:].lstrip()))

@@ -5,16 +5,7 @@ from __future__ import annotations
 import re
 from typing import final
 
-from variable_batch_size.lab.cluster.readers.base import (
-    LogError,
-    Options,
-    Reader,
-    Rows,
-    Text,
-    json_values,
-    line_of_element,
-    line_of_key,
-)
+from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, json_values
 
 
 @final
@@ -48,32 +39,25 @@ class SkyPilotReader(Reader):
         if not (isinstance(metadata, dict) and "gap_seconds" in metadata and isinstance(data, list) and data):
             requirement = f"the file must hold gap_seconds and at least one tick, as {self.example} does"
             raise text.error(line, requirement, first, "add them, or write lines of seconds,nodes")
-        seconds = text.number(line_of_key(text.content, "gap_seconds"), "gap_seconds", metadata["gap_seconds"])
-        nodes = [int(number) for number in _numbers(text, "data", data, whole=True)]
+        seconds = text.number(line, "gap_seconds", metadata["gap_seconds"])
+        nodes = [int(number) for number in _numbers(text, line, "data", data, whole=True)]
         if options.inverted:
-            nodes = _invert(text, nodes, options.inverted)
+            nodes = _invert(text, line, nodes, options.inverted)
         if prices is not None and not (isinstance(prices, list) and len(prices) == len(data)):
             found = f"{len(prices)} prices" if isinstance(prices, list) else prices
             requirement = f"prices must be a list of {len(data)} numbers, one for each tick"
-            raise text.error(line_of_key(text.content, "prices"), requirement, found, "correct them, or leave them out")
-        costs = None if prices is None else _numbers(text, "prices", prices)
+            raise text.error(line, requirement, found, "correct them, or leave them out")
+        costs = None if prices is None else _numbers(text, line, "prices", prices)
         return Rows([tick * seconds for tick in range(len(data))], nodes, len(data) * seconds, costs)
 
 
-def _numbers(text: Text, key: str, values: list[object], whole: bool = False) -> list[float]:
-    numbers: list[float] = []
-    for index, value in enumerate(values):
-        try:
-            numbers.append(text.number(0, f"{key}[{index}]", value, whole))
-        except LogError:  # its line takes long to find
-            text.number(line_of_element(text.content, key, index), f"{key}[{index}]", value, whole)
-    return numbers
+def _numbers(text: Text, line: int, key: str, values: list[object], whole: bool = False) -> list[float]:
+    return [text.number(line, f"{key}[{index}]", value, whole) for index, value in enumerate(values)]
 
 
-def _invert(text: Text, nodes: list[int], size: int) -> list[int]:
+def _invert(text: Text, line: int, nodes: list[int], size: int) -> list[int]:
     for tick, number in enumerate(nodes):
         if number > size:
             requirement = f"data[{tick}] must be <= {size}, the nodes of the cluster, with inverted={size}"
-            remedy = "pass the number of nodes of the cluster as inverted="
-            raise text.error(line_of_element(text.content, "data", tick), requirement, number, remedy)
+            raise text.error(line, requirement, number, "pass the number of nodes of the cluster as inverted=")
     return [size - number for number in nodes]
