@@ -49,8 +49,6 @@ from records import Measured, spread
 from results import record
 from rules import load
 from variable_batch_size.adaptive import (
-    After,
-    ConstantBatch,
     ControlInput,
     Controller,
     Goodput,
@@ -99,6 +97,11 @@ class Elsewhere:
         return self.controller(replace(input, devices=self.devices, throughput=self.throughput))
 
 
+def after(samples: int, first: int, then: Controller) -> Controller:
+    """Return a controller with the batch size `first` for so many samples, and that of `then` from there on."""
+    return lambda input: first if input.samples < samples else then(input)
+
+
 def cluster_of(core: Throughput) -> Throughput:
     """Return the model of 64 devices, each as fast as a core."""
     return replace(core, net_base=NET_BASE, net_device=NET_DEVICE)
@@ -116,7 +119,7 @@ def traces(task: Task, core: Throughput) -> dict[str, int | vbs.AdaptiveTrace]:
     if task.scheduled:
         warm_up = task.samples // 10
         seesaw = Seesaw(lambda samples: task.schedule(samples // task.small), *bounds)
-        controllers["Seesaw"] = After(warm_up, ConstantBatch(task.small), seesaw)
+        controllers["Seesaw"] = after(warm_up, task.small, seesaw)
     adaptive = {
         name: vbs.AdaptiveTrace(controller, task.small, bounds, task.microbatch, EVERY, DELAY)
         for name, controller in controllers.items()

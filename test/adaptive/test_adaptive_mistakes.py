@@ -10,16 +10,13 @@ from helpers.adaptive_training import SAMPLES
 from helpers.controllers import Halving
 from helpers.mistakes import Mistake, check
 from variable_batch_size.adaptive import (
-    After,
     ConstantBatch,
     ControlInput,
     Goodput,
-    Monotone,
     NoiseScale,
     NormTest,
     PerDevice,
     Seesaw,
-    Smoothed,
     Throughput,
 )
 from variable_batch_size.adaptive.table import parse_policy
@@ -69,11 +66,9 @@ MISTAKES = [
     Mistake(lambda: vbs.CustomSampler(9, adaptive(), 1, 0, on_end="stop"), ValueError, "^on_end must be left out with"),
     Mistake(lambda: sampler(lambda input: 0), ValueError, ANSWER),
     Mistake(lambda: sampler(lambda input: 2.5), TypeError, ANSWER),
-    Mistake(lambda: Smoothed(lambda input: -5, 0.5)(ControlInput(1, 8)), ValueError, ANSWER),
-    Mistake(lambda: Smoothed(lambda input: True, 0.5)(ControlInput(1, 8)), TypeError, ANSWER),
-    Mistake(lambda: Monotone(lambda input: 2**60)(ControlInput(1, 8)), ValueError, ANSWER),
-    Mistake(lambda: Monotone(lambda input: "a")(ControlInput(1, 8)), TypeError, ANSWER),
-    Mistake(lambda: sampler(lambda input: round(input.noise.sigma2)), AttributeError, "must say in its class what it "),
+    Mistake(lambda: sampler(lambda input: True), TypeError, ANSWER),
+    Mistake(lambda: sampler(lambda input: 2**60), ValueError, ANSWER),
+    Mistake(lambda: sampler(lambda input: round(input.noise.sigma2)), AttributeError, r"lambda>\(\) must say what it "),
     Mistake(lambda: sampler(Early()), ValueError, r"must return a batch size before the first estimate.*return input"),
     Mistake(lambda: sampler(lambda input: round(math.nan)), ValueError, "^cannot convert float NaN", foreign=True),
     Mistake(lambda: NoiseScale(0), ValueError, "^factor must be > 0, got 0; "),
@@ -85,11 +80,7 @@ MISTAKES = [
     Mistake(lambda: Seesaw(0.5, 8, 9), TypeError, r"^schedule must be a function of the samples so far, got 0\.5 \(fl"),
     Mistake(lambda: Seesaw(Halving(1, 2), 8, 7), ValueError, "^critical must be an integer >= 8, got 7; "),
     Mistake(lambda: Seesaw(lambda samples: -0.5, 8, 16)(ControlInput(1, samples=7)), ValueError, FACTOR),
-    Mistake(lambda: Monotone(NoiseScale), TypeError, r"^controller must be a callable object such as PerDevice\(64"),
-    Mistake(lambda: Smoothed(NoiseScale(), 1.5), ValueError, r"^weight must be <= 1, got 1\.5; pass a number in \(0, "),
-    Mistake(lambda: After(-1, PerDevice(1), PerDevice(1)), ValueError, "^samples must be an integer >= 0, got -1; "),
-    Mistake(lambda: After(9, "0:64", PerDevice(1)), TypeError, "^first, if it is no BatchTrace, must be a callable ob"),
-    Mistake(lambda: After(9, PerDevice(1), 64), TypeError, r"^then must be a callable object such as PerDevice\(64\),"),
+    Mistake(lambda: adaptive(NoiseScale), TypeError, r"^controller must be a callable object such as PerDevice\(64\)"),
     Mistake(lambda: PerDevice(1.5), TypeError, r"must be an integer >= 1, got 1\.5"),
     Mistake(lambda: ConstantBatch(1.5), TypeError, r"must be an integer >= 1, got 1\.5"),
     *(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import variable_batch_size as vbs
 from helpers.adaptive_training import SAMPLES, Setting, Wild, trained
+from helpers.controllers import smoothed
 from helpers.properties import examples
 from variable_batch_size.adaptive import PerDevice
 
@@ -17,8 +18,9 @@ from variable_batch_size.adaptive import PerDevice
 @st.composite
 def settings_(draw: st.DrawFn) -> Setting:
     ahead = draw(st.integers(0, 9))
+    wild = Wild(draw(st.integers(0, 999)), draw(st.booleans()))
     trace = vbs.AdaptiveTrace(
-        Wild(draw(st.integers(0, 999)), draw(st.booleans())),
+        smoothed(wild, 0.8) if draw(st.booleans()) else wild,
         start=draw(st.none() | st.integers(1, 7).map(lambda number: 4 * number)),
         bounds=draw(st.none() | st.just((3, 28))),
         multiple_of=draw(st.sampled_from([1, 1, 2, 4])),

@@ -12,28 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from rule_pages import description
 
 from helpers import controllers
-from helpers.controllers import EXAMPLES, WITH_TRACE
+from helpers.controllers import EXAMPLES, FUNCTIONS, WARM_UP, after, monotone, smoothed
 from variable_batch_size import adaptive
 from variable_batch_size.adaptive import (
     AdaptiveTrace,
-    After,
     ConstantBatch,
     ControlInput,
     Controller,
     Goodput,
-    Monotone,
     NoiseScale,
     NormTest,
     PerDevice,
-    Smoothed,
     Throughput,
 )
-from variable_batch_size.adaptive.base import needs_throughput
+from variable_batch_size.adaptive.base import describe_controller, needs_throughput
+from variable_batch_size.adaptive.decided_trace import describe
 from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.simulation import NoiseCurve, Overheads, simulate
 from variable_batch_size.rules import adascale_gain
@@ -58,9 +56,10 @@ INPUTS = st.builds(
 )
 UNKNOWN = Noise(math.nan, math.nan)
 LATE = 10**7  # samples: after every handover
-ALL = [*EXAMPLES, WITH_TRACE]
-every_controller = pytest.mark.parametrize("controller", ALL, ids=str)
-every_reader_of_noise = pytest.mark.parametrize("controller", [*filter(needs_noise, ALL)], ids=str)
+ALL = [*EXAMPLES, *FUNCTIONS]
+every_class = pytest.mark.parametrize("controller", EXAMPLES, ids=str)
+every_controller = pytest.mark.parametrize("controller", ALL, ids=describe_controller)
+every_reader_of_noise = pytest.mark.parametrize("controller", [*filter(needs_noise, ALL)], ids=describe_controller)
 
 
 def test_every_controller_has_an_example() -> None:
@@ -85,7 +84,7 @@ def test_it_says_that_it_reads_the_throughput(controller: Controller, input: Con
         assert controller(dataclasses.replace(input, throughput=None)) == controller(input)
 
 
-@every_controller
+@every_class
 def test_it_is_a_value(controller: Any) -> None:
     same = dataclasses.replace(controller)
     assert same == controller
@@ -94,12 +93,12 @@ def test_it_is_a_value(controller: Any) -> None:
         setattr(controller, dataclasses.fields(controller)[0].name, 1)
 
 
-@pytest.mark.parametrize("controller", EXAMPLES, ids=str)
+@every_class
 def test_its_repr_makes_it_again(controller: Controller) -> None:
     assert eval(repr(controller), vars(controllers)) == controller
 
 
-@every_controller
+@every_class
 def test_it_describes_itself(controller: Controller) -> None:
     assert {"Use when", "Fails when", "Source"} <= set(description(type(controller)))
 
@@ -275,11 +274,6 @@ def test_bounds_hold(input: ControlInput, wanted: int, one: int, other: int) -> 
     assert AdaptiveTrace(ConstantBatch(wanted), bounds=(low, high)).next(input) == sorted([low, wanted, high])[1]
 
 
-@given(INPUTS, SIZES)
-def test_monotone_is_the_larger_one(input: ControlInput, wanted: int) -> None:
-    assert Monotone(ConstantBatch(wanted))(input) == max(wanted, input.batch_size or 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Wild:
     salt: int
@@ -297,15 +291,14 @@ def test_monotone_never_falls_in_a_training(
 ) -> None:
     """Whatever the end of an epoch has shortened, is still to come, or was lost."""
     arguments = ARGUMENTS | {"dataset_size": size, "overheads": overheads}
-    run = simulate(CAPACITY, Monotone(Wild(salt)), start=20, every=every, delay=delay, **arguments)
+    run = simulate(CAPACITY, monotone(Wild(salt)), start=20, every=every, delay=delay, **arguments)
     sizes = run.trace.batch_sizes(np.arange(len(run.trace)))
     assert (np.diff(sizes) >= 0).all()
 
 
-@example(LARGEST - 1, LARGEST, 0.1)  # rounding hides the difference
-@given(SIZES, SIZES, st.floats(0.1, 1))
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0.1, 1))
 def test_smoothed_comes_closer_until_it_is_there(present: int, wanted: int, weight: float) -> None:
-    controller = Smoothed(ConstantBatch(wanted), weight)
+    controller = smoothed(ConstantBatch(wanted), weight)
     for _ in range(1000):
         size = controller(ControlInput(devices=1, batch_size=present))
         if present == wanted:
@@ -328,12 +321,13 @@ def test_multiples_are_the_nearest(input: ControlInput, wanted: int, samples: in
 
 @given(INPUTS, st.integers(0, 10**5))
 def test_after_hands_over_at_a_sample(input: ControlInput, samples: int) -> None:
-    size = After(samples, ConstantBatch(7), PerDevice(3))(input)
+    size = after(samples, ConstantBatch(7), PerDevice(3))(input)
     assert size == (7 if input.samples < samples else 3 * input.devices)
 
 
 def test_after_follows_a_batch_trace() -> None:
-    run = simulate(CAPACITY, WITH_TRACE, every=1, **(ARGUMENTS | {"noise": NoiseCurve.constant(800, 2)}))
+    controller = after(5_000, lambda input: WARM_UP.batch_size(input.updates), NoiseScale())
+    run = simulate(CAPACITY, controller, every=1, **(ARGUMENTS | {"noise": NoiseCurve.constant(800, 2)}))
     # 10 updates of 100, and 20 of 200, are 5000 samples.
     assert [run.trace.batch_size(step) for step in (0, 9, 10, 29, 30, 149)] == [100, 100, 200, 200, 400, 400]
 
@@ -345,8 +339,30 @@ def test_the_noise_scale_has_no_unit(input: ControlInput, unit: float) -> None:
     assert noise is not None
     assume(all(abs(value) < 1e290 and not 0 < abs(value) < 1e-290 for value in (noise.sigma2, noise.mu2)))
     other = dataclasses.replace(input, noise=Noise(noise.sigma2 * unit, noise.mu2 * unit))
-    for controller in EXAMPLES:
+    for controller in ALL:
         assert controller(other) == controller(input)
+
+
+@given(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2))
+def test_functions_are_told_apart_by_what_they_take_from_around_them(a: int, b: int, c: int, d: int) -> None:
+    """Also within others; their addresses are those of a run."""
+    controllers = [after(x, ConstantBatch(8), smoothed(PerDevice(y), 0.5)) for x, y in ((a, b), (c, d))]
+    one, other = (describe(AdaptiveTrace(controller)) for controller in controllers)
+    assert (one == other) == ((a, b) == (c, d))
+    then = f"smoothed.<locals>.choose(controller=PerDevice(samples={b}), weight=0.5)"
+    assert one.startswith(f"after.<locals>.choose(first=ConstantBatch(batch_size=8), samples={a}, then={then}), bound")
+
+
+def again(input: ControlInput) -> int:
+    return input.batch_size or again(dataclasses.replace(input, batch_size=8))
+
+
+def test_a_function_that_calls_itself_has_a_name() -> None:
+    def choose(input: ControlInput) -> int:
+        return input.batch_size or choose(dataclasses.replace(input, batch_size=8))
+
+    assert describe_controller(again) == "again()"
+    assert describe_controller(choose).endswith(".<locals>.choose()")
 
 
 def test_no_controller_imports_what_takes_long() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import variable_batch_size as vbs
-from variable_batch_size.adaptive import Controller, NoiseScale, NormTest, Smoothed
+from helpers.controllers import smoothed
+from variable_batch_size.adaptive import Controller, NoiseScale, NormTest
 
 SAMPLES, DIMENSION = 40_000, 200  # without replacement, mu^2 is too small by sigma^2 / SAMPLES
 
@@ -42,7 +43,7 @@ def batch_sizes(
     ("factor", "distance", "noise"), [(1.0, 0.7, None), (0.5, 0.6, "differenced"), (2.0, 1.0, None)]
 )
 def test_the_batch_becomes_the_noise_scale(factor: float, distance: float, noise: Any) -> None:
-    sizes, scale = batch_sizes(Smoothed(NoiseScale(factor), 0.2), distance, 64, 500, noise)
+    sizes, scale = batch_sizes(smoothed(NoiseScale(factor), 0.2), distance, 64, 500, noise)
     assert sizes[-1] == pytest.approx(factor * scale, rel=0.1)
 
 

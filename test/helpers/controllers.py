@@ -1,20 +1,19 @@
-"""An example of each controller, for the contract suite; a new controller is a line here."""
+"""An example of each controller, for the contract suite, where a new one is a line; and functions around them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from helpers.pages import DOCS, blocks
 from variable_batch_size.adaptive import (
-    After,
     ConstantBatch,
     Controller,
     Goodput,
-    Monotone,
     NoiseScale,
     NormTest,
     PerDevice,
     Seesaw,
-    Smoothed,
 )
 from variable_batch_size.trace import BatchTrace
 
@@ -37,8 +36,16 @@ EXAMPLES: tuple[Controller, ...] = (
     NormTest(0.7),
     Goodput((32, 4096)),
     Seesaw(Halving(10_000, 10**6), 256, 2048),
-    Monotone(NoiseScale()),
-    Smoothed(NoiseScale(), 0.3),
-    After(5_000, ConstantBatch(100), NormTest(1.0)),
 )
-WITH_TRACE = After(5_000, BatchTrace.from_runs([100, 200], [10, 5], on_end="hold"), NoiseScale())
+
+_recipes: dict[str, Any] = {}
+exec(next(block for block in blocks(DOCS / "controllers.md", "python") if "def smoothed" in block), _recipes)
+after, monotone, smoothed = (_recipes[name] for name in ("after", "monotone", "smoothed"))
+
+WARM_UP = BatchTrace.from_runs([100, 200], [10, 5], on_end="hold")
+FUNCTIONS: tuple[Controller, ...] = (
+    monotone(NoiseScale()),
+    smoothed(NoiseScale(), 0.3),
+    after(5_000, ConstantBatch(100), NormTest(1.0)),
+    after(5_000, lambda input: WARM_UP.batch_size(input.updates), smoothed(Goodput((32, 4096)), 0.5)),
+)

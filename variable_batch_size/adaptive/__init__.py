@@ -11,20 +11,16 @@ from variable_batch_size.adaptive.noise_scale import NoiseScale, NormTest
 from variable_batch_size.adaptive.seesaw import Seesaw
 from variable_batch_size.adaptive.static import ConstantBatch, PerDevice
 from variable_batch_size.adaptive.throughput import Throughput
-from variable_batch_size.adaptive.wrappers import After, Monotone, Smoothed
 
 __all__ = [
     "AdaptiveTrace",
-    "After",
     "ConstantBatch",
     "ControlInput",
     "Controller",
     "Goodput",
-    "Monotone",
     "NoiseScale",
     "NormTest",
     "PerDevice",
     "Seesaw",
-    "Smoothed",
     "Throughput",
 ]

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import final
 
-from variable_batch_size._validation import MAX_INT, check_bounds, check_int, value_error, without_addresses
-from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller
+from variable_batch_size._validation import MAX_INT, check_bounds, check_int, value_error
+from variable_batch_size.adaptive.base import ControlInput, Controller, check_controller, describe_controller
 from variable_batch_size.rules.base import needs_noise
 
 
@@ -131,12 +131,13 @@ def limit_to_dataset(trace: AdaptiveTrace, dataset_size: int) -> AdaptiveTrace:
 
 def _explain(error: AttributeError | ValueError, controller: object, input: ControlInput) -> Exception | None:
     """Return the error of a controller that does not expect what is not known; None if it is another one."""
-    name = without_addresses(str(controller))
+    name = describe_controller(controller)
     if isinstance(error, AttributeError):
         unknown = [part for part in ("noise", "throughput") if getattr(input, part) is None]
         if error.obj is None and unknown:  # the controller has read None.sigma2, for example
-            requirement = f"{name} must say in its class what it reads: needs_noise = True, needs_throughput = True"
-            return AttributeError(f"{requirement}, got None as {' and '.join(unknown)} ({error}); add it")
+            requirement = f"{name} must say what it reads, by needs_noise = True and needs_throughput = True"
+            found = f"None as {' and '.join(unknown)} ({error})"
+            return AttributeError(f"{requirement}, got {found}; add what it reads to its class, or to the function")
     elif input.noise is not None and math.isnan(input.noise.sigma2) and "NaN" in str(error):  # int(nan)
         requirement = f"{name} must return a batch size before the first estimate of the noise, too, when it is nan"
         return value_error(requirement, error, "return input.batch_size, or a first size, if it is")

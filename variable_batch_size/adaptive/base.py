@@ -1,16 +1,19 @@
 """What a controller gets and returns, and what controllers share.
 
-A controller is a frozen dataclass in a file of its own. Its docstring has the equation and the lines "Use when:",
-"Fails when:" and "Source:". One that a string can name has a line in `variable_batch_size.adaptive.table`.
+A controller is a function. In this package it is a frozen dataclass in a file of its own. Its docstring has the
+equation and the lines "Use when:", "Fails when:" and "Source:". One that a string can name has a line in
+`variable_batch_size.adaptive.table`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Protocol, final
 
-from variable_batch_size._validation import MAX_INT, type_error
+from variable_batch_size._validation import MAX_INT, type_error, without_addresses
 from variable_batch_size.adaptive.throughput import Throughput
 from variable_batch_size.rules.base import Noise, Rule
 
@@ -47,9 +50,9 @@ class ControlInput:
 class Controller(Protocol):
     """Chooses the global batch size: a pure function.
 
-    The class of a controller may also define `needs_noise: ClassVar[bool] = True`, if it uses `ControlInput.noise`, and
-    `needs_throughput: ClassVar[bool] = True`, if it uses `ControlInput.throughput` (default: False): a training
-    measures them only then. And `check_rule(rule) -> None`, which raises if its batch sizes are not for that
+    A controller, which may be a function, may also have the attributes `needs_noise = True`, if it uses
+    `ControlInput.noise`, and `needs_throughput = True`, if it uses `ControlInput.throughput` (default: False): a
+    training measures them only then. And `check_rule(rule) -> None`, which raises if its batch sizes are not for that
     learning-rate rule.
     """
 
@@ -70,10 +73,27 @@ def check_rule_of(controller: object, rule: Rule) -> None:
         check(rule)
 
 
-def check_controller(value: object, name: str = "controller") -> None:
-    """Raise TypeError unless `value` is a callable object, such as an instance of a controller's class."""
+def check_controller(value: object) -> None:
+    """Raise TypeError unless `value` is a callable object: a function, or an instance of a controller's class."""
     if isinstance(value, type) or not callable(value):
-        raise type_error(f"{name} must be a callable object such as PerDevice(64)", value, "pass one")
+        raise type_error("controller must be a callable object such as PerDevice(64)", value, "pass one")
+
+
+def describe_controller(controller: object) -> str:
+    """Return a text that is the same on all ranks and in a run that resumes, and another one for other arguments.
+
+    That of a function has the values that it takes from the function around it.
+
+    >>> def times(factor):
+    ...     return lambda input: factor * input.devices
+    >>> describe_controller(times(64))
+    'times.<locals>.<lambda>(factor=64)'
+    """
+    if not isinstance(controller, FunctionType):
+        return without_addresses(repr(controller))
+    around = inspect.getclosurevars(controller).nonlocals
+    values = (f"{name}={describe_controller(value)}" for name, value in around.items() if value is not controller)
+    return f"{controller.__qualname__}({', '.join(values)})"
 
 
 def as_samples(value: float, rounded: Callable[[float], int] = round) -> int:

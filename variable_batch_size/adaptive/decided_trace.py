@@ -20,9 +20,9 @@ import numpy as np
 
 from variable_batch_size._extras import import_extra
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import check_int, value_error, without_addresses
+from variable_batch_size._validation import check_int, value_error
 from variable_batch_size.adaptive.adaptive_trace import AdaptiveTrace, limit_to_dataset
-from variable_batch_size.adaptive.base import ControlInput, needs_throughput
+from variable_batch_size.adaptive.base import ControlInput, describe_controller, needs_throughput
 from variable_batch_size.adaptive.decisions import (
     Decision,
     Decisions,
@@ -237,8 +237,7 @@ def decision_scalars(decision: Decision) -> dict[str, float]:
 
 def _describe(adaptive: AdaptiveTrace) -> tuple[str, str]:
     limits = f"bounds={adaptive.bounds}, multiple_of={adaptive.multiple_of}"
-    decides = without_addresses(f"{adaptive.controller!r}, {limits}")
-    return decides, f"every={adaptive.every}, delay={adaptive.delay}"
+    return f"{describe_controller(adaptive.controller)}, {limits}", f"every={adaptive.every}, delay={adaptive.delay}"
 
 
 def _join(runs: Sequence[tuple[int, int]], decisions: Decisions, updates: int) -> BatchTrace:

@@ -23,7 +23,7 @@ class Seesaw:
 
     Use when: Adam-like optimizers with a decaying schedule, to make fewer updates of the same samples.
     Fails when: the rule is not the root rule; the batch size is large from the start, so that noise does not dominate;
-    the schedule begins with a warm-up, which would be taken for a decay: begin with `After`.
+    the schedule begins with a warm-up, which would be taken for a decay: use another controller until its end.
     Source: Meterez et al. 2025, arXiv 2510.14717.
 
     >>> seesaw = Seesaw(lambda samples: 0.5 ** (samples // 10_000), batch_size=256, critical=2048)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 from variable_batch_size._log import stacklevel_of_user
-from variable_batch_size._validation import without_addresses
-from variable_batch_size.adaptive.base import needs_throughput
+from variable_batch_size.adaptive.base import describe_controller, needs_throughput
 from variable_batch_size.adaptive.decided_trace import (
     ADOPTED_AFTER,
     READ_AFTER,
@@ -153,7 +152,7 @@ class ControllerRunner:
         text = agreement.wait_for("decision", asked.number) if asked.answer is None else asked.answer
         answer = json.loads(text)
         if isinstance(answer, dict):
-            controller = without_addresses(str(decided.adaptive.controller))
+            controller = describe_controller(decided.adaptive.controller)
             raise RuntimeError(
                 f"the controller must choose a batch size, but after update {decided.unanswered[0].updates} it failed "
                 f"with {answer['error']}; correct {controller} and restore the last checkpoint"
