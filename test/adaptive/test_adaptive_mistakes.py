@@ -23,7 +23,7 @@ from variable_batch_size.adaptive.table import parse_policy
 
 ANSWER = "^the batch size of the controller must be an integer >= 1"
 FORMS = "per-device:SAMPLES, constant:SAMPLES, noise-scale:FACTOR, norm-test:ETA or goodput:LOW-HIGH"
-TAGS = ("world_size", "global_batch_size", "num_microbatches", "updates_per_second")
+TAGS = ("world_size", "global_batch_size", "num_microbatches", "updates_per_second", "samples_per_second")
 ABSENT = "^scalars.csv must have the columns .*, got none called vbs/{}; pass the scal"
 UNUSED = "must have a row with the seconds of updates of one batch size, got none in {} rows; train for"
 FACTOR = r"^schedule\(7\) must be a finite number >= 0, got .*; let it return a factor"
@@ -95,12 +95,12 @@ MISTAKES = [
     Mistake(lambda: Throughput(1, 1, 0, 0, 11), ValueError, r"^overlap must be in \[1, 10\], got 11\.0; pass 1 for no"),
     Mistake(lambda: Throughput.simple(0), ValueError, "^samples_per_second must be > 0, got 0"),
     Mistake(lambda: from_csv("", tags=TAGS[1:]), ValueError, ABSENT.format("world_size")),
-    Mistake(lambda: from_csv("", tags=TAGS[:3]), ValueError, ABSENT.format("updates_per_second")),
+    Mistake(lambda: from_csv("", tags=TAGS[:4]), ValueError, ABSENT.format("samples_per_second")),
     Mistake(lambda: from_csv(""), ValueError, UNUSED.format(0)),
     Mistake(lambda: from_csv("0,1,8,1,nan,nan"), ValueError, UNUSED.format(1)),
-    Mistake(lambda: from_csv("0,1,8,1,1,6", tags=(*TAGS, "samples_per_second")), ValueError, UNUSED.format(1)),
-    Mistake(lambda: from_csv("0,1,8,1,1", 0), ValueError, "^minibatch_size must be an integer >= 1"),
-    Mistake(lambda: from_csv("0,1,8,1,1", 2.5), TypeError, "^minibatch_size must be an integer >= 1"),
+    Mistake(lambda: from_csv("0,1,8,1,1,6"), ValueError, UNUSED.format(1)),
+    Mistake(lambda: from_csv("0,1,8,1,1,8", 0), ValueError, "^minibatch_size must be an integer >= 1"),
+    Mistake(lambda: from_csv("0,1,8,1,1,8", 2.5), TypeError, "^minibatch_size must be an integer >= 1"),
     Mistake(lambda: Throughput.fit([]), ValueError, r"^the measurements must have the shape \(updates, 4\), got the s"),
     Mistake(lambda: Throughput.fit([[1, 2, 3]]), ValueError, r"got the shape \(1, 3\)"),
     Mistake(lambda: Throughput.fit([["a", 1, 1, 1]]), TypeError, "^the measurements must have"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +12,19 @@ import numpy as np
 from variable_batch_size._validation import FloatArray, value_error
 
 SIZES = ("vbs/world_size", "vbs/global_batch_size", "vbs/num_microbatches")
-RATE, SAMPLE_RATE = "vbs/updates_per_second", "vbs/samples_per_second"
+RATES = ("vbs/updates_per_second", "vbs/samples_per_second")
 MIXED = 0.1  # relative: so far the mean batch size behind a rate may be from the batch size of its row
 
 
-def read_columns(
-    path: str | os.PathLike[str], names: Sequence[str], remedy: str, optional: Sequence[str] = ()
-) -> dict[str, FloatArray]:
-    """Return columns by their names, (rows,) each; nan for an empty cell.
+def read_columns(path: str | os.PathLike[str], names: Sequence[str], remedy: str) -> FloatArray:
+    """Return the numbers of columns, (names, rows); nan for an empty cell.
 
     A row with fewer cells than the header, which a killed process may leave, is left out.
 
     Args:
         path: the CSV file, with or without a byte order mark.
-        names: the columns that it must have.
+        names: the columns.
         remedy: what to do if one is missing.
-        optional: further columns, which are left out if they are missing.
 
     Raises:
         OSError: if the file cannot be read.
@@ -36,15 +32,14 @@ def read_columns(
     """
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
-        header = set(reader.fieldnames or ())
-        if missing := sorted(set(names) - header):
-            raise value_error(f"{path} must have the columns {', '.join(names)}", f"none called {missing[0]}", remedy)
-        found: dict[str, list[float]] = {name: [] for name in (*names, *optional) if name in header}
-        for row in reader:
-            if None not in row.values():
-                for name, numbers in found.items():
-                    numbers.append(_number(path, reader.line_num, name, row[name]))
-    return {name: np.array(numbers, np.float64) for name, numbers in found.items()}
+        rows = [row for row in reader if None not in row.values()]
+    if missing := sorted(set(names) - set(reader.fieldnames or ())):
+        raise value_error(f"{path} must have the columns {', '.join(names)}", f"none called {missing[0]}", remedy)
+    try:
+        return np.array([[float(row[name] or "nan") for row in rows] for name in names])
+    except ValueError as error:
+        cell = str(error).rpartition(": ")[2]
+        raise value_error(f"{path} must have numbers in {', '.join(names)}", f"{cell:.60}", "correct it") from None
 
 
 def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) -> FloatArray:
@@ -63,27 +58,16 @@ def updates_in(path: str | os.PathLike[str], minibatch_size: int | None = None) 
         OSError: if the file cannot be read.
         ValueError: if a column is missing, a cell is not a number, or no row has the seconds of an update.
     """
-    remedy = "pass the scalars.csv of a training with tracker=vbs.Tracker(...)"
-    columns = read_columns(path, [*SIZES, RATE], remedy, optional=[SAMPLE_RATE])
-    values = np.stack([columns[name] for name in (*SIZES, RATE)], axis=1)  # (rows, 4)
-    usable = (np.isfinite(values) & (values > 0)).all(axis=1)  # (rows,)
-    if SAMPLE_RATE in columns:
-        with np.errstate(all="ignore"):  # rows that are not usable
-            mean = columns[SAMPLE_RATE] / values[:, 3]  # (rows,), samples of an update
-            usable &= np.abs(mean / values[:, 1] - 1) <= MIXED
-    if not usable.any():
+    columns = read_columns(path, (*SIZES, *RATES), "pass the scalars.csv of a training with tracker=vbs.Tracker(...)")
+    usable = (np.isfinite(columns) & (columns > 0)).all(axis=0)  # (rows,)
+    world, size, microbatches, rate, sample_rate = columns[:, usable]
+    same = np.abs(sample_rate / rate / size - 1) <= MIXED
+    if not same.any():
         requirement = f"{path} must have a row with the seconds of updates of one batch size"
-        raise value_error(requirement, f"none in {len(values)} rows", "train for longer, or pass a smaller log_steps=")
-    kinds, kind = np.unique(values[usable, :3], axis=0, return_inverse=True)  # (kinds, 3), (usable rows,)
-    each = 1 / values[usable, 3]
-    seconds = [np.median(each[kind.ravel() == number]) for number in range(len(kinds))]
-    world, batch_size, microbatches = kinds.T  # (kinds,) each
-    rows = np.ceil(batch_size / microbatches) if minibatch_size is None else np.full(len(kinds), minibatch_size)
+        found = f"none in {columns.shape[1]} rows"
+        raise value_error(requirement, found, "train for longer, or pass a smaller log_steps=")
+    kinds, kind = np.unique([world[same], size[same], microbatches[same]], axis=1, return_inverse=True)  # (3, kinds)
+    seconds = [np.median(1 / rate[same][kind.ravel() == number]) for number in range(kinds.shape[1])]
+    world, size, microbatches = kinds
+    rows = np.ceil(size / microbatches) if minibatch_size is None else np.full(len(size), minibatch_size)
     return np.stack([world, rows, np.ceil(microbatches / world), seconds], axis=1)
-
-
-def _number(path: str | os.PathLike[str], line: int, name: str, cell: str) -> float:
-    try:
-        return float(cell or math.nan)
-    except ValueError:
-        raise value_error(f"{path}: {name} in line {line} must be a number", f"{cell!r:.60}", "correct it") from None

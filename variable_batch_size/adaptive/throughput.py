@@ -195,8 +195,8 @@ class Throughput:
         the training had: let it run with one device and with several.
 
         Args:
-            path: the file; its columns vbs/world_size, vbs/global_batch_size, vbs/num_microbatches and
-                vbs/updates_per_second, and vbs/samples_per_second if there is one.
+            path: the file; its columns vbs/world_size, vbs/global_batch_size, vbs/num_microbatches,
+                vbs/updates_per_second and vbs/samples_per_second.
             minibatch_size: rows of each microbatch of a training with `fixed_shape=True`; by default, for others,
                 ceil(batch size / microbatches).
 

@@ -77,7 +77,7 @@ MISTAKES = [
     Mistake(lambda: to_batch_trace(CAPACITY, PerDevice(1), None), TypeError, "^throughput must be a Throughput, got "),
     Mistake(lambda: from_csv("update,loss\n1,2\n"), ValueError, "must have the columns .*, got none called vbs/mu2; l"),
     Mistake(lambda: from_csv(f"{HEAD}\n1,nan,nan\n"), ValueError, "must have a row with an estimate of the noise, got"),
-    Mistake(lambda: from_csv(f"{HEAD}\n1,x,1\n"), ValueError, "vbs/sigma2 in line 2 must be a number, got 'x'"),
+    Mistake(lambda: from_csv(f"{HEAD}\n1,x,1\n"), ValueError, "must have numbers in vbs/progress, .*, got 'x'; c"),
     Mistake(lambda: NoiseCurve([0], [1.0, 2.0], [1.0]), ValueError, "equally many rows"),
     Mistake(lambda: NoiseCurve([0, 0], [1.0, 2.0], [1.0, 1.0]), ValueError, r"^progress\[1\] must be > 0.0, .*, got 0"),
     Mistake(lambda: NoiseCurve([0], [0.0], [0.0]), ValueError, r"^sigma2\[0\] or mu2\[0\] must be > 0"),

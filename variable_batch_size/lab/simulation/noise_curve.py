@@ -79,8 +79,7 @@ class NoiseCurve:
             ValueError: if it has not the columns vbs/progress, vbs/sigma2 and vbs/mu2, or no row with an estimate.
         """
         remedy = 'log a training with noise="microbatches", or with a rule that reads the noise'
-        columns = [column.tolist() for column in read_columns(path, COLUMNS, remedy).values()]
-        rows = list(_estimates(zip(*columns, strict=True)))
+        rows = list(_estimates(read_columns(path, COLUMNS, remedy).T.tolist()))
         if not rows:
             raise value_error(f"{path} must have a row with an estimate of the noise", "none", "train for longer")
         return cls(*zip(*rows, strict=True))
