@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
@@ -158,9 +157,10 @@ class Throughput:
         """Return the model that is closest to measured updates, by the squares of the relative errors of their seconds.
 
         What the measurements do not distinguish has the simplest value. Updates on one number of devices give a model
-        for this number only: without overlap, and with communication only if the rounds differ, and if it is above 1.
-        `net_device` is 0 without two numbers of devices above 1, and `accum_base` is 0 if all microbatches have equally
-        many rows.
+        for this number only, without overlap. There is no communication without updates on several devices, or if
+        none is on one device and all have equally many rounds. `net_device` is 0 without two numbers of devices above
+        1, `accum_base` is 0 if all microbatches have equally many rows, and there is no overlap if those on several
+        devices have.
 
         >>> model = Throughput(accum_base=0.01, accum_row=0.001, net_base=0.05)
         >>> rows = [(devices, 32, 2, model.of_rounds(64, 32, 2, devices)) for devices in (1, 2, 4)]
@@ -178,9 +178,9 @@ class Throughput:
                 whole, or the seconds do not depend on the rows.
         """
         updates = measured_updates(measured)
-        each = updates.rounds * updates.rows, updates.rows, updates.rounds, updates.devices
-        found = fit_parameters(lambda parameters: _seconds(parameters, *each), updates)
-        if found[0] + found[1] < LEAST_SECONDS:
+        found = _fit_parameters(updates)
+        computation = updates.rounds * (found[0] + found[1] * updates.rows)  # (updates,), seconds
+        if (computation < 1e-6 * updates.seconds).all():  # where it is 0, least squares are that close
             requirement = "the measurements must show how long a microbatch takes"
             raise value_error(requirement, "seconds that are all communication", "measure updates on one device, too")
         return cls(*found.tolist())
@@ -229,12 +229,6 @@ def _seconds(
     return seconds
 
 
-_ROUNDING = 1e-9  # of relative errors: by so much a model without overlap may be worse
-# The overlaps at which least squares begin, and by how much they raise the seconds of communication of the linear fit,
-# which sees only what the computation does not hide.
-_STARTS = ((1.5, 1.0), (3.0, 1.0), (3.0, 4.0), (6.0, 4.0))
-
-
 @final
 class Measured(NamedTuple):
     """Measured updates, all (updates,)."""
@@ -265,42 +259,31 @@ def measured_updates(values: npt.ArrayLike) -> Measured:
     return Measured(*table.T)
 
 
-def fit_parameters(seconds_of: Callable[[FloatArray], FloatArray], updates: Measured) -> FloatArray:
-    """Return the parameters with the least squares of the relative errors, in the order of `Throughput`, (5,).
-
-    At an overlap of 1 the seconds are linear in the other four, which non-negative least squares find. From there, and
-    from larger overlaps, nonlinear least squares find all five.
-
-    Args:
-        seconds_of: the model: parameters -> seconds of the updates.
-        updates: what was measured.
-    """
-    optimize = import_extra("scipy.optimize", "evaluation")
+def _fit_parameters(updates: Measured) -> FloatArray:
+    """Return the parameters with the least squares of the relative errors, in the order of `Throughput`, (5,)."""
     devices, rows, rounds, seconds = updates
     several = devices > 1
-    terms = np.stack([rounds, rounds * rows, several, np.maximum(devices - 2, 0)], axis=1) / seconds[:, None]
     numbers, above_one = len(np.unique(devices)), len(np.unique(devices[several]))
-    sums = numbers > 1 or (above_one == 1 and len(np.unique(rounds)) > 1)  # they are once an update, not once a round
-    known = np.array([len(np.unique(rows)) > 1, True, sums, numbers > 1 and above_one > 1, numbers > 1])
-    scale = 1 / np.maximum(np.append(np.linalg.norm(terms, axis=0), 1.0), 1e-300)  # (5,): all are of the order of 1
-    linear = np.zeros(4)
-    linear[known[:4]] = optimize.nnls((terms * scale[:4])[:, known[:4]], np.ones_like(seconds))[0]
-    candidates = [np.append(linear * scale[:4], 1.0)]
-    lowest, highest = np.array([0.0, 0, 0, 0, 1]), np.array([np.inf] * 4 + [10.0])
+    known = np.array(
+        [
+            len(np.unique(rows)) > 1,
+            True,
+            above_one > 0 and (numbers > above_one or len(np.unique(rounds)) > 1),  # once an update, not once a round
+            numbers > 1 and above_one > 1,
+            numbers > 1 and len(np.unique(rows[several])) > 1,  # of computation that varies
+        ]
+    )
+    halves = (np.median(part) / 2 for part in (seconds / rounds, seconds / rounds / rows, seconds, seconds / devices))
+    start, lowest, highest = np.array([*halves, 2.0]), np.array([0.0, 0, 0, 0, 1]), np.array([np.inf] * 4 + [10.0])
 
     def parameters(free: FloatArray) -> FloatArray:
         values = lowest.copy()
-        values[known] = free * scale[known]
+        values[known] = free
         return values
 
     def errors(free: FloatArray) -> FloatArray:
-        return seconds_of(parameters(free)) / seconds - 1
+        return _seconds(parameters(free), rounds * rows, rows, rounds, devices) / seconds - 1
 
-    for overlap, raised in _STARTS if numbers > 1 else ():
-        start = np.append(np.maximum(linear, 1e-3) * [1, 1, raised, raised], overlap)[known]
-        bounds = lowest[known], highest[known]
-        found = optimize.least_squares(errors, start, bounds=bounds, ftol=1e-15, xtol=1e-15, gtol=1e-15)
-        candidates.append(parameters(found.x))
-    squares = [float(np.sum((seconds_of(values) / seconds - 1) ** 2)) for values in candidates]
-    linear_is_as_good = squares[0] <= min(squares) + len(seconds) * _ROUNDING**2
-    return candidates[0 if linear_is_as_good else int(np.argmin(squares))]
+    bounds, scale = (lowest[known], highest[known]), start[known]
+    least_squares = import_extra("scipy.optimize", "evaluation").least_squares
+    return parameters(least_squares(errors, scale, bounds=bounds, x_scale=scale, ftol=1e-12, xtol=1e-12, gtol=1e-12).x)
