@@ -99,7 +99,7 @@ def test_drawn_weights_are_found(sizes: list[int], seed: int, small: bool) -> No
     model = nn.Sequential(nn.Linear(5, 1) if small else nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 1)))
     model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    weights = torch.from_numpy(np.repeat(rng.choice([0.0, 0.5, 1.0, 3.0], len(sizes)), sizes))
+    weights = torch.from_numpy(np.repeat(rng.choice([-1.0, 0.0, 0.5, 1.0, 3.0], len(sizes)), sizes))
     weights = weights if weights.any() else weights + 1
 
     def step() -> None:
@@ -111,13 +111,26 @@ def test_drawn_weights_are_found(sizes: list[int], seed: int, small: bool) -> No
         return loss
 
     report = check_gradient(model, mean, (x, y), step, parts=sizes)
-    relative = (weights / weights.mean()).numpy()
-    assert report.factor == pytest.approx(float(weights.mean()), rel=1e-6)
+    relative = (weights / weights.abs().mean()).numpy()
+    assert report.factor == pytest.approx(float(weights.abs().mean()), rel=1e-6)
     starts = np.cumsum([0, *sizes[:-1]])
     assert [*report.parts.values()] == pytest.approx(relative[starts].tolist(), abs=1e-6)
-    assert report.exact == bool(np.ptp(relative) < 1e-9)
+    assert report.exact == bool(np.abs(relative - 1).max() < 1e-9)
     if np.isfinite(report.weights).all():
         assert report.weights == pytest.approx(relative, abs=1e-6)
+
+
+@given(st.floats(-9, 9).filter(lambda factor: abs(factor) > 0.01), st.sampled_from(["whole_batch", "all_tokens"]))
+def test_the_common_factor_is_positive(factor: float, name: str) -> None:
+    """A loop that climbs is not exact; it may scale."""
+    loop, counts = Loop(), tokens() if name == "all_tokens" else None
+    for parameter in loop.model.parameters():
+        parameter.register_hook(lambda gradient: factor * gradient)
+    report = check_gradient(loop.model, loss_fn, loop.batch, getattr(loop, name), counts=counts)
+    assert report.exact == (factor > 0)
+    assert report.factor == pytest.approx(abs(factor))
+    assert report.weights == pytest.approx(np.full(ROWS, np.sign(factor)), abs=1e-6)
+    assert factor > 0 or "rows weigh from -1 to -1 of what they have to" in str(report)
 
 
 def test_rows_without_counts_are_left_out() -> None:

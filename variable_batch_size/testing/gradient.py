@@ -39,8 +39,8 @@ class GradientReport:
     """What the gradient of an update is made of; `print` it.
 
     Attributes:
-        exact: whether the rows weigh as they have to, up to a common factor.
-        factor: the common factor, the mean of the weights: 1, unless a loop clips, scales or sums.
+        exact: whether the rows weigh as they have to, up to a common factor > 0.
+        factor: the common factor, the mean of the absolute weights: 1, unless a loop clips, scales or sums.
         weights: of each row over what it has to weigh, without the factor, (rows,); nan where only parts are known.
         parts: those of parts, by name.
         residual: norm of v - sum_i w_i r_i over that of v: what no weights of rows explain.
@@ -345,7 +345,7 @@ def _explain(
     residual = float(np.hypot(residual, elsewhere))
     if error < resolved or (residual > resolution and not named):
         weights[chosen] = found
-        factor = float((found * required[chosen]).sum())
+        factor = float(np.abs(found * required[chosen]).sum())
         parts = named or _runs(weights, min(5 * error + 10 * resolution, 0.5))
         by_part = {
             name: float(np.nansum((weights * required)[own]) / required[own].sum()) for name, own in parts.items()
@@ -359,7 +359,8 @@ def _explain(
         if not error < resolved and residual < resolution:
             raise value_error("the gradients of the parts must differ", "parts that are alike", "pass another batch")
         by_part = dict(zip(named, found.tolist(), strict=True))
-        factor = float(sum(weight * required[own].sum() for weight, own in zip(found, named.values(), strict=True)))
+        sizes = (abs(weight) * required[own].sum() for weight, own in zip(found, named.values(), strict=True))
+        factor = float(sum(sizes))
     else:
         raise value_error(
             "the weights of the rows must be told apart by their gradients",
