@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,12 @@ import variable_batch_size as vbs
 
 ROWS, RANKS, MICROBATCHES = 26, (16, 10), (8, 8, 8, 2)
 Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def parts_of(sizes: Sequence[int]) -> dict[str, range]:
+    """Consecutive rows, by name."""
+    starts = np.cumsum([0, *sizes]).tolist()
+    return {f"part {part}": range(starts[part], starts[part + 1]) for part in range(len(sizes))}
 
 
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -62,8 +68,7 @@ class Loop:
         return (cross_entropy(self.model(x), labels, reduction="none") * tokens).sum(), tokens.sum()
 
     def parts(self, sizes: tuple[int, ...] = MICROBATCHES) -> list[tuple[int, int]]:
-        ends = np.cumsum(sizes).tolist()
-        return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        return [(part.start, part.stop) for part in parts_of(sizes).values()]
 
     # Right ones. --------------------------------------------------------------------------------------------------
 
@@ -189,7 +194,7 @@ def run_loops(backend: vbs.backend.Backend) -> dict[str, Any]:
     loops = {"ddp": by_ddp(False), "weighed ddp": by_ddp(True), "fsdp2": by_fsdp2(False), "our fsdp2": by_fsdp2(True)}
     for name, (trained, step) in loops.items():
         report = vbs.testing.check_gradient(
-            copy.deepcopy(model_of()), loss_fn, batch_of(), step, trained=trained, parts=RANKS
+            copy.deepcopy(model_of()), loss_fn, batch_of(), step, trained=trained, parts=parts_of(RANKS)
         )
         found[name] = (report.exact, report.factor, [*report.parts.values()], str(report))
     return found
