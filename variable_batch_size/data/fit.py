@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import MAX_INT, check_int
+from variable_batch_size._validation import MAX_INT, check_int, value_error
 from variable_batch_size.backend import current_world, detect
 from variable_batch_size.backend.detection import runs_on_xla
+from variable_batch_size.data import rows
 from variable_batch_size.microbatching import microbatch_counts
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 # Messages of exhausted memory that come without an OutOfMemoryError: from the CPU, C++, cuBLAS, cuDNN and XLA.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "_ALLOC_FAILED", "RESOURCE_EXHAUSTED")
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "_alloc_failed", "resource_exhausted")
 
 
 @final
@@ -69,13 +70,11 @@ def fit_batch(
     largest = check_int(max_minibatch_size, "max_minibatch_size", 1, MAX_INT)
     world = check_int(world_size, "world_size", 1, MAX_INT)
     fixed = runs_on_xla() if fixed_shape is None else fixed_shape
-    counts = microbatch_counts(
-        batch, min(largest, batch), fixed_shape=fixed
-    )  # (sizes,); beyond the batch are only rows
+    counts = microbatch_counts(batch, min(largest, batch), fixed_shape=fixed)  # (sizes,); larger ones are only rows
     rounds = -(-counts // world)  # (sizes,)
     sizes = np.flatnonzero(rounds == rounds.min()) + 1  # (candidates,)
-    rows = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), in float64, which does not overflow
-    size = int(sizes[rows.argmin() if fixed else 0])  # the smallest one of several
+    computed = sizes * np.maximum(counts[sizes - 1], float(world))  # (candidates,), rows; float64 does not overflow
+    size = int(sizes[computed.argmin() if fixed else 0])  # the smallest one of several
     least = int(rounds[size - 1])
     return BatchFit(size, least, int(counts[size - 1]) if fixed else min(batch, world * least))
 
@@ -103,27 +102,37 @@ def find_minibatch_size(
     Args:
         model_fn: creates the model, on its device.
         loss_fn: `loss_fn(model, batch)` returns the loss of a batch; it moves the batch to the device if necessary.
-        example: a batch of one row, which is repeated: a tensor, or a sequence or mapping of tensors, whose first
+        example: a batch of one row, which is repeated: a tensor, or a tuple, list or mapping of tensors, whose first
             dimension is 1.
         start: rows of the first trial.
         limit: maximum rows of a trial.
         optimizer_fn: creates an optimizer from the parameters of the model.
 
     Raises:
-        TypeError: if `start` or `limit` is not an integer, or the example is not made of tensors.
+        TypeError: if `start` or `limit` is not an integer, or the example has no rows.
         ValueError: if `start` or `limit` is < 1, or the example does not have one row.
         MemoryError: if not even one row fits.
         Exception: any other exception of the model, the loss or the optimizer.
     """
     limit = check_int(limit, "limit", 1)
-    size = min(check_int(start, "start", 1), limit)
-    fits, too_large, message = 0, limit + 1, None
+    size, fits, too_large, message = min(check_int(start, "start", 1), limit), 0, limit + 1, ""
+    if (number := rows.count(example)) != 1:
+        raise value_error("the example must be a batch of one row", f"{number} rows", "pass one, as data[:1]")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     while too_large - fits > 1:
-        failure = _try(model_fn, loss_fn, example, size, optimizer_fn)
-        if failure is None:
+        try:
+            with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
+                _compute(model_fn(), loss_fn, rows.take(example, np.zeros(size, np.int64)), optimizer_fn)
             fits = size
-        else:
-            too_large, message = size, failure
+        except (MemoryError, RuntimeError) as error:
+            message = str(error).partition("\n")[0] or type(error).__name__
+            known = any(text in f"{error}".lower() for text in _OUT_OF_MEMORY)
+            if not known and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise
+            too_large = size
+        gc.collect()  # the exception, which is deleted by now, had frames with tensors
+        torch.accelerator.empty_cache()  # accelerators keep free memory
         size = min(2 * fits, limit) if too_large > limit else (fits + too_large) // 2
     if fits == 0:
         raise MemoryError(
@@ -131,30 +140,6 @@ def find_minibatch_size(
             f"use a smaller model or row, activation checkpointing, or a device with more memory"
         )
     return fits
-
-
-def _try(
-    model_fn: Callable[[], Model],
-    loss_fn: Callable[[Model, Any], Tensor],
-    example: Any,
-    rows: int,
-    optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer] | None,
-) -> str | None:
-    """Return None if memory suffices, otherwise the message of the device."""
-    message = None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-    try:
-        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
-            _compute(model_fn(), loss_fn, _repeat_rows(example, rows), optimizer_fn)
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        message = str(error).partition("\n")[0] or type(error).__name__
-    # The exception is deleted by now, and with it the frames that held tensors. Accelerators cache free memory.
-    gc.collect()
-    torch.accelerator.empty_cache()
-    return message
 
 
 def _compute(
@@ -172,36 +157,6 @@ def _compute(
         if optimizer is not None:
             optimizer.step()
             backend.mark_step()
-
-
-def _repeat_rows(example: Any, rows: int) -> Any:
-    """Return a batch of `rows` copies of the one row in `example`.
-
-    Raises:
-        ValueError: if a tensor does not have one row.
-        TypeError: if a leaf is not a tensor.
-    """
-    if isinstance(example, Mapping):
-        return {key: _repeat_rows(value, rows) for key, value in example.items()}
-    if isinstance(example, (tuple, list)):
-        return tuple(_repeat_rows(value, rows) for value in example)
-    if not isinstance(example, Tensor):
-        raise TypeError(
-            f"the example must be made of tensors, in tuples, lists or mappings, got {example!r:.60}; remove other "
-            f"objects, and add them in loss_fn"
-        )
-    if example.dim() == 0 or len(example) != 1:
-        raise ValueError(
-            f"the example must be a batch of one row, got a tensor of shape {tuple(example.shape)}; pass tensors whose "
-            f"first dimension is 1, as data[:1]"
-        )
-    return example.repeat(rows, *[1] * (example.dim() - 1))
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(text.lower() in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
 @final
