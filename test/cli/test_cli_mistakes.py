@@ -51,6 +51,7 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
     ((*THREE, "--dataset-size", 2), 1, "a batch must have at most the 2 samples .*, got 3 on 6 devices; limit"),
     ((*THREE, "--policy", "constant:4", "--trace-out", "a.csv"), 2, TRACE_OUT),
     ((*THREE, "--save-every", "60,90", "--trace-out", "a.csv"), 2, TRACE_OUT),
+    ((*THREE, "capacity.csv", "--png", "a.png"), 2, "--png is for one capacity trace, got 2; pass one LOG, or "),
     ((*THREE, README), 1, rf"capacity trace \({README}:1\): a file must begin like seconds,nodes \(csv\)"),
     ((*THREE, "--rule", "root", "--noise", NOISE), 2, "--noise is for .*, got --rule root; pass --rule adascale"),
     ((*THREE, "--json", "--trace-out", "-"), 2, "--trace-out must be a file with --json, .*, got -; pass a name"),

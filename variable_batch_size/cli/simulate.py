@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,14 +21,11 @@ from variable_batch_size.cli.command import UsageError, command
 from variable_batch_size.cli.options import count_option, option
 from variable_batch_size.cli.trace import describe
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
-from variable_batch_size.lab.simulation import NoiseCurve, Overheads, plot_runs, plot_sweep, sweep
+from variable_batch_size.lab.simulation import NoiseCurve, Overheads, Run, plot_runs, sweep
 from variable_batch_size.lab.simulation import simulate as simulate_run
 from variable_batch_size.rules import RULES
 from variable_batch_size.rules.base import Rule, needs_noise
 from variable_batch_size.rules.selection import rules_for_groups
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SEEDS = 20
 EVERY = 100  # updates
@@ -127,7 +124,7 @@ def simulate(
         for name, controller in policies.items()
         for label, overheads in costs.overheads(window.scale_time).items()
     }
-    _check_outputs(json, trace_out, len(runs), len(traces))
+    _check_outputs(json, trace_out, png, len(runs), len(traces))
     rule = _choose_rule(rule, noise, policies)
     model, measured = _read_throughput(time, throughput, microbatch if fixed_shape else None)
     low, high = bounds or (1, ref_batchsize)
@@ -148,13 +145,14 @@ def simulate(
         "until": max_progress,
     }
     with redirect_stdout(sys.stderr if trace_out == options.STDOUT else sys.stdout):
-        draw, farthest = _compare(traces, runs, arguments, json, currency, trace_out)
+        shown, farthest = _compare(traces, runs, arguments, json, currency, trace_out)
     if not json:
         overheads = next(iter(runs.values()))[1]
         for note in comparison.notes(arguments, overheads, measured, traces, farthest, several=len(policies) > 1):
             typer.echo(note, err=True)
     if png is not None:
-        output.write(png, partial(draw().savefig, dpi=120))
+        title = ": ".join([Path(next(iter(traces))).name, *(shown if len(shown) == 1 else [])])
+        output.write(png, partial(plot_runs(shown, title).savefig, dpi=120))
 
 
 def _traces(
@@ -176,10 +174,12 @@ def _traces(
     return traces
 
 
-def _check_outputs(json: bool, trace_out: Path | None, policies: int, traces: int) -> None:
+def _check_outputs(json: bool, trace_out: Path | None, png: Path | None, policies: int, traces: int) -> None:
     if trace_out is not None and (policies, traces) != (1, 1):
         found = f"{policies} and {traces}"
         raise UsageError(f"--trace-out is for one policy and one capacity trace, got {found}; pass one of each")
+    if png is not None and traces > 1:
+        raise UsageError(f"--png is for one capacity trace, got {traces}; pass one LOG, or draw the numbers of --json")
     if json and trace_out == options.STDOUT:
         raise UsageError("--trace-out must be a file with --json, which is standard output, got -; pass a name")
 
@@ -236,8 +236,8 @@ def _compare(
     json: bool,
     currency: str | None,
     trace_out: Path | None,
-) -> tuple[Callable[[], Figure], float]:
-    """Simulate and print; return what draws it, and the largest progress."""
+) -> tuple[dict[str, Run], float]:
+    """Simulate and print; return the runs under the only capacity trace, and the largest progress."""
     if len(traces) > 1:
         import pandas as pd
 
@@ -246,9 +246,8 @@ def _compare(
             for name, (controller, overheads) in policies.items()
         )
         comparison.print_sweep(table, json, currency)
-        return partial(plot_sweep, table, currency), float(table["progress"].max())
-    ((log, capacity),) = traces.items()
-    title = ": ".join([Path(log).name, *(policies if len(policies) == 1 else [])])
+        return {}, float(table["progress"].max())
+    (capacity,) = traces.values()
     runs = {
         name: simulate_run(capacity, controller, **{**arguments, "overheads": overheads})
         for name, (controller, overheads) in policies.items()
@@ -257,4 +256,4 @@ def _compare(
     if trace_out is not None:
         (run,) = runs.values()
         output.write(trace_out, run.trace.to_csv, describe(run.trace))
-    return partial(plot_runs, runs, title), max(run.summary["progress"] for run in runs.values())
+    return runs, max(run.summary["progress"] for run in runs.values())

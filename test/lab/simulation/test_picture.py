@@ -1,4 +1,4 @@
-"""The pictures show what the runs say: one run, several side by side, and several traces."""
+"""The pictures show what the runs say: one run, and several side by side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from variable_batch_size.adaptive import ConstantBatch, PerDevice, Throughput
-from variable_batch_size.lab.cluster import CapacityTrace, synthetic
+from variable_batch_size.lab.cluster import CapacityTrace
 from variable_batch_size.lab.cluster.capacity_trace import bin_means
-from variable_batch_size.lab.simulation import Overheads, Run, plot_runs, plot_sweep, simulate, sweep
+from variable_batch_size.lab.simulation import Overheads, Run, plot_runs, simulate
 from variable_batch_size.lab.simulation.result import COLUMNS
 
 CAPACITY = CapacityTrace([0, 60, 90], [4, 2, 4], 180, prices=[1.0, 3.0, 1.0])
@@ -92,24 +92,6 @@ def test_more_runs_than_colors_and_a_run_without_an_update() -> None:
     figure = plot_runs(runs(2, NO_UPDATE))
     figure.canvas.draw()
     assert labels(figure.legends[0]) == ["there", "restarting"]
-
-
-@pytest.mark.parametrize("traces", [1, 3])
-def test_the_picture_of_a_sweep(traces: int) -> None:
-    capacities = {str(seed): synthetic(4, 300, 60, 3600, seed) for seed in range(traces)}
-    table = sweep(capacities, POLICIES, **ARGUMENTS, prices=1)
-    figure = plot_sweep(table)
-    assert [axes.get_title().split(" (")[0].split("\n")[0] for axes in figure.axes] == [
-        *("productive", "modelled progress per node-hour", "cost per progress")
-    ]
-    for axes, fact in zip(
-        figure.axes, ("productive_share", "progress_per_node_hour", "cost_per_progress"), strict=True
-    ):
-        drawn = [line.get_ydata() for line in axes.lines[:traces]]
-        np.testing.assert_array_equal(np.ravel(drawn), table[fact])
-    without = plot_sweep(sweep(capacities | {"none": NO_UPDATE}, {"a": POLICIES["a"]}, **ARGUMENTS))
-    without.canvas.draw()
-    assert len(without.axes) == 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), min_size=1, max_size=20), st.integers(1, 40))

@@ -8,7 +8,7 @@ from variable_batch_size.lab.simulation.engine import Overheads
 from variable_batch_size.lab.simulation.noise_curve import NoiseCurve
 from variable_batch_size.lab.simulation.result import Run, plot_runs
 from variable_batch_size.lab.simulation.simulate import simulate, to_batch_trace
-from variable_batch_size.lab.simulation.sweep import compare, means, plot_sweep, sweep
+from variable_batch_size.lab.simulation.sweep import compare, means, sweep
 
 __all__ = [
     "NoiseCurve",
@@ -17,7 +17,6 @@ __all__ = [
     "compare",
     "means",
     "plot_runs",
-    "plot_sweep",
     "simulate",
     "sweep",
     "to_batch_trace",

@@ -1,22 +1,21 @@
-"""Policies under several capacity traces: a table of runs, means and paired differences with intervals, a picture."""
+"""Policies under several capacity traces: a table of runs, and means and paired differences with intervals."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from variable_batch_size._extras import import_extra
-from variable_batch_size._validation import FloatArray, type_error, value_error
+from variable_batch_size._validation import type_error, value_error
 from variable_batch_size.lab.cluster.capacity_trace import CapacityTrace
 from variable_batch_size.lab.simulation.result import Run, cost_until, with_prices
 from variable_batch_size.lab.simulation.simulate import simulate
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
 SHARES = ("productive", "redone", "restarting", "saving", "idle")
 RATES = (
@@ -30,11 +29,6 @@ RATES = (
     "cost_per_progress",
 )  # what can be compared between traces of different lengths
 CONFIDENCE = 0.95
-PANELS = {
-    "productive_share": "productive (share of time)",
-    "progress_per_node_hour": "modelled progress per node-hour\n(updates at the reference)",
-    "cost_per_progress": "cost per progress",
-}  # of a picture
 
 
 def sweep(traces: Mapping[str, CapacityTrace], policies: Mapping[str, object], **arguments: Any) -> pd.DataFrame:
@@ -82,15 +76,14 @@ def means(table: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    quantile = import_extra("scipy.special", "evaluation").stdtrit  # (degrees of freedom, probability)
+    student, by_policy = import_extra("scipy.stats", "evaluation").t, dict[object, pd.DataFrame]()
     facts = [name for name in RATES if name in table]
-    rows = {
-        (policy, fact): _interval(runs[fact].to_numpy(np.float64), quantile)
-        for policy, runs in table.groupby(level="policy", sort=False)
-        for fact in facts
-    }
-    index = pd.MultiIndex.from_tuples(rows, names=["policy", "fact"])
-    return pd.DataFrame(list(rows.values()), index=index, columns=["mean", "low", "high"])
+    for policy, runs in table[facts].groupby(level="policy", sort=False):
+        with np.errstate(invalid="ignore"):  # of infinite costs
+            mean, error = runs.mean(skipna=False), runs.sem(skipna=False)  # (facts,)
+        half = student.ppf((1 + CONFIDENCE) / 2, len(runs) - 1) * error
+        by_policy[policy] = pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})
+    return pd.concat(by_policy, names=["policy", "fact"])
 
 
 def compare(table: pd.DataFrame) -> pd.DataFrame:
@@ -105,39 +98,6 @@ def compare(table: pd.DataFrame) -> pd.DataFrame:
     facts = [name for name in RATES if name in table]
     first = table.xs(table.index.unique("policy")[0], level="policy")
     return means(table[facts].sub(first[facts], level="trace"))
-
-
-def plot_sweep(table: pd.DataFrame, currency: str | None = None) -> Figure:
-    """Draw a `sweep`, and return the figure: a dot for each run, with a line through the dots of each trace.
-
-    Black bars are the means over the traces with their 95 % t intervals.
-
-    Args:
-        table: the table.
-        currency: the currency of costs, to be shown.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib or scipy is not installed.
-    """
-    plt = import_extra("matplotlib.pyplot", "plot")
-    policies = table.index.unique("policy")
-    facts = [fact for fact in PANELS if fact in table]
-    shown = means(table)
-    width = 1.5 + len(facts) * (1.2 + 0.9 * len(policies))
-    figure, panels = plt.subplots(1, len(facts), figsize=(width, 4.5), layout="constrained")
-    for axes, fact in zip(panels, facts, strict=True):
-        runs = table[fact].unstack("policy")[policies]  # (traces, policies)
-        axes.plot(policies, runs.T.replace(np.inf, np.nan), "o-", color="tab:blue", lw=0.5, ms=4, alpha=0.5)
-        mean = shown.xs(fact, level="fact").loc[policies].replace(np.inf, np.nan)
-        places = np.arange(len(policies)) + 0.2
-        axes.errorbar(places, mean["mean"], mean["mean"] - mean["low"], fmt="_k", ms=12, capsize=4)
-        unit = f" ({currency})" if currency and "cost" in fact else ""
-        axes.set(title=PANELS[fact] + unit, ylim=(0, None), xlim=(-0.5, len(policies) - 0.3))
-        axes.tick_params("x", rotation=30 if len(policies) > 2 else 0)
-    caption = f"a line for each of {len(table.index.unique('trace'))} capacity traces; black: means, 95% t intervals"
-    figure.supxlabel(caption, fontsize="medium")
-    result: Figure = figure
-    return result
 
 
 def _row(name: str, capacity: CapacityTrace, controller: object, arguments: Mapping[str, Any]) -> dict[str, float]:
@@ -161,13 +121,3 @@ def _rates(run: Run) -> dict[str, float]:
             "cost_per_progress": run.summary.get("cost_per_progress", math.inf),
         }
     return rates
-
-
-def _interval(values: FloatArray, quantile: Callable[[int, float], float]) -> tuple[float, float, float]:
-    """Return the mean of independent values, (samples,), and its interval of Student's t distribution."""
-    with np.errstate(invalid="ignore"):
-        mean = float(values.mean())
-    if not math.isfinite(mean) or len(values) == 1:
-        return mean, math.nan, math.nan
-    half = quantile(len(values) - 1, (1 + CONFIDENCE) / 2) * float(values.std(ddof=1)) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
