@@ -118,7 +118,7 @@ def test_the_lab_knows_a_training_by_public_names() -> None:
         assert not [name for name, _ in reached if re.match("_[a-z]", name) and name not in own], module
 
 
-def test_a_training_imports_nothing_of_the_lab() -> None:
+def test_importing_what_trains_imports_nothing_of_the_lab() -> None:
     script = """
 import sys, tempfile, torch, variable_batch_size as vbs
 model, folder = torch.nn.Linear(1, 1), tempfile.mkdtemp()

@@ -164,7 +164,7 @@ class Throughput:
 
         >>> model = Throughput(accum_base=0.01, accum_row=0.001, net_base=0.05)
         >>> rows = [(devices, 32, 2, model.of_rounds(64, 32, 2, devices)) for devices in (1, 2, 4)]
-        >>> round(Throughput.fit(rows).net_base, 6), round(Throughput.fit(rows).error(rows), 6)
+        >>> round(Throughput.fit(rows).net_base, 4), round(Throughput.fit(rows).error(rows), 4)
         (0.05, 0.0)
 
         Args:
