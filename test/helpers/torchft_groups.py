@@ -292,6 +292,7 @@ def main(events: int, seed: int, processes: int = 1) -> None:
         "trace": drawn.choice(["fixed", "per-device", "noise"]),
         "rule": drawn.choice(["linear", "adascale", "root"]),
         "retries": 60,
+        "quorum_timeout": 600,  # the script may kill a newcomer again and again
     }
     number = drawn.randint(2, 5)
     least = number // 2 + 1
