@@ -19,6 +19,7 @@ BATCHES = {
     "tabs": ("step\tbatch_size\tlr\n0\t32\t0.1\n1\t64\t0.2\n", {}),
     "numbers of pandas": ("step,batchsize\n0.0,32.0\n1.0,64.0\n", {}),
     "capitals": ("STEP,BATCHSIZE\n0,32\n1,64\n", {}),
+    "a title with a space, and a row of separators": ("Step;Batch Size\n0;32\n1;64\n;\n", {}),
     "an index": (",Step,Batch_Size\n0,0,32\n1,1,64\n", {}),
 }
 
@@ -69,6 +70,7 @@ def test_what_holds_something_else(sizes: Any) -> None:
 LOGS = {
     "Unix times": ("Time,Nodes\n1764230400,4\n1764232200,2\n1764234000,2\n", {}),
     "ISO 8601": ("time;nodes\n2026-11-27T08:00:00Z;4\n2026-11-27T08:30:00Z;2\n2026-11-27T09:00:00Z;2\n", {}),
+    "timestamps": ("timestamp;nodes\n1764230400.5;4\n1764232200.5;2\n1764234000.5;2\n", {}),
     "other names": (
         "Timestamp,zone,Running Nodes\n0,a,4.0\n1800,a,2.0\n3600,a,2.0\n",
         {"time_column": "timestamp", "nodes_column": "Running Nodes"},

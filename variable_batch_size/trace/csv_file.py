@@ -90,9 +90,9 @@ def _read_bytes(path: str) -> bytes:
 
 
 def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number in the file and the stripped cells of every line that is not blank.
+    """Yield the line number in the file and the stripped cells of every line that has any.
 
-    The header comes in lower case.
+    The header comes in lower case, and with underscores for spaces.
     """
     delimiter = separator_of(data.lstrip().split(b"\n")[0].decode())
     text = io.StringIO(data.decode(), newline=None)
@@ -101,8 +101,8 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
     try:
         for row in reader:
             cells = [cell.strip() for cell in row]
-            if len(cells) > 1 or any(cells):
-                yield reader.line_num, [cell.lower() for cell in cells] if header else cells
+            if any(cells):
+                yield reader.line_num, [cell.lower().replace(" ", "_") for cell in cells] if header else cells
                 header = False
     except csv.Error as error:
         raise value_error(f"trace line ({path}:{reader.line_num}) must be valid CSV", error, "fix the line") from None
@@ -168,7 +168,8 @@ def _read_rows(
             step = len(found)
             if step_column is not None and every == "change":
                 least = found[-1][0] + 1 if found else 0
-                step = check_int(_parse(cells[step_column]), "step", least, MAX_INT if found else 0, _ORDER)
+                name = "step" if found else "the first step"
+                step = check_int(_parse(cells[step_column]), name, least, MAX_INT if found else 0, _ORDER)
             elif step_column is not None:
                 if step - begun > 1 and _parse(cells[step_column]) == 0:  # not a row that is there twice
                     if not begun:

@@ -14,7 +14,7 @@ from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, 
 from variable_batch_size.trace.csv_file import separator_of
 
 COLUMNS = ("seconds", "nodes", "price")
-TIMES = ("seconds", "time")  # a file needs one of these columns
+TIMES = ("seconds", "time", "timestamp")  # a file needs one of these columns
 
 
 @final
@@ -22,9 +22,9 @@ class OwnReader(Reader):
     """`seconds,nodes`, with seconds since the beginning: the nodes of each row hold up to the next one.
 
     The trace ends at the last row. A third column `price` is that of a node, per hour; other columns are ignored.
-    `CapacityTrace.to_csv` writes it. The header may have capitals, and `time` for `seconds`, or the names that
-    `time_column` and `nodes_column` say; cells may be separated by `;` or tabs. Times may be those of ISO 8601, in UTC
-    if they have no zone, or Unix times: then the trace begins at the first row.
+    `CapacityTrace.to_csv` writes it. The header may have capitals, `time` or `timestamp` for `seconds`, or the names
+    that `time_column` and `nodes_column` say; cells may be separated by `;` or tabs. Times may be those of ISO 8601, in
+    UTC if they have no zone, or Unix times: then the trace begins at the first row.
     """
 
     name = "csv"
@@ -32,7 +32,7 @@ class OwnReader(Reader):
     options = frozenset({"time_column", "nodes_column"})
 
     def recognizes(self, text: Text) -> bool:
-        """Return whether the header has the columns `seconds` or `time`, and `nodes`."""
+        """Return whether the header has the columns `seconds`, `time` or `timestamp`, and `nodes`."""
         first = text.lines[0][1]
         header, _ = _header(first)
         return first[0] not in "[{#" and "nodes" in header and any(name in header for name in TIMES)
