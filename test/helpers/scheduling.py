@@ -11,9 +11,14 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
+from helpers.limits import WHOLE_PATHS
+
+# What takes long begins first, so that no process is alone with it at the end.
+FIRST = ("xla", *dict.fromkeys(path.partition("::")[0] for path in WHOLE_PATHS))
+
 
 class FileScheduling(LoadScopeScheduling):
-    """Like `--dist loadfile`, but the files that mark tests with `xla` are one group, which begins first.
+    """Like `--dist loadfile`, but the files that mark tests with `xla` are one group.
 
     The groups come from the files. Marks `xdist_group` do not reach this process with pytest 9.2 and pytest-xdist 3.8
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
@@ -26,6 +31,7 @@ class FileScheduling(LoadScopeScheduling):
         return file
 
     def _assign_work_unit(self, node: Any) -> None:
-        if "xla" in self.workqueue:
-            self.workqueue.move_to_end("xla", last=False)
+        for scope in reversed(FIRST):
+            if scope in self.workqueue:
+                self.workqueue.move_to_end(scope, last=False)
         super()._assign_work_unit(node)
