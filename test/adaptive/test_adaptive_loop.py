@@ -65,7 +65,9 @@ def runs_of(sampler: vbs.CustomSampler) -> list[tuple[int, int]]:
 EXPECTED = trained(small(), [(1, 60)])[2]
 
 
-@pytest.mark.parametrize("workers", range(5))
+@pytest.mark.parametrize(
+    "workers", [0, 2, *(pytest.param(n, marks=pytest.mark.slow("starts workers")) for n in (1, 3, 4))]
+)
 def test_workers_change_nothing(workers: int) -> None:
     model, sampler, optimizer = build(small(delay=16))
     expected = trained(small(delay=16), [(1, 40)])[2]
@@ -240,7 +242,7 @@ def test_another_optimizer_goes_on_asking() -> None:
 
 @pytest.mark.parametrize("before", [{"every": 20, "delay": 9}, {"every": 1, "delay": 30}, {"every": None, "delay": 5}])
 @pytest.mark.parametrize("after", [{"every": 3, "delay": 5}, {"every": 7, "delay": 20}, {"every": None, "delay": 5}])
-@pytest.mark.parametrize("stop", [23, 40])
+@pytest.mark.parametrize("stop", [23, pytest.param(40, marks=pytest.mark.slow("stops elsewhere"))])
 @pytest.mark.filterwarnings("ignore:Resumed with another AdaptiveTrace")
 def test_a_resumed_run_may_ask_at_other_times(before: Any, after: Any, stop: int) -> None:
     state, weights, first = trained(small(**before), [(1, stop)])
