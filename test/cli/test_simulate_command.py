@@ -320,3 +320,10 @@ def test_the_number_of_seeds_has_a_default() -> None:
     ]
     one = run_json("simulate", *machines, "--seeds", 1, *RATE, *policy_flags(NAMES))
     assert list(one) == NAMES
+
+
+def test_one_policy_is_compared_with_none() -> None:
+    machines = ["--nodes", 1, "--mean-up", 600, "--mean-down", 60, "--duration", 900, "--seeds", 2]
+    out = run_main("simulate", *machines, *RATE, "--policy", NAMES[0])[1]
+    assert out.startswith("Means of 2 capacity traces")
+    assert "Paired differences" not in out
