@@ -171,6 +171,12 @@ class Reader(ABC):
         if MILLISECONDS <= end < math.inf:
             requirement, remedy = "times must be seconds", "divide them by 1000"
             raise text.error(text.lines[-1][0], requirement, f"{end:.15g}, which looks like Unix milliseconds", remedy)
+        if first < UNIX <= end < math.inf:
+            requirement, found = (
+                "times must all be seconds since the beginning, or all Unix times",
+                f"{first:g} and {end:.15g}",
+            )
+            raise text.error(text.lines[-1][0], requirement, found, "correct the rows")
         if self.begins_at_first_row or first >= UNIX:  # to the microsecond, as float64 has the seconds since 1970
             rows = rows._replace(seconds=[round(second - first, 6) for second in rows.seconds])
             end = round(end - first, 6)

@@ -51,7 +51,7 @@ class SacctReader(Reader):
         if not changes:
             raise text.error(line, "there must be a job that has started", header, "print those of another time")
         seconds, nodes_then, total = list[float](), list[int](), 0
-        for moment, change in sorted(changes):
+        for moment, change in sorted(changes, key=lambda one: (one[0], -one[1])):  # a job may end when it begins
             total += change
             seconds.append(moment)
             nodes_then.append(total)
