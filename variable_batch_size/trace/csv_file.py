@@ -18,9 +18,8 @@ from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_
 from variable_batch_size.trace.schedule import EXAMPLE
 
 SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
-_INTEGER = re.compile(r"[+-]?([0-9]{1,25})([.]0*)?")
+_INTEGER = re.compile(r"([+-]?[0-9]{1,25})([.]0*)?")
 Every: TypeAlias = Literal["step", "change"]
-_CHANGE = 'every="change"'
 _ORDER = "let the first row be step 0, and sort the others by increasing steps"
 
 
@@ -94,8 +93,9 @@ def _lines(data: bytes, path: str) -> Iterator[tuple[int, list[str]]]:
 
     The header comes in lower case, and with underscores for spaces.
     """
-    delimiter = separator_of(data.lstrip().split(b"\n")[0].decode())
     text = io.StringIO(data.decode(), newline=None)
+    delimiter = separator_of(next((line for line in text if line.strip()), ""))
+    text.seek(0)
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
     header = True
     try:
@@ -199,7 +199,7 @@ def _check_step(cell: str, size: str, found: list[tuple[int, int]], begun: int) 
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
     remedy = "fix the column, or ignore it with renumber=True in BatchTrace.from_csv"
     if isinstance(step, int) and step > expected:
-        remedy += f"; if a row is where the batch size changes, pass {_CHANGE} instead"
+        remedy += '; if a row is where the batch size changes, pass every="change" instead'
         if 0 < expected < 3:  # not a row that is missing far from the first
             points = [f"{number}:{each}" for number, each in [*found[begun:], (step, f"{_parse(size)!s:.20}")]]
             remedy += f', or the schedule "{" ".join(points)} ..."'
@@ -215,4 +215,5 @@ def _checked_size(cell: str, column: str) -> int:
 
 def _parse(cell: str) -> int | str:
     """Return the integer in a cell, such as 32 or 32.0, or the cell itself if it holds anything else."""
-    return int(cell.split(".")[0]) if _INTEGER.fullmatch(cell) else cell
+    match = _INTEGER.fullmatch(cell)
+    return int(match[1]) if match else cell

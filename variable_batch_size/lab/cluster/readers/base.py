@@ -126,6 +126,13 @@ class Text:
         """Return the number in a cell; raise as `number` does."""
         return self.number(line, name, as_number(cell), whole, cell)
 
+    def moment(self, line: int, requirement: str, cell: str, remedy: str) -> float:
+        """Return the Unix time of a cell with a time of ISO 8601; raise if it is none."""
+        moment = seconds_of(cell)
+        if moment is None:
+            raise self.error(line, requirement, cell, remedy)
+        return moment
+
     def check_order(self, line: int, name: str, times: list[float]) -> None:
         """Raise if the last time is before the one before it."""
         if times[-1] < max(times[-2:]):

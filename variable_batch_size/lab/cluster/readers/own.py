@@ -14,6 +14,7 @@ from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, 
 from variable_batch_size.trace.csv_file import separator_of
 
 COLUMNS = ("seconds", "nodes", "price")
+MOMENT = "2026-11-24T10:00:00Z"
 TIMES = ("seconds", "time", "timestamp")  # a file needs one of these columns
 
 
@@ -55,7 +56,9 @@ class OwnReader(Reader):
         for line, row in text.lines[1:]:
             for name, cell in zip(header, text.cells(line, row, first, separator), strict=True):
                 if name == time and (start is not None or ":" in cell):
-                    table[name].append(_moment(text, line, name, cell) - (start or 0.0))
+                    requirement = f"{name} must be seconds, or in each row a time of ISO 8601 such as {MOMENT}"
+                    moment = text.moment(line, requirement, cell, "add the date, or correct it")
+                    table[name].append(moment - (start or 0.0))
                 elif name in table:
                     table[name].append(text.cell(line, name, cell, whole=name == nodes))
             text.check_order(line, time, table[time])
@@ -66,15 +69,6 @@ def _header(row: str) -> tuple[list[str], str]:
     """Return the names of the columns in lower case, and their separator."""
     separator = separator_of(row)
     return [cell.lower() for cell in split(row, separator)], separator
-
-
-def _moment(text: Text, line: int, name: str, cell: str) -> float:
-    """Return the Unix time of a cell."""
-    moment = seconds_of(cell)
-    if moment is None:
-        requirement = f"{name} must be seconds, or in each row a time of ISO 8601 such as 2026-11-24T10:00:00Z"
-        raise text.error(line, requirement, cell, "add the date, or correct it")
-    return moment
 
 
 def read_csv(path: str | os.PathLike[str]) -> Rows:

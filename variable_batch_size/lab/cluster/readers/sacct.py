@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, seconds_of, split
+from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, Text, split
 
 COLUMNS: Final = ("JobID", "Start", "End", "NNodes")
+FORM: Final = "must be a time such as 2026-11-24T10:00:00"
 ABSENT: Final = ("Unknown", "None", "")  # the end of a job that runs, the start of one that waits
 
 
@@ -42,10 +43,10 @@ class SacctReader(Reader):
             if "." in job or start in ABSENT:
                 continue
             nodes = int(text.cell(line, "NNodes", count, whole=True))
-            begun = _moment(text, line, "Start", start)
+            begun = text.moment(line, f"Start {FORM}", start, "correct it")
             changes.append((begun, nodes))
             if end not in ABSENT:
-                changes.append((_moment(text, line, "End", end), -nodes))
+                changes.append((text.moment(line, f"End {FORM}", end, "correct it"), -nodes))
                 if changes[-1][0] < begun:
                     raise text.error(line, f"End must not be before Start, {start}", end, "correct it")
         if not changes:
@@ -56,10 +57,3 @@ class SacctReader(Reader):
             seconds.append(moment)
             nodes_then.append(total)
         return Rows(seconds[:-1], nodes_then[:-1], seconds[-1]) if len(changes) > 1 else Rows(seconds, nodes_then)
-
-
-def _moment(text: Text, line: int, name: str, cell: str) -> float:
-    moment = seconds_of(cell)
-    if moment is None:
-        raise text.error(line, f"{name} must be a time such as 2026-11-24T10:00:00", cell, "correct it")
-    return moment
