@@ -88,7 +88,7 @@ def list_option(help: str, *names: str, of: Callable[[str], Any] = str, metavar:
         return [of(part.strip()) for part in text.split(",")]
 
     def join(option: typer.CallbackParam, values: list[Any] | None) -> list[Any] | None:
-        joined = values and [one for part in values for one in (parse(part) if isinstance(part, str) else part)]
+        joined = values and [one for part in values for one in part]
         return callback(option, joined) if callback else joined
 
     callback = settings.pop("callback", None)
