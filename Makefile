@@ -93,7 +93,7 @@ nightly:
 
 # This target tests the wheel: the package is not installed in editable mode, and the command `pytest`, unlike
 # `python -m pytest`, does not add the working directory to sys.path. Modules of an earlier build would be in the wheel.
-# SOURCE is what the wheel is built from: a clone, if another installation is under way here.
+# SOURCE is what the wheel is built from: a copy, if another installation is under way here.
 test-newest:
 	@rm -rf build/lib build/bdist.*
 	$(call install,$(NEWEST),--upgrade torch "$(SOURCE)[test]",test)
