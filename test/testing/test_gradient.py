@@ -374,6 +374,23 @@ def test_what_cannot_be_found_is_refused() -> None:
         check_gradient(model, lambda model, rows: mean(model, rows) * torch.nan, x, step)
 
 
+@given(st.lists(st.lists(st.integers(-2, 7), max_size=4), max_size=4))
+@examples(60)
+def test_parts_have_each_row_once(drawn: list[list[int]]) -> None:
+    loop, parts = Loop(), {f"part {number}": rows for number, rows in enumerate(drawn)}
+    batch = batch_of(rows=6)
+    if sorted(row for rows in drawn for row in rows) != list(range(6)) and parts:
+        with pytest.raises(ValueError, match=r"^parts must have each of 6 rows once, got row -?\d \d times; pass all"):
+            check_gradient(loop.model, loss_fn, batch, loop.whole_batch, parts=parts)
+
+
+@pytest.mark.parametrize("parts", [list(range(ROWS)), {"all": ROWS}, {"all": ["a", "b"]}])
+def test_parts_have_names_and_indices(parts: Any) -> None:
+    loop = Loop()
+    with pytest.raises(ValueError, match=r"^parts must have each of 26 rows once, got row 0 0 times; pass all rows by"):
+        check_gradient(loop.model, loss_fn, loop.batch, loop.whole_batch, parts=parts)
+
+
 def test_the_page_shows_what_its_loop_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = DOCS / "gradient_check.md"
     exec(blocks(page, "python")[0], {"vbs": vbs})

@@ -7,7 +7,9 @@ v = sum_i w_i r_i are found by least squares. A loop that trains on the mean ove
 from __future__ import annotations
 
 import copy
+import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,10 +85,11 @@ def check_gradient(
         step: runs one update of the loop, with one call of `optimizer.step()`.
         trained: the model that `step` trains, with parameters of the same names. Default: `model`.
         counts: what each row has to count, such as its tokens, (rows,). Default: all alike.
-        parts: all rows by name, as those of each rank: their weights are found, where those of rows cannot be.
+        parts: all rows by name, each once, as those of each rank: their weights are found, where those of rows cannot
+            be.
 
     Raises:
-        ValueError: if the weights cannot be found.
+        ValueError: if the weights cannot be found, or parts do not have each row once.
         RuntimeError: if `step` makes no update, or several.
 
     >>> model, x = torch.nn.Linear(9, 1).double(), torch.randn(8, 9, dtype=torch.float64)
@@ -104,6 +107,7 @@ def check_gradient(
     if required.shape != (number,) or (required < 0).any() or not required.sum() > 0:
         raise value_error("a batch must have rows that count something", f"counts {required}", "pass one for each row")
     required, chosen = required / required.sum(), np.flatnonzero(required).tolist()
+    groups = _groups(parts, number) if parts else [[row] for row in chosen]
     with _no_dropout(reference, trained):
         reached = _gradients_of(step, trained)
         gradient = _random_sums(reached, 4 * number)
@@ -113,7 +117,6 @@ def check_gradient(
             loss_fn(reference, rows.take(batch, np.array([row]))).backward()  # type: ignore[no-untyped-call]
             by_row[row] = _random_sums(_gradients(reference, lambda name, _: name in reached), 4 * number)
     resolution = 3 * max(torch.finfo(one.dtype).eps for one in trained.parameters() if one.is_floating_point()) ** 0.5
-    groups = [list(part) for part in parts.values()] if parts else [[row] for row in chosen]
     by_group, error, residual = _fit(np.stack([required[group] @ by_row[group] for group in groups]), gradient)
     if error >= max(1e-3, resolution / 5) and residual <= resolution:
         remedy = "pass parts=, such as the rows of each rank, other rows, or a larger model"
@@ -128,6 +131,20 @@ def check_gradient(
     shown = parts or {_name(some): some.tolist() for some in sorted(map(np.sort, alike), key=min) if len(alike) <= 12}
     by_part = {name: float(np.nanmean(weights[list(part)])) for name, part in shown.items()}
     return GradientReport(exact, factor, weights, by_part, residual, resolution)
+
+
+def _groups(parts: Mapping[str, Sequence[int]], number: int) -> list[list[int]]:
+    """Return the rows of each part; raise if they do not have each row of the batch once."""
+    try:
+        groups = [[operator.index(row) for row in part] for part in parts.values()]
+    except (AttributeError, TypeError):
+        groups = []
+    times = Counter(row for group in groups for row in group)
+    for row in sorted({*range(number), *times}):
+        if times[row] != (0 <= row < number):
+            remedy = 'pass all rows by name, such as {"rank 0": range(16), "rank 1": range(16, 26)}'
+            raise value_error(f"parts must have each of {number} rows once", f"row {row} {times[row]} times", remedy)
+    return groups
 
 
 def _fit(columns: FloatArray, gradient: FloatArray) -> tuple[FloatArray, float, float]:
