@@ -70,21 +70,25 @@ class Loop:
     def parts(self, sizes: tuple[int, ...] = MICROBATCHES) -> list[tuple[int, int]]:
         return [(part.start, part.stop) for part in parts_of(sizes).values()]
 
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     # Right ones. --------------------------------------------------------------------------------------------------
 
     def whole_batch(self) -> None:
         self.mean(0, ROWS).backward()
-        self.optimizer.step()
+        self.update()
 
     def weighed_microbatches(self) -> None:
         for begin, end in self.parts():
             (self.mean(begin, end) * (end - begin) / ROWS).backward()
-        self.optimizer.step()
+        self.update()
 
     def all_tokens(self) -> None:
         pairs = [self.of_tokens(*part) for part in self.parts()]
         (sum(loss for loss, _ in pairs) / sum(count for _, count in pairs)).backward()  # type: ignore[operator, union-attr, misc]
-        self.optimizer.step()
+        self.update()
 
     def ours(self) -> None:
         source = vbs.ArrivingBatches(5, num_replicas=1, rank=0)
@@ -97,55 +101,75 @@ class Loop:
     def clipped(self) -> None:
         self.mean(0, ROWS).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        self.update()
+
+    def cleared_before(self) -> None:
+        self.optimizer.zero_grad()
+        self.mean(0, ROWS).backward()
         self.optimizer.step()
+
+    def zeroed_before(self) -> None:
+        loss = self.mean(0, ROWS)
+        self.optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        self.optimizer.step()
+
+    def zeroed_after(self) -> None:
+        self.mean(0, ROWS).backward()
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=False)
 
     # Wrong ones. --------------------------------------------------------------------------------------------------
 
     def mean_of_means(self) -> None:
         (sum(self.mean(*part) for part in self.parts(RANKS)) / 2).backward()  # type: ignore[union-attr]
-        self.optimizer.step()
+        self.update()
 
     def short_last_microbatch(self) -> None:
         for part in self.parts():
             (self.mean(*part) / 4).backward()
-        self.optimizer.step()
+        self.update()
 
     def token_means_of_ranks(self) -> None:
         pairs = [self.of_tokens(*part) for part in self.parts(RANKS)]
         (sum(loss / count for loss, count in pairs) / 2).backward()  # type: ignore[union-attr]
-        self.optimizer.step()
+        self.update()
 
     def rows_where_tokens_are_meant(self) -> None:
         self.whole_batch()
 
     def dropped_rows(self) -> None:
         self.mean(0, 24).backward()
-        self.optimizer.step()
+        self.update()
 
     def padded_by_repeated_rows(self) -> None:
         x, labels, _ = self.batch
         index = [*range(ROWS), 0, 1]
         cross_entropy(self.model(x[index]), labels[index]).backward()
-        self.optimizer.step()
+        self.update()
 
     def cleared_within(self) -> None:
         for begin, end in self.parts():
             self.optimizer.zero_grad()
             self.mean(begin, end).backward()
-        self.optimizer.step()
+        self.update()
 
     def one_rank_alone(self) -> None:
         self.mean(0, RANKS[0]).backward()
+        self.update()
+
+    def never_cleared(self) -> None:
+        self.mean(0, ROWS).backward()
         self.optimizer.step()
 
     def gradients_of_the_step_before(self) -> None:
         loss_fn(self.model, batch_of(rows=60)).backward()
         self.mean(0, ROWS).backward()
-        self.optimizer.step()
+        self.update()
 
     def another_loss(self) -> None:
         (self.mean(0, ROWS) + 0.1 * sum(p.square().sum() for p in self.model.parameters())).backward()
-        self.optimizer.step()
+        self.update()
 
 
 # ----------------------------------------------------------------------------------------------------------- processes
@@ -159,6 +183,7 @@ def by_ddp(weighed: bool) -> tuple[nn.Module, Callable[[], None]]:
     own = slice(0, RANKS[0]) if rank == 0 else slice(RANKS[0], ROWS)
 
     def step() -> None:
+        optimizer.zero_grad()
         loss = cross_entropy(wrapped(x[own]), labels[own])
         (loss * (2 * RANKS[rank] / ROWS if weighed else 1)).backward()
         optimizer.step()
@@ -175,6 +200,7 @@ def by_fsdp2(ours: bool) -> tuple[nn.Module, Callable[[], None]]:
     rows = tuple(field[own] for field in batch)
 
     def plain() -> None:
+        inner.zero_grad()
         loss_fn(model, rows).backward()  # type: ignore[arg-type]
         inner.step()
 

@@ -19,6 +19,8 @@ from helpers.properties import examples
 from variable_batch_size.testing import GradientReport, check_gradient
 
 DTYPES = [torch.float64, torch.float32]
+RIGHT = ["whole_batch", "weighed_microbatches", "all_tokens", "ours", "clipped"]
+RIGHT += ["cleared_before", "zeroed_before", "zeroed_after"]
 
 
 def report_of(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> GradientReport:
@@ -31,7 +33,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["whole_batch", "weighed_microbatches", "all_tokens", "ours", "clipped"])
+@pytest.mark.parametrize("name", RIGHT)
 def test_right_loops_are_exact(name: str, dtype: torch.dtype) -> None:
     if name == "ours" and dtype == torch.float32:
         dtype = torch.float64
@@ -80,6 +82,33 @@ def test_wrong_loops_are_named(name: str, options: dict[str, Any], words: list[s
         assert word in str(report)
 
 
+UNCLEARED = "not exact: the gradient of the step before is added to this one; call zero_grad() in each step"
+
+
+@pytest.mark.parametrize("grad", [None, "zeros", "of a step"])
+def test_a_loop_that_never_clears_is_not_exact_from_the_first_check_on(grad: str | None) -> None:
+    loop = Loop()
+    if grad:
+        loop.mean(0, ROWS).backward()
+    if grad == "zeros":
+        loop.optimizer.zero_grad(set_to_none=False)
+    for _ in range(2):
+        report = check_gradient(loop.model, loss_fn, loop.batch, loop.never_cleared)
+        assert not report.exact
+        assert str(report) == UNCLEARED
+
+
+@pytest.mark.parametrize("name", [*RIGHT, "never_cleared", "cleared_within"])
+def test_a_check_leaves_weights_and_gradients_as_the_step_does(name: str) -> None:
+    loop, checked = Loop(), Loop()
+    loop.model[1].p = 0.0  # type: ignore[index]
+    getattr(loop, name)()
+    check_gradient(checked.model, loss_fn, checked.batch, getattr(checked, name))
+    for one, other in zip(loop.model.parameters(), checked.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
 def test_token_means_of_ranks_are_not_those_of_all_tokens() -> None:
     report = report_of("token_means_of_ranks", counts=tokens(), parts=parts_of(RANKS))
     first, second = (int(part.sum()) for part in tokens().split(RANKS))
@@ -104,6 +133,7 @@ def test_drawn_weights_are_found(sizes: list[int], seed: int, small: bool) -> No
     weights = weights if weights.any() else weights + 1
 
     def step() -> None:
+        optimizer.zero_grad()
         ((model(x) - y).square()[:, 0] * weights).mean().backward()
         optimizer.step()
 
@@ -122,6 +152,7 @@ def test_drawn_weights_are_found(sizes: list[int], seed: int, small: bool) -> No
 
 
 @given(st.floats(-9, 9).filter(lambda factor: abs(factor) > 0.01), st.sampled_from(["whole_batch", "all_tokens"]))
+@examples(60)
 def test_the_common_factor_is_positive(factor: float, name: str) -> None:
     """A loop that climbs is not exact; it may scale."""
     loop, counts = Loop(), tokens() if name == "all_tokens" else None
@@ -139,6 +170,7 @@ def test_rows_without_counts_are_left_out() -> None:
     counts[[0, 7]] = 0
 
     def step() -> None:
+        loop.optimizer.zero_grad()
         x, labels, _ = loop.batch
         losses = nn.functional.cross_entropy(loop.model(x), labels, reduction="none")
         ((losses * counts).sum() / counts.sum()).backward()
@@ -154,6 +186,7 @@ def test_coordinates_of_a_large_model_are_drawn() -> None:
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), batch_of()
 
     def step() -> None:
+        optimizer.zero_grad()
         for begin, end in ((0, 16), (16, 26)):
             (loss_fn(model, tuple(field[begin:end] for field in batch)) / 2).backward()  # type: ignore[arg-type]
         optimizer.step()
@@ -199,6 +232,7 @@ def test_a_small_part_of_another_loss_is_not_explained() -> None:
     loop = Loop()
 
     def step() -> None:
+        loop.optimizer.zero_grad()
         (loop.mean(0, ROWS) + 1e-4 * sum(p.square().sum() for p in loop.model.parameters())).backward()
         loop.optimizer.step()
 
@@ -212,6 +246,7 @@ def test_only_what_an_optimizer_has_is_compared() -> None:
     head = torch.optim.SGD(loop.model[-1].parameters(), lr=0.1)  # type: ignore[index]
 
     def step() -> None:
+        loop.model.zero_grad()
         loop.mean(0, ROWS).backward()
         head.step()
 
@@ -241,6 +276,7 @@ def test_large_embeddings_and_attention_with_dropout_are_explained() -> None:
         return found
 
     def step() -> None:
+        model.zero_grad()
         ((mean(model, ids[:8]) + mean(model, ids[8:])) / 2).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -254,6 +290,7 @@ def test_half_precision_is_compared_as_far_as_it_goes() -> None:
     optimizer = torch.optim.SGD(rounded.parameters(), lr=0.1)
 
     def step() -> None:
+        optimizer.zero_grad()
         nn.functional.cross_entropy(rounded(loop.batch[0].bfloat16()), loop.batch[1]).backward()
         optimizer.step()
 
@@ -309,6 +346,7 @@ def test_a_gradient_where_no_row_has_one_is_not_explained(sparse: bool) -> None:
         def step() -> None:
             loss(model, (batch, batch)).backward()
             optimizer.step()
+            optimizer.zero_grad()
 
         return check_gradient(model, loss, (batch, batch), step)
 

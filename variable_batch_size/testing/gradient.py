@@ -38,6 +38,7 @@ class GradientReport:
         parts: those of parts, by name; without parts, of rows of the same weight, if those are few.
         residual: norm of v - sum_i w_i r_i over that of v: what no weights explain.
         resolution: what rounding of this precision may change: a larger residual is not explained.
+        cleared: whether the step clears its gradient, before it or after it.
     """
 
     exact: bool
@@ -46,8 +47,11 @@ class GradientReport:
     parts: Mapping[str, float]
     residual: float
     resolution: float
+    cleared: bool
 
     def __str__(self) -> str:
+        if not self.cleared:
+            return "not exact: the gradient of the step before is added to this one; call zero_grad() in each step"
         if self.residual > self.resolution:
             return (
                 f"not explained: {self.residual:.2g} of the gradient is no weighted sum of those of rows: it has other "
@@ -95,6 +99,7 @@ def check_gradient(
     >>> model, x = torch.nn.Linear(9, 1).double(), torch.randn(8, 9, dtype=torch.float64)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> def step():  # a mean of the means of 6 and 2 rows
+    ...     optimizer.zero_grad()
     ...     (0.5 * (model(x[:6]).square().mean() + model(x[6:]).square().mean())).backward()
     ...     optimizer.step()
     >>> print(check_gradient(model, lambda model, x: model(x).square().mean(), x, step))
@@ -109,7 +114,9 @@ def check_gradient(
     required, chosen = required / required.sum(), np.flatnonzero(required).tolist()
     groups = _groups(parts, number) if parts else [[row] for row in chosen]
     with _no_dropout(reference, trained):
-        reached = _gradients_of(step, trained)
+        with _uncleared(trained) as (look, left):
+            reached = _gradients_of(step, trained, look)
+        cleared = not any(one.grad is not None and one.grad.to_dense().any() for one in left)
         gradient = _random_sums(reached, 4 * number)
         by_row = np.zeros((number, len(gradient)))
         for row in chosen:
@@ -126,11 +133,11 @@ def check_gradient(
         weights[group] = np.where(required[group] > 0, weight, np.nan)
     weights /= (factor := float(np.nansum(np.abs(weights) * required)) or 1.0)
     known = np.argsort(weights)[: np.isfinite(weights).sum()]  # nan is last
-    exact = residual <= resolution and bool((np.abs(weights[known] - 1) <= tolerance).all())
+    exact = cleared and residual <= resolution and bool((np.abs(weights[known] - 1) <= tolerance).all())
     alike = np.split(known, np.flatnonzero(np.diff(weights[known]) > min(10 * tolerance, 0.5)) + 1)
     shown = parts or {_name(some): some.tolist() for some in sorted(map(np.sort, alike), key=min) if len(alike) <= 12}
     by_part = {name: float(np.nanmean(weights[list(part)])) for name, part in shown.items()}
-    return GradientReport(exact, factor, weights, by_part, residual, resolution)
+    return GradientReport(exact, factor, weights, by_part, residual, resolution, cleared)
 
 
 def _groups(parts: Mapping[str, Sequence[int]], number: int) -> list[list[int]]:
@@ -164,13 +171,48 @@ def _random_sums(gradients: Mapping[str, FloatArray], least: int) -> FloatArray:
     return np.asarray(np.bincount(np.arange(len(flat)) % max(4099, least), flat * signs), np.float64)
 
 
-def _gradients_of(step: Callable[[], object], trained: nn.Module) -> dict[str, FloatArray]:
+@contextmanager
+def _uncleared(trained: nn.Module) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
+    """Yield what looks at parameters without a backward, and a list of those whose gradient was not cleared before one.
+
+    A gradient that is None or 0 is replaced by ones until then. Those of FSDP are left out: they are added elsewhere.
+    """
+    before, marks, left = dict[Tensor, Tensor | None](), dict[Tensor, Tensor](), list[Tensor]()
+
+    def look(parameter: Tensor) -> None:
+        mark = marks.pop(parameter, None)
+        if mark is not None and parameter.grad is mark:
+            left.extend([parameter] if mark.to_dense().any() else [])
+            parameter.grad = before[parameter]
+
+    def look_at_all() -> None:
+        for parameter in before:
+            look(parameter)
+
+    for name, parameter in trained.named_parameters():
+        if parameter.requires_grad and type(parameter) is nn.Parameter and "_fsdp_wrapped_module" not in name:
+            before[parameter] = gradient = parameter.grad
+            empty = gradient is None or not gradient.to_dense().any()
+            parameter.grad = marks[parameter] = torch.ones_like(parameter) if empty else gradient  # type: ignore[assignment]
+    handles = [one.register_hook(lambda _, one=one: look(one)) for one in before]  # type: ignore[no-untyped-call]
+    try:
+        yield look_at_all, left
+    finally:
+        look_at_all()
+        for handle in handles:
+            handle.remove()
+
+
+def _gradients_of(
+    step: Callable[[], object], trained: nn.Module, look_at_left: Callable[[], None]
+) -> dict[str, FloatArray]:
     """Return the gradients with which `step` calls its optimizers, of the parameters that these have."""
     reached: dict[str, FloatArray] = {}
 
     def look(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> Any:
         closure = options.pop("closure", None) or dict(enumerate(arguments)).get(1)
         losses = [closure()] if closure else []  # the gradients are there after it
+        look_at_left()
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         gradients = _gradients(trained, lambda _, parameter: id(parameter) in stepped)
         if not reached.keys().isdisjoint(gradients):
@@ -194,7 +236,7 @@ def _gradients(model: nn.Module, wanted: Callable[[str, nn.Parameter], bool]) ->
         if parameter.requires_grad and wanted(name, parameter):
             gradient: Any = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.detach()
             gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            gradients[name] = gradient.to_dense().reshape(-1).double().cpu().numpy()
+            gradients[name] = gradient.to_dense().reshape(-1).double().cpu().numpy().copy()
     return gradients
 
 
