@@ -299,6 +299,18 @@ def test_half_precision_is_compared_as_far_as_it_goes() -> None:
     assert str(report) == "exact: each row weighs what it has to"
 
 
+def test_autocast_is_named_where_it_is_not_explained() -> None:
+    loop = Loop(torch.float32)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loop.whole_batch()
+
+    report = check_gradient(loop.model, loss_fn, loop.batch, step)
+    assert str(report).startswith("not explained: 0.00")
+    assert str(report).endswith("or the loop computes in half precision (check it without autocast)")
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("rows", [8, 24])
 def test_half_precision_tells_rows_that_are_left_out(rows: int, named: bool) -> None:

@@ -55,7 +55,8 @@ class GradientReport:
         if self.residual > self.resolution:
             return (
                 f"not explained: {self.residual:.2g} of the gradient is no weighted sum of those of rows: it has other "
-                "rows, or an earlier step (zero_grad() is missing), or the loss is another one, random, or mixes rows"
+                "rows, or an earlier step (zero_grad() is missing), or the loss is another one, random, or mixes rows, "
+                "or the loop computes in half precision (check it without autocast)"
             )
         scaled = abs(self.factor - 1) > max(1e-4, self.resolution)
         factor = f", all times {self.factor:.4g} (clipped, scaled or summed?)" if scaled else ""
