@@ -19,11 +19,12 @@ from variable_batch_size.adaptive import PerDevice
 def settings_(draw: st.DrawFn) -> Setting:
     ahead = draw(st.integers(0, 9))
     wild = Wild(draw(st.integers(0, 999)), draw(st.booleans()))
+    multiple = draw(st.sampled_from([1, 1, 2, 4]))
     trace = vbs.AdaptiveTrace(
-        smoothed(wild, 0.8) if draw(st.booleans()) else wild,
+        smoothed(wild, 0.8, multiple) if draw(st.booleans()) else wild,
         start=draw(st.none() | st.integers(1, 7).map(lambda number: 4 * number)),
         bounds=draw(st.none() | st.just((3, 28))),
-        multiple_of=draw(st.sampled_from([1, 1, 2, 4])),
+        multiple_of=multiple,
         every=draw(st.integers(1, 12)),
         delay=4 + ahead + draw(st.integers(0, 6)),
     )

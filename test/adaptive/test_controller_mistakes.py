@@ -35,7 +35,7 @@ def test_a_restored_training_warns_if_it_is_asked_at_other_updates_and_not_of_an
 @pytest.mark.parametrize("every", [5, 50, None])
 def test_a_training_goes_on_with_a_controller_that_reads_the_noise(stop: int, every: int | None) -> None:
     before = vbs.AdaptiveTrace(ConstantBatch(16), every=every, delay=9)
-    after = vbs.AdaptiveTrace(smoothed(NoiseScale(), 0.5), start=16, every=5, delay=9)
+    after = vbs.AdaptiveTrace(smoothed(NoiseScale(), 0.5, 1), start=16, every=5, delay=9)
     state, weights, _ = trained(Setting(before, 4, False, "linear"), [(1, stop)])
     with pytest.warns(UserWarning, match="^Resumed with another AdaptiveTrace"):
         _, _, runs = part(Setting(after, 4, False, "linear"), World(), None, state, 90, weights)
@@ -56,20 +56,20 @@ def test_ranks_are_told_what_their_controller_is() -> None:
 
 def test_ranks_and_later_runs_are_told_what_a_function_has_from_around_it() -> None:
     def setting_of(size: int) -> Setting:
-        trace = vbs.AdaptiveTrace(smoothed(ConstantBatch(size), 0.5), start=8, every=5, delay=9)
+        trace = vbs.AdaptiveTrace(smoothed(ConstantBatch(size), 0.5, 1), start=8, every=5, delay=9)
         return Setting(trace, 4, False, "linear")
 
     def rank(backend: ThreadBackend) -> None:
         size = 20 + backend.world.rank
         part(setting_of(size), backend.world, backend, None, 40, torch.zeros(1, 3, dtype=torch.float64))
 
-    with pytest.raises(RuntimeError, match=r"batch_size=20\), weight=.* on rank 0 and .*batch_size=21\).* on rank 1"):
+    with pytest.raises(RuntimeError, match=r"batch_size=20\), .*weight=.* on rank 0 and .*batch_size=21\).* on rank 1"):
         run_ranks(rank, 2)
     state, weights, runs = trained(setting_of(20), [(1, 30)])
     assert runs[0] == (0, 8)
     assert runs[-1][1] == 20
     part(setting_of(20), World(), None, state, 40, weights)  # does not warn
-    with pytest.warns(UserWarning, match=r"chosen by .*batch_size=20\), weight=.* are by .*batch_size=21\), weight="):
+    with pytest.warns(UserWarning, match=r"chosen by .*batch_size=20\), .* are by .*batch_size=21\), .*weight="):
         _, _, runs = part(setting_of(21), World(), None, state, 60, weights)
     assert runs[-1][1] == 21
 

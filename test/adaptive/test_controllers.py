@@ -296,20 +296,25 @@ def test_monotone_never_falls_in_a_training(
     assert (np.diff(sizes) >= 0).all()
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0.1, 1))
-def test_smoothed_comes_closer_until_it_is_there(present: int, wanted: int, weight: float) -> None:
-    controller = smoothed(ConstantBatch(wanted), weight)
+@given(
+    st.integers(1, 10**5), st.integers(1, 10**6), st.floats(0.1, 1), st.sampled_from([1, 16, 32]) | st.integers(1, 99)
+)
+def test_smoothed_comes_closer_until_it_is_there(begin: int, wanted: int, weight: float, multiple: int) -> None:
+    controller, present = smoothed(ConstantBatch(wanted), weight, multiple), begin * multiple
+    trace = AdaptiveTrace(controller, multiple_of=multiple)
+    end = AdaptiveTrace(ConstantBatch(wanted), multiple_of=multiple).next(ControlInput(devices=1))
     for _ in range(1000):
-        size = controller(ControlInput(devices=1, batch_size=present))
-        if present == wanted:
-            assert size == wanted
-            break
-        assert min(present, wanted) <= size <= max(present, wanted)
-        assert size != present
+        input = ControlInput(devices=1, batch_size=present)
+        answer, size = controller(input), trace.next(input)
+        assert min(present, wanted) <= answer <= max(present, wanted)
         mean = present ** (1 - weight) * wanted**weight
-        assert abs(size - mean) <= 1 + 1e-9 * mean
+        assert abs(answer - mean) <= multiple + 1e-9 * mean
+        if present == end:
+            assert size == end
+            break
+        assert size != present
         present = size
-    assert present == wanted
+    assert present == end
 
 
 @given(INPUTS, SIZES, st.integers(1, 5000))
@@ -346,10 +351,10 @@ def test_the_noise_scale_has_no_unit(input: ControlInput, unit: float) -> None:
 @given(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 2))
 def test_functions_are_told_apart_by_what_they_take_from_around_them(a: int, b: int, c: int, d: int) -> None:
     """Also within others; their addresses are those of a run."""
-    controllers = [after(x, ConstantBatch(8), smoothed(PerDevice(y), 0.5)) for x, y in ((a, b), (c, d))]
+    controllers = [after(x, ConstantBatch(8), smoothed(PerDevice(y), 0.5, 1)) for x, y in ((a, b), (c, d))]
     one, other = (describe(AdaptiveTrace(controller)) for controller in controllers)
     assert (one == other) == ((a, b) == (c, d))
-    then = f"smoothed.<locals>.choose(controller=PerDevice(samples={b}), weight=0.5)"
+    then = f"smoothed.<locals>.choose(controller=PerDevice(samples={b}), multiple=1, weight=0.5)"
     assert one.startswith(f"after.<locals>.choose(first=ConstantBatch(batch_size=8), samples={a}, then={then}), bound")
 
 

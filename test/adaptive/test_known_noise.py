@@ -43,7 +43,7 @@ def batch_sizes(
     ("factor", "distance", "noise"), [(1.0, 0.7, None), (0.5, 0.6, "differenced"), (2.0, 1.0, None)]
 )
 def test_the_batch_becomes_the_noise_scale(factor: float, distance: float, noise: Any) -> None:
-    sizes, scale = batch_sizes(smoothed(NoiseScale(factor), 0.2), distance, 64, 500, noise)
+    sizes, scale = batch_sizes(smoothed(NoiseScale(factor), 0.2, 1), distance, 64, 500, noise)
     assert sizes[-1] == pytest.approx(factor * scale, rel=0.1)
 
 

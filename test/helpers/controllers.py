@@ -45,7 +45,7 @@ after, monotone, smoothed = (_recipes[name] for name in ("after", "monotone", "s
 WARM_UP = BatchTrace.from_runs([100, 200], [10, 5], on_end="hold")
 FUNCTIONS: tuple[Controller, ...] = (
     monotone(NoiseScale()),
-    smoothed(NoiseScale(), 0.3),
+    smoothed(NoiseScale(), 0.3, 1),
     after(5_000, ConstantBatch(100), NormTest(1.0)),
-    after(5_000, lambda input: WARM_UP.batch_size(input.updates), smoothed(Goodput((32, 4096)), 0.5)),
+    after(5_000, lambda input: WARM_UP.batch_size(input.updates), smoothed(Goodput((32, 4096)), 0.5, 1)),
 )
