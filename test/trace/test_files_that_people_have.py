@@ -94,8 +94,8 @@ def test_a_capacity_trace(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "found"),
     [
-        ("time,nodes\n1764230400000,4\n1764232200000,2\n", {}, "got '1764232200000, which looks like Unix millisec"),
-        ("time,nodes\n0,4\n1764230400,2\n", {}, "times must all be seconds since .*, got '0 and 1764230400'; correct"),
+        ("time,nodes\n1764230400000,4\n1764232200000,2\n", {}, "got 1764232200000, which looks like Unix millisec"),
+        ("time,nodes\n0,4\n1764230400,2\n", {}, "times must all be seconds since .*, got 0 and 1764230400; correct"),
         ("time,nodes\n0,4\n2026-01-01T02:00:00,4\n", {}, "times must all be seconds since the beginning, or all Unix"),
         ("time,nodes\n08:00,4\n09:00,2\n", {}, "a time of ISO 8601 such as .*, got '08:00'; add the date"),
         ("Timestamp,Running\n0,4\n", {"time_column": "time"}, "the header must have one column time, got 'Timestamp"),

@@ -55,6 +55,31 @@ def test_at_is_the_last_row_up_to_a_time(case: tuple[CapacityTrace, list[tuple[f
     assert trace.lengths.sum() == trace.duration == trace.end
 
 
+@given(traces(), st.integers(10**9, 4 * 10**9))
+def test_unix_times_begin_at_the_first_row(
+    case: tuple[CapacityTrace, list[tuple[float, int, int]]], shift: int
+) -> None:
+    trace, rows = case
+    seconds, nodes, _ = (np.array(column, float) for column in zip(*rows, strict=True))
+    if (end := trace.end - seconds[0]) > 0:
+        expected = CapacityTrace(seconds - seconds[0], nodes.astype(int), end)
+        assert CapacityTrace(seconds + shift, nodes.astype(int), trace.end + shift) == expected
+    else:
+        with pytest.raises(ValueError, match=r"^end must be > \d+.* the time of the last row, got \d+.*; pass a later"):
+            CapacityTrace(seconds + shift, nodes.astype(int))
+    with pytest.raises(
+        ValueError, match=r"^times must be seconds, got \d+, which looks like Unix milliseconds; divide"
+    ):
+        CapacityTrace((seconds + shift).round() * 1000, nodes.astype(int))
+
+
+def test_some_unix_times_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^times must all be seconds since the beginning, or all Unix times, got 0 and"
+    ):
+        CapacityTrace([0, 1.7e9], [1, 2])
+
+
 @given(traces(), st.integers(0, 99), st.integers(1, 100))
 def test_a_slice_begins_at_0(case: tuple[CapacityTrace, Any], low: int, high: int) -> None:
     trace, _ = case

@@ -20,6 +20,7 @@ from variable_batch_size._validation import (
     value_error,
 )
 from variable_batch_size.lab.cluster.readers import own
+from variable_batch_size.lab.cluster.readers.base import from_first_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,14 +38,14 @@ class CapacityTrace:
 
     Args:
         seconds: times in ascending order, finite and >= 0, (rows,). Of several rows at one time the last one counts.
-            Before the first row there are 0 nodes.
+            Before the first row there are 0 nodes; Unix times (10^9 s or more) begin at it.
         nodes: number of nodes from each time on, integers in [0, 2**53], (rows,).
         end: end of the trace in seconds, > 0 and >= every time; by default the last time.
         prices: price of a node from each time on, per hour, finite and >= 0, (rows,); None if they are not known.
 
     Raises:
         TypeError: if `end` is not a number, or `nodes` are not integers.
-        ValueError: if a value is not in its range, or the arrays have other shapes.
+        ValueError: if a value is not in its range, the arrays have other shapes, or times are milliseconds since 1970.
     """
 
     __slots__ = ("_end", "_nodes", "_prices", "_seconds")
@@ -68,10 +69,12 @@ class CapacityTrace:
             row = int((np.diff(times) < 0).argmax()) + 1
             requirement = f"seconds must be in ascending order, and seconds[{row}] >= {times[row - 1]}"
             raise value_error(requirement, times[row], "sort the rows by time")
-        self._end = float(times[-1]) if end is None else check_number(end, "end", "pass seconds")
-        if not (self._end >= times[-1] and self._end > 0):
-            requirement = f"end must be > 0 and >= {times[-1]}, the time of the last row"
-            raise value_error(requirement, self._end, "pass a later end=")
+        stop = float(times[-1]) if end is None else check_number(end, "end", "pass seconds")
+        rows, self._end = from_first_row(times, stop)
+        if not (stop >= times[-1] and self._end > 0):
+            requirement = f"end must be > {times[0] - rows[0]:.15g} and >= {times[-1]}, the time of the last row"
+            raise value_error(requirement, stop, "pass a later end=")
+        times = rows
         if times[0] > 0:
             times, counts = np.insert(times, 0, 0.0), np.insert(counts, 0, 0)
             costs = None if costs is None else np.insert(costs, 0, costs[0])

@@ -14,7 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import ClassVar, NamedTuple, final
 
-from variable_batch_size._validation import MAX_INT, type_error
+import numpy as np
+
+from variable_batch_size._validation import MAX_INT, FloatArray, type_error, value_error
 
 UNIX, MILLISECONDS = 1e9, 1e12  # from there on times are taken for seconds, or milliseconds, since 1970
 
@@ -173,25 +175,34 @@ class Reader(ABC):
 
         Times of a clock begin at the first row.
         """
-        rows = self.read(text, options)
-        end, first = rows.seconds[-1] if rows.end is None else rows.end, rows.seconds[0]
-        if MILLISECONDS <= end < math.inf:
-            requirement, remedy = "times must be seconds", "divide them by 1000"
-            raise text.error(text.lines[-1][0], requirement, f"{end:.15g}, which looks like Unix milliseconds", remedy)
-        if first < UNIX <= end < math.inf:
-            requirement, found = (
-                "times must all be seconds since the beginning, or all Unix times",
-                f"{first:g} and {end:.15g}",
-            )
-            raise text.error(text.lines[-1][0], requirement, found, "correct the rows")
-        if self.begins_at_first_row or first >= UNIX:  # to the microsecond, as float64 has the seconds since 1970
-            rows = rows._replace(seconds=[round(second - first, 6) for second in rows.seconds])
-            end = round(end - first, 6)
-            rows = rows if rows.end is None else rows._replace(end=end)
+        rows, line = self.read(text, options), text.lines[-1][0]
+        end = rows.seconds[-1] if rows.end is None else rows.end
+        try:
+            seconds, end = from_first_row(np.array(rows.seconds), end, clock=self.begins_at_first_row)
+        except ValueError as error:
+            raise LogError(f"capacity trace ({text.path}:{line}): {error}") from None
         if not 0 < end < math.inf:
             requirement = "a trace must end after a finite time > 0"
-            raise text.error(text.lines[-1][0], requirement, end, "correct the times, or add a row at its end")
-        return rows
+            raise text.error(line, requirement, end, "correct the times, or add a row at its end")
+        return rows._replace(seconds=seconds.tolist(), end=end)
+
+
+def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tuple[FloatArray, float]:
+    """Return times and their end since the first time if they are those of a clock, or Unix times; others as they are.
+
+    Raises:
+        ValueError: if they are milliseconds, or only some are Unix times.
+    """
+    first, last = seconds[0], seconds[-1]
+    if MILLISECONDS <= last < math.inf:
+        found = f"{last:.15g}, which looks like Unix milliseconds"
+        raise value_error("times must be seconds", found, "divide them by 1000")
+    if first < UNIX <= last < math.inf:
+        requirement = "times must all be seconds since the beginning, or all Unix times"
+        raise value_error(requirement, f"{first:g} and {last:.15g}", "correct the rows")
+    if (clock or first >= UNIX) and end < math.inf:  # to the microsecond, as float64 has the seconds since 1970
+        return (seconds - first).round(6), round(end - float(first), 6)
+    return seconds, end
 
 
 def split(row: str, separator: str = ",") -> list[str]:
