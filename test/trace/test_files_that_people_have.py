@@ -53,6 +53,9 @@ def test_rows_where_the_size_changes(tmp_path: Path) -> None:
         pd.Series([32.0, 64.0], index=["a", "b"]),
         torch.tensor([32, 64]),
         torch.tensor([32.0, 64.0]),
+        torch.tensor([32.0, 64.0], requires_grad=True),
+        torch.tensor([32.0, 64.0], dtype=torch.bfloat16),
+        np.ma.array([32, 64], mask=[False, False]),
         np.array([32, 64], np.uint8),
     ],
     ids=lambda sizes: f"{type(sizes).__name__} of {sizes.dtype}",
@@ -61,10 +64,39 @@ def test_what_holds_a_size_for_each_step(sizes: Any) -> None:
     assert vbs.BatchTrace.of(sizes) == vbs.BatchTrace.from_sizes(sizes) == vbs.BatchTrace.from_sizes([32, 64])
 
 
-@pytest.mark.parametrize("sizes", [pd.Series([32, 3.5]), torch.tensor([32.0, float("nan")]), pd.Series(["32"])])
+MASKED = np.ma.array([32, 64], mask=[False, True])
+
+
+@pytest.mark.parametrize("sizes", [pd.Series([32, 3.5]), torch.tensor([32.0, float("nan")]), pd.Series(["32"]), MASKED])
 def test_what_holds_something_else(sizes: Any) -> None:
     with pytest.raises(TypeError, match=r"^trace step \d \(sizes\[\d\]\): batch_size must be an integer >= 1, got "):
         vbs.BatchTrace.of(sizes)
+
+
+def test_masked_capacity_is_not_read() -> None:
+    with pytest.raises(TypeError, match=r"^nodes\[1\] must be an integer >= 0, got masked"):
+        cluster.CapacityTrace([0, 1], MASKED)
+    with pytest.raises(ValueError, match=r"^seconds\[1\] must be in \[0, 2\*\*53\], got nan; correct it"):
+        cluster.CapacityTrace(MASKED, [4, 2])
+
+
+@pytest.mark.parametrize("size", ["1.000", "1,000", "1 000", "32.00"])
+def test_a_point_may_separate_thousands(size: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(f"step;batchsize\n0;{size}\n")
+    why = "" if size == "32.00" else ", which may be thousands"
+    with pytest.raises(
+        ValueError, match=rf"batchsize must be an integer >= 1, got '{size}'{why}; fix the row"
+    ) as caught:
+        vbs.BatchTrace.from_csv(tmp_path / "trace.csv")
+    check_shape(str(caught.value))
+
+
+def test_steps_of_changes_are_not_ignored(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("step,batchsize\n0,32\n100,64\n")
+    with pytest.raises(
+        ValueError, match=r'^every="change" needs the column step, got renumber=True, .*; leave out one'
+    ):
+        vbs.BatchTrace.from_csv(tmp_path / "trace.csv", every="change", renumber=True)
 
 
 LOGS = {
@@ -98,6 +130,17 @@ def test_a_capacity_trace(name: str, tmp_path: Path) -> None:
         ("time,nodes\n0,4\n1764230400,2\n", {}, "times must all be seconds since .*, got 0 and 1764230400; correct"),
         ("time,nodes\n0,4\n2026-01-01T02:00:00,4\n", {}, "times must all be seconds since the beginning, or all Unix"),
         ("time,nodes\n08:00,4\n09:00,2\n", {}, "a time of ISO 8601 such as .*, got '08:00'; add the date"),
+        (
+            "time,nodes\n20260101,4\n20260102,2\n",
+            {},
+            "time must be seconds, or .*, got '20260101'; add the date, or correct",
+        ),
+        (
+            "a,b\n0,4\n",
+            {"time_column": "a", "nodes_column": "A"},
+            "must be two columns, got 'a'; pass another time_column=",
+        ),
+        ("seconds,b\n0,4\n", {"nodes_column": "seconds"}, "times and nodes must be two columns, got 'seconds'; pass"),
         ("Timestamp,Running\n0,4\n", {"time_column": "time"}, "the header must have one column time, got 'Timestamp"),
     ],
 )

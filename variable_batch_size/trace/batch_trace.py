@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -83,10 +83,14 @@ class BatchTrace:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if the file is not a trace; the message names file, line and value.
+            ValueError: if the file is not a trace; the message names file, line and value. If `renumber` ignores the
+                steps of changes.
         """
         source = os.fspath(path)
         check_choice(every, "every", get_args(Every))
+        if renumber and every == "change":
+            remedy = "leave out one of them"
+            raise value_error('every="change" needs the column step', "renumber=True, which ignores it", remedy)
         steps, sizes = read_csv(source, renumber, every)  # (rows,) each
         return cls(steps, sizes, None if every == "change" else len(sizes), on_end, source)
 
@@ -408,14 +412,17 @@ class BatchTrace:
         raise TraceEndError(f"{requirement} ({self.total_samples} samples), got {position}; {remedy}")
 
 
-def _integers(sizes: object) -> npt.NDArray[np.integer] | None:
+def _integers(sizes: Any) -> npt.NDArray[np.integer] | None:
     """Return an array, a tensor or a Series of integers as an array of one dimension, None if it is something else.
 
     32.0 is an integer: pandas has floats in a column where one was missing.
     """
-    if not hasattr(sizes, "__array__"):
+    if not hasattr(sizes, "__array__") or np.ma.is_masked(sizes):
         return None
-    array = np.asarray(sizes.cpu() if hasattr(sizes, "cpu") else sizes)
+    if hasattr(sizes, "detach"):  # a tensor
+        sizes = sizes.detach().cpu()
+        sizes = sizes.double() if sizes.is_floating_point() else sizes  # numpy has no bfloat16
+    array = np.asarray(sizes)
     if array.ndim == 1 and array.dtype.kind == "f" and not (array % 1).any():
         array = array.astype(np.int64)
     return array if array.ndim == 1 and array.dtype.kind in "iu" else None

@@ -18,7 +18,7 @@ from variable_batch_size._validation import MAX_INT, IntArray, check_int, value_
 from variable_batch_size.trace.schedule import EXAMPLE
 
 SIZE_COLUMNS = ("batchsize", "batch_size")  # a file has one of them; the first is written
-_INTEGER = re.compile(r"([+-]?[0-9]{1,25})([.]0*)?")
+_INTEGER = re.compile(r"([+-]?[0-9]{1,25})([.]0?)?")  # 1.000 may be 1 or 1000
 Every: TypeAlias = Literal["step", "change"]
 _ORDER = "let the first row be step 0, and sort the others by increasing steps"
 
@@ -209,7 +209,8 @@ def _check_step(cell: str, size: str, found: list[tuple[int, int]], begun: int) 
 def _checked_size(cell: str, column: str) -> int:
     size, remedy = _parse(cell), "fix the row, or drop it and renumber"
     if isinstance(size, str):  # the value of a cell is wrong, not its type
-        raise value_error(f"{column} must be an integer >= 1", f"{size!r:.60}", remedy)
+        why = ", which may be thousands" if re.search("[0-9][., '][0-9]{3}", size) else ""
+        raise value_error(f"{column} must be an integer >= 1", f"{size!r:.60}{why}", remedy)
     return check_int(size, column, 1, MAX_INT, remedy)
 
 

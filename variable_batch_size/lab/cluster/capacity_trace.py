@@ -308,7 +308,7 @@ def bin_means(edges: FloatArray, values: FloatArray, columns: int) -> tuple[Floa
 
 def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
     try:
-        array = np.asarray(values, np.float64)
+        array = np.ma.filled(np.asanyarray(values, np.float64), np.nan)  # masked times and prices are missing
     except (TypeError, ValueError):
         raise type_error(f"{name} must be numbers", values, "pass an array of them") from None
     if array.ndim != 1:
@@ -321,8 +321,8 @@ def _check_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
 
 
 def _check_nodes(values: npt.ArrayLike) -> IntArray:
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu":
+    array = np.asanyarray(values)
+    if array.dtype.kind not in "iu" or np.ma.is_masked(array):
         array = np.array([check_int(value, f"nodes[{row}]", 0, MAX_INT) for row, value in enumerate(array.flat)])
         array = array.astype(np.int64).reshape(np.shape(values))
     wrong = (array < 0) | (array > MAX_INT)

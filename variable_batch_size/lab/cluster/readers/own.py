@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from typing import final
 
 import numpy as np
@@ -16,6 +17,7 @@ from variable_batch_size.trace.csv_file import separator_of
 COLUMNS = ("seconds", "nodes", "price")
 MOMENT = "2026-11-24T10:00:00Z"
 TIMES = ("seconds", "time", "timestamp")  # a file needs one of these columns
+DATE = re.compile("(19|20)[0-9]{2}(0[1-9]|1[0-2])[0-3][0-9]")  # as 20261124, which are no seconds
 
 
 @final
@@ -48,6 +50,9 @@ class OwnReader(Reader):
             if header.count(name) != 1:
                 remedy = "rename a column, or pass time_column= and nodes_column="
                 raise text.error(line, f"the header must have one column {name}", first, remedy)
+        if time == nodes:
+            remedy = "pass another time_column= or nodes_column="
+            raise text.error(line, "times and nodes must be two columns", time, remedy)
         table: dict[str, list[float]] = {name: [] for name in (time, nodes, *({"price"} & {*header}))}
         if len(text.lines) == 1:
             raise text.error(line, "there must be at least one row", first, "add rows")
@@ -55,7 +60,7 @@ class OwnReader(Reader):
         start = seconds_of(first_time)
         for line, row in text.lines[1:]:
             for name, cell in zip(header, text.cells(line, row, first, separator), strict=True):
-                if name == time and (start is not None or ":" in cell):
+                if name == time and (start is not None or ":" in cell or DATE.fullmatch(first_time)):
                     requirement = f"{name} must be seconds, or in each row a time of ISO 8601 such as {MOMENT}"
                     moment = text.moment(line, requirement, cell, "add the date, or correct it")
                     table[name].append(moment - (start or 0.0))
