@@ -160,6 +160,47 @@ def test_parameters_that_are_added_are_averaged_from_then_on() -> None:
         average.copy_to(copy.deepcopy(run.model))
 
 
+@pytest.mark.parametrize("when", ["never", "copied", "saved", "restored"])
+def test_parameters_that_are_added_begin_as_they_are_then(when: str) -> None:
+    """Whoever looks at the averages before the next update, which changes them."""
+    run = training(sizes=SIZES)
+    average = vbs.WeightAverage(run.model.parameters(), DECAY, run.optimizer)
+    run.run(1)
+    added = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    handle = run.optimizer.inner.register_step_pre_hook(lambda *_: setattr(added, "grad", torch.ones_like(added)))
+    run.optimizer.add_param_group({"params": [added]})
+    if when == "copied":
+        target = [*copy.deepcopy(run.model).parameters(), torch.zeros_like(added)]
+        average.copy_to(target)
+        assert torch.equal(target[4], added)
+    elif when != "never":
+        state = average.state_dict()
+        assert len(state["averages"]) == 5
+        if when == "restored":
+            average.load_state_dict(state)
+    before = run.optimizer.progress
+    run.run(1)
+    handle.remove()
+    share = 1 - DECAY ** (run.optimizer.progress - before)
+    expected = 1 + share * (added.detach().numpy() - 1)
+    np.testing.assert_allclose(average.averages[4].numpy(), expected, rtol=1e-12)
+
+
+def test_a_training_with_checkpoints_gets_an_average(tmp_path: Path) -> None:
+    run = training(sizes=SIZES)
+    run.run(2)
+    with vbs.Checkpoint(tmp_path, model=run.model, optimizer=run.optimizer) as checkpoint:
+        checkpoint.save()
+    again = training(sizes=SIZES)
+    average = vbs.WeightAverage(again.model.parameters(), DECAY, again.optimizer)
+    with vbs.Checkpoint(tmp_path, model=again.model, optimizer=again.optimizer, average=average) as checkpoint:
+        with pytest.raises(RuntimeError, match=r"average is not in it; pass the parts .* names, or strict=False"):
+            checkpoint.restore()
+        assert checkpoint.restore(strict=False)
+    assert_averages(average, run.weights())
+    assert again.optimizer.updates == 2
+
+
 def test_wrong_usage_is_refused() -> None:
     run, other = training(sizes=SIZES), training(vbs.ConstantOptimizer, SIZES, ref_batchsize=None)
     parameters = [*run.model.parameters()]

@@ -249,7 +249,8 @@ class Checkpoint:
 
         Args:
             strict: whether to raise if it was saved with other samples: another dataset size, seed or past of the
-                trace. Another future of the trace, another rule and another `ref_batchsize` are told in any case.
+                trace, or without one of the parts, which begins anew otherwise. Another future of the trace, another
+                rule and another `ref_batchsize` are told in any case.
             best: whether to restore the checkpoint with the best value that was reported. Without `best=` of the
                 constructor, the newest such checkpoint tells which metric counts.
             required: whether to raise if there is nothing to restore.

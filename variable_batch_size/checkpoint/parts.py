@@ -20,6 +20,7 @@ from variable_batch_size.checkpoint.reading import StoredState
 from variable_batch_size.checkpoint.rng_states import RNGStates
 from variable_batch_size.optim.lr_scheduler import ProgressScheduler, is_stepped_by_progress
 from variable_batch_size.optim.optimizer import CustomOptimizer
+from variable_batch_size.optim.weight_average import WeightAverage
 from variable_batch_size.optim.wrapper import list_parameters
 
 
@@ -174,6 +175,9 @@ class Parts:
             if isinstance(part, OPTIMIZERS):
                 for number, parameter in self._outside(part).items():
                     parameter.detach().copy_(stored.parts[name]["outside"][number])
+        for name, part in self._by_name.items():
+            if name not in there and isinstance(part, WeightAverage):
+                part.begin()
         if len(stored.rng_states) == world.size:
             random = RNGStates(stored.rng_states[world.rank])
             random.set()  # before an epoch is read: the loader draws its seed from these states

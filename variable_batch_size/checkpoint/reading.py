@@ -242,20 +242,20 @@ class StoredState(NamedTuple):
     def check_parts(self, names: Iterable[str], strict: bool) -> None:
         """Check that the checkpoint has exactly these parts, but for the sampler: the optimizer has its state, too.
 
-        A checkpoint that has not even an optimizer begins another training, unless `strict`.
+        Unless `strict`, parts that are not in it begin anew, but for the model.
 
         Raises:
             ValueError: if a part is missing or was not passed.
         """
         saved, passed = {*self.parts} - {SAMPLER}, {*names} - {SAMPLER}
-        if not strict and "optimizer" not in saved:
+        if not strict:
             passed &= {"model", *saved}
         missing = [f"{name} is not in it" for name in sorted(passed - saved)]
         unknown = [f"{name} is in it and was not passed" for name in sorted(saved - passed)]
         if missing or unknown:
             raise ValueError(
                 f"Checkpoint {self.path} has other parts than this training: {' and '.join(missing + unknown)}; pass "
-                f"the parts that were saved, under the same names"
+                f"the parts that were saved, under the same names" + (", or strict=False" if not unknown else "")
             )
 
     def check_outside(self, optimizer: str, parameters: Mapping[int, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, final, get_args
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,8 @@ class WeightAverage:
         self.averages = [_copy(one) for one in self._parameters]
         self._averaged = self._commits
         optimizer._watch(self)
+        add_new = WeakMethod(self._add_new)  # before an update, after which the first weights are not known any more
+        optimizer.inner.register_step_pre_hook(lambda *_: (add := add_new()) and add())
 
     @property
     def _commits(self) -> int:
@@ -85,11 +88,17 @@ class WeightAverage:
             changes = torch._foreach_sub(parts, averages)
             torch._foreach_mul_(changes, share)
             torch._foreach_add_(averages, changes)
-            self._add_new()
         self._averaged = self._commits
 
     def discard(self) -> None:
         """Do nothing: only updates that are committed are averaged."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin with the present weights; a checkpoint without this average does, with `restore(strict=False)`."""
+        self._add_new()
+        for average, parameter in zip(self.averages, self._parameters, strict=True):
+            average.copy_(parameter)
 
     def _add_new(self) -> None:
         """Begin averages of the parameters that the optimizer has got."""
@@ -122,6 +131,7 @@ class WeightAverage:
             ValueError: if the module has other parameters, or is the one that is trained; if the optimizer got
                 parameters later, whose place in a module is not known.
         """
+        self._add_new()
         own, remedy = {id(one) for one in self._parameters}, "pass parameters in the order of `averages`"
         if isinstance(module, nn.Module):
             if self._given < len(self.averages):
@@ -149,6 +159,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, whole, by the numbers of the parameters; all ranks of a sharded model call it."""
+        self._add_new()
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in self.averages]
         return {"version": 1, "averages": {str(number): one for number, one in enumerate(whole)}}
 
