@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,8 @@ from variable_batch_size.data.fit import Elastic
 @examples(200)
 @given(batch=st.integers(1, 2000), largest=st.integers(1, 200), gpus=st.integers(1, 16))
 def test_takes_the_fewest_steps_and_then_the_smallest_batch_size(batch: int, largest: int, gpus: int) -> None:
-    found = vbs.elastic(batch, largest, gpus)
+    found = vbs.elastic(*map(np.int64, (batch, largest, gpus)))  # type: ignore[arg-type]
+    assert {*map(type, found)} == {int, bool}
     steps = -(-batch // (largest * gpus))
     assert found == Elastic(steps, found.batch_size, batch, gpus, True)
     assert -(-batch // (steps * gpus)) == found.batch_size <= largest
