@@ -249,6 +249,13 @@ def test_rejects_an_example_without_exactly_one_row(example: Any, error: type[Ex
         vbs.find_minibatch_size(lambda: Device(5), mean, example)
 
 
+@pytest.mark.parametrize("model", [torch.nn.Linear(3, 1), None])
+def test_rejects_a_model_that_is_no_function(model: Any) -> None:
+    requirement = r"^model_fn must be a function that creates the model of each trial, got .*; pass one, such as lambda"
+    with pytest.raises(TypeError, match=requirement):
+        vbs.find_minibatch_size(model, mean, torch.ones(1, 3))
+
+
 @pytest.mark.parametrize("name", ["start", "limit"])
 def test_rejects_sizes_that_are_not_integers(name: str) -> None:
     sizes: dict[str, Any] = {name: 0}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from variable_batch_size._validation import MAX_INT, check_int, value_error
+from variable_batch_size._validation import MAX_INT, check_int, type_error, value_error
 from variable_batch_size.backend import current_world, detect
 from variable_batch_size.backend.detection import runs_on_xla
 from variable_batch_size.data import rows
@@ -109,11 +109,14 @@ def find_minibatch_size(
         optimizer_fn: creates an optimizer from the parameters of the model.
 
     Raises:
-        TypeError: if `start` or `limit` is not an integer, or the example has no rows.
+        TypeError: if `model_fn` is a model, `start` or `limit` is not an integer, or the example has no rows.
         ValueError: if `start` or `limit` is < 1, or the example does not have one row.
         MemoryError: if not even one row fits.
         Exception: any other exception of the model, the loss or the optimizer.
     """
+    if isinstance(model_fn, torch.nn.Module) or not callable(model_fn):
+        requirement = "model_fn must be a function that creates the model of each trial"
+        raise type_error(requirement, model_fn, "pass one, such as lambda: Model().to(device)")
     limit = check_int(limit, "limit", 1)
     size, fits, too_large, message = min(check_int(start, "start", 1), limit), 0, limit + 1, ""
     if (number := rows.count(example)) != 1:
