@@ -91,6 +91,13 @@ def test_a_point_may_separate_thousands(size: str, tmp_path: Path) -> None:
     check_shape(str(caught.value))
 
 
+def test_steps_that_begin_at_1_are_numbered_anew(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("step,batchsize\n1,32\n2,64\n")
+    with pytest.raises(ValueError, match=r"got 1; fix the column, or ignore it with renumber=True in .*from_csv$"):
+        vbs.BatchTrace.from_csv(tmp_path / "trace.csv")
+    assert vbs.BatchTrace.from_csv(tmp_path / "trace.csv", renumber=True) == vbs.BatchTrace.from_sizes([32, 64])
+
+
 def test_steps_of_changes_are_not_ignored(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("step,batchsize\n0,32\n100,64\n")
     with pytest.raises(

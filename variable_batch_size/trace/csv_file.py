@@ -198,7 +198,7 @@ def _check_step(cell: str, size: str, found: list[tuple[int, int]], begun: int) 
         return
     requirement = f"step must be {expected}, because each update has a row and they are numbered 0, 1, 2, ..."
     remedy = "fix the column, or ignore it with renumber=True in BatchTrace.from_csv"
-    if isinstance(step, int) and step > expected:
+    if isinstance(step, int) and step > expected > 0:
         remedy += '; if a row is where the batch size changes, pass every="change" instead'
         if 0 < expected < 3:  # not a row that is missing far from the first
             points = [f"{number}:{each}" for number, each in [*found[begun:], (step, f"{_parse(size)!s:.20}")]]
