@@ -84,8 +84,10 @@ def test_a_duration_may_have_a_unit(number: float, unit: tuple[str, int]) -> Non
     assert duration(f"{number}{suffix}") == duration(f" {number} {suffix}") == number * seconds
     assert duration(number) == number
     assert {duration(text) for text in ("1.5h", ".0625d", "90m", "1h30m", "1h 29m 60s")} == {5400}
-    for wrong in ("2w", "-3", "inf", "nan", "1_0", "", "1e999", "1.5 h 3", "h"):
-        with pytest.raises(BadParameter, match=r"a duration must be a time >= 0, got .*; pass 90, 90s, 10m, 1h30m"):
+    for wrong in ("2w", "-3", "inf", "nan", "1_0", "", "1e999", "1.5 h 3", "h", "30m1h", "1h1h"):
+        with pytest.raises(
+            BadParameter, match=r"a duration must be a time >= 0 with the largest .*, got .*; pass 90, 90s, 10m, 1h30m"
+        ):
             duration(wrong)
 
 
@@ -142,8 +144,8 @@ def test_every_option_in_seconds_is_a_duration(command: str, monkeypatch: pytest
             status, message = error_of(*command.split(), option, wrong)
             assert (status, message) == (
                 2,
-                f"Invalid value for '{option}': a duration must be a time >= 0, got {wrong!r}; pass 90, 90s, 10m, "
-                f"1h30m or 2d; see vbs {command} --help",
+                f"Invalid value for '{option}': a duration must be a time >= 0 with the largest unit first, "
+                f"got {wrong!r}; pass 90, 90s, 10m, 1h30m or 2d; see vbs {command} --help",
             )
 
 

@@ -46,10 +46,10 @@ def duration(text: str | float) -> float:
     given = "".join(number + unit for number, unit in parts)
     units = [unit for _, unit in parts]
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
-    if given != re.sub(r"\s", "", str(text)) or not given or ("" in units and len(units) > 1) or seconds == math.inf:
-        raise typer.BadParameter(
-            f"a duration must be a time >= 0, got {str(text)!r:.60}; pass 90, 90s, 10m, 1h30m or 2d"
-        )
+    descend = units == sorted(set(units), key=UNITS.__getitem__, reverse=True) and ("" not in units or len(units) == 1)
+    if given != re.sub(r"\s", "", str(text)) or not given or not descend or seconds == math.inf:
+        requirement = "a duration must be a time >= 0 with the largest unit first"
+        raise typer.BadParameter(f"{requirement}, got {str(text)!r:.60}; pass 90, 90s, 10m, 1h30m or 2d")
     return seconds
 
 
