@@ -36,6 +36,8 @@ def test_the_batch_follows_the_devices_or_nothing(samples: int, devices: int) ->
         ("noise-scale:0.25", NoiseScale(0.25)),
         ("norm-test:0.5", NormTest(0.5)),
         ("goodput:32-4096", Goodput((32, 4096))),
+        ("goodput:32-4k", Goodput((32, 4000))),
+        ("constant:60k", ConstantBatch(60_000)),
     ],
 )
 def test_a_controller_is_named(text: str, controller: Controller) -> None:

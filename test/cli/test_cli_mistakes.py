@@ -41,6 +41,7 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
     ((*SIMULATE, "--policy", "norm-test:1"), 2, "--policy norm-test:1 needs the .* noise, got no --noise; pass --nois"),
     ((*SIMULATE, "--policy", "per-device:0"), 2, "--policy per-device:0: samples must be an integer >= 1, got 0; pass"),
     ((*THREE, "--bounds", 9, 8), 2, "the upper one of --bounds must be an integer >= 9, got 8; "),
+    ((*THREE, "--bounds", "9k", "8k"), 2, "the upper one of --bounds must be an integer >= 9000, got 8000; "),
     ((*THREE, "--rule", "adascale"), 2, "--rule adascale needs the gradient noise, got no --noise; "),
     ((*THREE, "--rule", "legw"), 2, "--rule must be one of constant, linear, root, linear-moment"),
     ((*THREE, "--max-progress", 0), 2, "--max-progress must be > 0 and finite, got 0.0; pass a"),

@@ -11,8 +11,9 @@ from variable_batch_size.adaptive.base import Controller
 from variable_batch_size.adaptive.goodput import Goodput
 from variable_batch_size.adaptive.noise_scale import NoiseScale, NormTest
 from variable_batch_size.adaptive.static import ConstantBatch, PerDevice
+from variable_batch_size.trace.schedule import parse_count
 
-INTEGER = "[0-9]{1,16}"
+INTEGER = "[0-9]{1,16}[kKmMbBtT]?"  # 60k is 60,000
 NUMBER = r"[0-9]{1,16}(?:\.[0-9]{1,16})?"
 
 
@@ -25,12 +26,18 @@ class Argument(NamedTuple):
     make: Callable[..., Controller]
 
 
+def _count(text: str) -> int:
+    number = parse_count(text)
+    assert number is not None  # of the form INTEGER
+    return number
+
+
 POLICIES: Mapping[str, Argument] = {
-    "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(int(samples))),
-    "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(int(samples))),
+    "per-device": Argument("SAMPLES", f"({INTEGER})", lambda samples: PerDevice(_count(samples))),
+    "constant": Argument("SAMPLES", f"({INTEGER})", lambda samples: ConstantBatch(_count(samples))),
     "noise-scale": Argument("FACTOR", f"({NUMBER})", lambda factor: NoiseScale(float(factor))),
     "norm-test": Argument("ETA", f"({NUMBER})", lambda eta: NormTest(float(eta))),
-    "goodput": Argument("LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((int(low), int(high)))),
+    "goodput": Argument("LOW-HIGH", f"({INTEGER})-({INTEGER})", lambda low, high: Goodput((_count(low), _count(high)))),
 }
 *_OTHERS, _LAST = (f"{policy}:{argument.name}" for policy, argument in POLICIES.items())
 FORMS = f"{', '.join(_OTHERS)} or {_LAST}"

@@ -191,7 +191,7 @@ FixedShape = Annotated[
 DevicesPerNode = Annotated[int, count_option("Devices of a node.", metavar="DEVICES")]
 Bounds = Annotated[
     tuple[int, int] | None,
-    option("Least and largest batch size of policies.", metavar="LOW HIGH", callback=check_bounds_option),
+    option("Least and largest batch size of policies.", parser=count, metavar="LOW HIGH", callback=check_bounds_option),
 ]
 NoiseFile = Annotated[
     Path | None,
