@@ -71,6 +71,17 @@ MISTAKES: list[tuple[tuple[Any, ...], int, str]] = [
     ((*FITTED, "--samples-per-second", 9), 2, "--throughput takes .* --samples-per-second, got both; leave"),
     ((*FITTED[:-2],), 2, "--samples-per-second or --throughput must give the time of an update, got neither; pass one"),
     (("capacity", "show", "none.csv"), 1, r"capacity trace \(none.csv\) must be a"),
+    (
+        ("capacity", "show", "other.csv"),
+        1,
+        r"capacity .*; pass --time-column and --nodes-column for another table, or ",
+    ),
+    (
+        ("capacity", "show", "other.csv", "--time-column", "a"),
+        1,
+        ".*; rename .*, or pass --time-column and --nodes-column$",
+    ),
+    (("capacity", "show", LOG, "--inverted", 4), 1, ".* got 6; pass the number of nodes of the cluster as --inverted$"),
     (("capacity", "show", "batches.csv"), 1, KIND.format("batches", "batchsize")),
     (("capacity", "show", "others.csv"), 1, KIND.format("others", "batch_size")),
     (("capacity", "show", LOG, "--max-gap", 5), 1, "max_gap must be left out except for the "),

@@ -114,6 +114,7 @@ LOGS = {
         "Timestamp,zone,Running Nodes\n0,a,4.0\n1800,a,2.0\n3600,a,2.0\n",
         {"time_column": "timestamp", "nodes_column": "Running Nodes"},
     ),
+    "quoted cells": ('"Time","Nodes"\n"0","4"\n"1800","2"\n3600,2\n', {}),
     "sacct": (
         "JobID|Start|End|NNodes\n7|2026-11-27T08:00:00|2026-11-27T09:00:00|2\n7.0|2026-11-27T08:00:00||2\n"
         "8|2026-11-27T08:00:00|2026-11-27T08:30:00|2\n9|2026-11-27T08:30:00|2026-11-27T08:30:00|5\n",

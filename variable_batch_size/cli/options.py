@@ -224,15 +224,15 @@ class Reading:
     nodes_column: Annotated[str, option("Column of the nodes in a CSV file.", metavar="NAME")] = ""
 
     def read(self, path: Path) -> CapacityTrace:
-        """Read a log."""
-        return read(
-            Path("/dev/stdin") if str(path) == "-" else path,
-            self.format,
-            inverted=self.inverted or False,
-            max_gap=self.max_gap,
-            time_column=self.time_column,
-            nodes_column=self.nodes_column,
-        ).machines(self.cores_per_node)
+        """Read a log; errors name the options."""
+        values = {name: value for name, value in vars(self).items() if value is not None and name != "cores_per_node"}
+        try:
+            capacity = read(Path("/dev/stdin") if str(path) == "-" else path, **values)
+        except ValueError as error:
+            names = r"\b(inverted|max_gap|time_column|nodes_column)=(?=(\w?))"
+            message = re.sub(names, lambda name: f"--{name[1].replace('_', '-')}{name[2] and ' '}", str(error))
+            raise type(error)(message) from error
+        return capacity.machines(self.cores_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)

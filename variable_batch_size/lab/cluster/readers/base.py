@@ -206,8 +206,8 @@ def from_first_row(seconds: FloatArray, end: float, clock: bool = False) -> tupl
 
 
 def split(row: str, separator: str = ",") -> list[str]:
-    """Return the cells of a row of a CSV file without quotes."""
-    return [cell.strip() for cell in row.split(separator)]
+    """Return the cells of a row of a CSV file, without quotes, within which no separator may be."""
+    return [re.sub('"([^"]*)"', r"\1", cell.strip()) for cell in row.split(separator)]
 
 
 def as_number(cell: str) -> float:
