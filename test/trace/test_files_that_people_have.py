@@ -149,6 +149,11 @@ def test_a_capacity_trace(name: str, tmp_path: Path) -> None:
             "must be two columns, got 'a'; pass another time_column=",
         ),
         ("seconds,b\n0,4\n", {"nodes_column": "seconds"}, "times and nodes must be two columns, got 'seconds'; pass"),
+        (
+            "JobID|Start|End\n",
+            {"format": "sacct"},
+            "got 'JobID.*'; print them with sacct -P -o JobID,Start,End,NNodes$",
+        ),
         ("Timestamp,Running\n0,4\n", {"time_column": "time"}, "the header must have one column time, got 'Timestamp"),
     ],
 )

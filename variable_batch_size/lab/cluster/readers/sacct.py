@@ -8,6 +8,7 @@ from variable_batch_size.lab.cluster.readers.base import Options, Reader, Rows, 
 
 COLUMNS: Final = ("JobID", "Start", "End", "NNodes")
 FORM: Final = "must be a time such as 2026-11-24T10:00:00"
+PRINT: Final = "print them with sacct -P -o JobID,Start,End,NNodes"
 ABSENT: Final = ("Unknown", "None", "")  # the end of a job that runs, the start of one that waits
 
 
@@ -34,7 +35,7 @@ class SacctReader(Reader):
         """Return a row for each time at which a job has begun or ended."""
         line, header = text.lines[0]
         if not self.recognizes(text):
-            raise text.error(line, "the header must have JobID, Start, End and NNodes", header, "print these")
+            raise text.error(line, "the header must have JobID, Start, End and NNodes", header, PRINT)
         places = [split(header, "|").index(name) for name in COLUMNS]
         changes: list[tuple[float, int]] = []
         for line, row in text.lines[1:]:
