@@ -27,7 +27,7 @@ SETUP := setup.cfg pyproject.toml
 # Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
 test test-all test-newest test-integrations test-integrations-oldest test-gpu: export OMP_NUM_THREADS := 1
 # A test that hangs for ten minutes shows where, and ends the run (an option of pytest 9, which test-gpu does not need).
-WATCHED := -o faulthandler_exit_on_timeout=true
+WATCHED := -o faulthandler_exit_on_timeout=true --max-worker-restart=0
 PYTEST := pytest -n $(JOBS) --dist loadgroup $(WATCHED)
 
 .PHONY: help train evaluate lint test test-all nightly test-newest test-integrations test-integrations-oldest test-gpu docs fuzz bench bench-trainers test-tpu tpu-compiler dist check-tag clean
@@ -72,7 +72,8 @@ EVALUATE := --trace "0:32 200:64 300:128 350:256 375:512" --name doubling \
 evaluate: $(VENV)/.has-test
 	$(VENV)/bin/vbs evaluate mnist-cnn $(EVALUATE) --jobs $(if $(filter auto,$(JOBS)),2,$(JOBS)) --folder runs/evaluate $(ARGS)
 
-LINT := $(VENV)/bin/python -m ruff check . && $(VENV)/bin/python -m ruff format --check . && $(VENV)/bin/python -m mypy
+# A checkout that cannot be written has no caches.
+LINT := $(if $(shell test -w . || echo no),export RUFF_NO_CACHE=true MYPY_CACHE_DIR=/dev/null && )$(VENV)/bin/python -m ruff check . && $(VENV)/bin/python -m ruff format --check . && $(VENV)/bin/python -m mypy
 
 lint: $(VENV)/.has-test
 	$(LINT)
