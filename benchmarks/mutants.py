@@ -1,7 +1,7 @@
 """How many planted faults do the tests find?
 
     python benchmarks/mutants.py FOLDER --reach -- -m "not cuda"
-    python benchmarks/mutants.py FOLDER --label "make test" -- -m "not slow and not cuda"
+    python benchmarks/mutants.py FOLDER --label "make test" -- -m "not slow and not nightly and not cuda"
 
 Each seed draws faults in the rooms below, as many of each kind: an operator that is another one, a comparison that
 includes or excludes its bound, a call that is left out, a factor of 1 + 1e-8. The first command runs the tests once,
