@@ -1,4 +1,4 @@
-"""How many examples a property has: the profile "default" of `make test`, and "all" of `make test-all`.
+"""How many examples a property has: the profile "default" of `make test`, and "all" of `make nightly`.
 
 The examples are the same in every run of a profile, so that no run fails by chance; `make fuzz` draws new ones.
 """
@@ -13,5 +13,5 @@ settings.register_profile("all", FIXED, max_examples=200)
 
 
 def examples(number: int) -> settings:
-    """Return settings for a property: a third of the examples in `make test`, twice as many in `make test-all`."""
+    """Return settings for a property: a third of the examples, and twice as many in `make nightly`."""
     return settings(max_examples=max(1, number * settings().max_examples // 100))
