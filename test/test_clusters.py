@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from helpers.commands import TIMEOUT, free_port, run, saved, wait_for
+from helpers.commands import TIMEOUT, free_job, free_port, run, saved, wait_for
 from helpers.jobs import (
     SHORT,
     STOPPED,
@@ -146,7 +146,7 @@ def test_the_script_alone_stops_after_a_signal_and_resumes(place: Path, started:
 @pytest.mark.nightly("restarts jobs")
 @pytest.mark.torch
 def test_slurm_queues_a_stopped_job_again_and_it_resumes(place: Path, started: list[subprocess.Popen[bytes]]) -> None:
-    job = free_port() - 20000  # so that the script computes a free port
+    job = free_job()
     running = slurm(place, TRAIN, job)
     started.append(running)
     wait_for(lambda: saved(place / "checkpoints/a"), lambda: logs(place))

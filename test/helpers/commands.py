@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from helpers.pages import ROOT
@@ -32,6 +34,15 @@ def free_port() -> int:
         free.bind(("localhost", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+def free_job() -> int:
+    """Return the number of a job of Slurm for which train.slurm computes a port that is free now."""
+    while True:
+        job = random.randrange(1, 20_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("localhost", 20_000 + job))
+            return job
 
 
 def wait_for(condition: Callable[[], object], logs: Callable[[], str]) -> None:

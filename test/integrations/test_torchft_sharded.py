@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchft import Manager, ProcessGroupGloo
 
-from helpers.commands import free_port
+from helpers.commands import free_job
 from helpers.jobs import logs, place, slurm, start
 from helpers.torchft_groups import Groups, check
 from helpers.torchft_training import TRACE, make
@@ -107,7 +107,7 @@ def test_the_example_trains(place: Path) -> None:
         own = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{groups.port}"}
         groups.running = {
             0: start(command, place, "log-0", **own, REPLICA_GROUP_ID="0"),
-            1: slurm(place, script, free_port() - 20000, tasks=2, **own, SLURM_ARRAY_TASK_ID="1"),
+            1: slurm(place, script, free_job(), tasks=2, **own, SLURM_ARRAY_TASK_ID="1"),
         }
         assert [groups.ended(number) for number in (0, 1)] == [0, 0], logs(place)
     assert "update 300: 4 processes" in logs(place)
