@@ -119,6 +119,13 @@ def test_an_update_that_was_skipped_leaves_the_averages() -> None:
         assert torch.equal(one, other)
 
 
+def test_an_update_that_is_committed_again_after_an_interrupt_is_averaged_once() -> None:
+    run = training(sizes=SIZES)
+    average, expected = averaged(run, 2)
+    average.commit(updated=True)
+    assert_averages(average, expected)
+
+
 def test_a_rollback_misses_no_update() -> None:
     """The average is loaded before the optimizer, or after it."""
     whole, expected = averaged(training(sizes=SIZES), 3)
