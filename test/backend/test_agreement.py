@@ -117,27 +117,25 @@ def test_a_rank_that_does_not_come_is_named(absent: int, monkeypatch: pytest.Mon
         assert f"every rank must come to read(), but rank {absent} has not, for 0.3 s; see the output" in message
 
 
-def test_ranks_do_not_wait_for_one_that_has_failed() -> None:
+def test_ranks_do_not_wait_for_one_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("variable_batch_size.testing.ranks._TIMEOUT", 3600.0)  # this test would hang
+
     def run(backend: Backend) -> None:
         if backend.world.rank == 1:
             raise LookupError("rank 1")
         Agreement(backend).gather("read()", "")
 
-    began = time.monotonic()
     with pytest.raises(LookupError, match="rank 1"):
         run_ranks(run, 3)
-    assert time.monotonic() - began < 5
 
 
 def test_ranks_do_not_wait_for_one_that_has_left_but_read_what_it_has_said() -> None:
     ranks = agreements(3 * [dist.HashStore()])
     assert in_threads(lambda rank: ranks[rank].gather("first", str(rank)), 3) == 3 * [["0", "1", "2"]]
     ranks.pop()
-    began = time.monotonic()
     for agreement in ranks:
         with pytest.raises(AbsentRankError, match=r"come to second, but ranks? .* not, and a rank has ended; see"):
             agreement.gather("second", "")
-    assert time.monotonic() - began < 5
 
 
 @examples(30)
