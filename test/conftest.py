@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Told(config))
 
 
+def pytest_sessionstart() -> None:  # not earlier: pytest itself may have colors
+    os.environ.pop("FORCE_COLOR", None)
+
+
 class Told:
     """Names a test when it fails, since a run that is killed has no summary, and at the end those that take long."""
 
@@ -34,6 +39,8 @@ class Told:
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and reporter is not None:
             reporter.ensure_newline()
+            if reporter._tw.width_of_current_line:  # letters of pytest-xdist
+                reporter.line("")
             reporter.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
         if report.when == "call":
             self._long += [str(text) for name, text in report.user_properties if name == "takes long"]
