@@ -1,10 +1,12 @@
 """Trainings in real gloo processes.
 
-A world of 3 processes runs every scenario, and then a world of 2. The tests read the results of each rank.
+A world of 2 processes runs every scenario, and then a world of 3. The tests read the results of each rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,10 @@ from helpers.models import Everything, Experts, everything
 from helpers.processes import run_job
 from helpers.reference import SIZES, assert_equal, filled, training, twin
 
+SLOW = (pytest.mark.slow("starts another world"), pytest.mark.torch)
+SIZES_OF_WORLDS = [WORLDS[0], pytest.param(WORLDS[1], marks=SLOW)]
+EIGHT = pytest.param(8, marks=pytest.mark.nightly("starts eight processes"))
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,24 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worlds(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """The results of every rank, by the size of the world."""
-    return {size: run_job("gloo", run_scenarios, folder, ranks=size, folder=folder) for size in WORLDS}
+def run_world(folder: Path) -> Callable[[int], list[dict[str, Any]]]:
+    """Return the results of every rank of a world of this size, which runs once."""
+    return cache(lambda size: run_job("gloo", run_scenarios, folder, ranks=size, folder=folder))
 
 
-@pytest.fixture(params=WORLDS, ids="world {}".format)
-def ranks(request: pytest.FixtureRequest, worlds: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return worlds[request.param]
+@pytest.fixture(params=SIZES_OF_WORLDS, ids="world {}".format)
+def ranks(request: pytest.FixtureRequest, run_world: Callable[[int], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return run_world(request.param)
 
 
-@pytest.fixture(scope="module")
-def eight(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    return {8: run_job("gloo", run_scenarios, folder, ranks=8)}
-
-
-@pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.nightly("starts eight processes")), *WORLDS])
-def test_gains_equal_those_of_one_process_and_take_one_collective(size: int, request: pytest.FixtureRequest) -> None:
-    for rank in request.getfixturevalue("worlds" if size in WORLDS else "eight")[size]:
+@pytest.mark.parametrize("ranks", [*SIZES_OF_WORLDS, EIGHT], indirect=True, ids="world {}".format)
+def test_gains_equal_those_of_one_process_and_take_one_collective(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
         found, messages = rank["gains"]
         for dtype, tolerance, gains_found in zip((torch.float64, torch.float32), (1e-12, 1e-4), found, strict=True):
             run = training(vbs.AdaScaleOptimizer, dtype=dtype).run(1)
@@ -86,10 +87,9 @@ def test_all_ranks_share_a_store(ranks: list[dict[str, Any]]) -> None:
     assert [rank["stores"] for rank in ranks] == [2 * [b"value of the last rank"]] * len(ranks)
 
 
-@pytest.mark.usefixtures("worlds")
-def test_no_process_prints_a_warning(folder: Path) -> None:
+def test_no_process_prints_a_warning(ranks: list[dict[str, Any]], folder: Path) -> None:
     """Torch's own threads would, on standard error, if a tensor that they free still had another reference."""
-    for rank in range(max(WORLDS)):
+    for rank in range(len(ranks)):
         assert "Warning" not in (folder / f"stderr{rank}").read_text()
 
 
@@ -136,8 +136,10 @@ def test_a_subgroup_trains_alone(ranks: list[dict[str, Any]]) -> None:
         assert_equal(weights, twin(vbs.LinearRuleOptimizer, SIZES))
 
 
-def test_resumes_in_another_world(worlds: dict[int, list[dict[str, Any]]]) -> None:
-    for rank in worlds[WORLDS[1]]:
+@pytest.mark.slow("starts another world")
+@pytest.mark.torch
+def test_resumes_in_another_world(run_world: Callable[[int], list[dict[str, Any]]]) -> None:
+    for rank in [run_world(size) for size in WORLDS][1]:
         assert_equal(rank["resume_in_another_world"], twin(vbs.LinearRuleOptimizer, SIZES))
 
 

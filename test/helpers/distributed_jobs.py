@@ -18,7 +18,7 @@ import variable_batch_size as vbs
 from helpers.models import Everything, Experts, Mixed, everything, shifted
 from helpers.reference import EQUATIONS, REF, SIZES, Training, filled, network, training
 
-WORLDS = (3, 2)
+WORLDS = (2, 3)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

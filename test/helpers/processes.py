@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -89,19 +90,38 @@ def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> 
 
     The processes have the environment variables of the first call in this process.
     """
-    mp.start_processes(_call, (function, args), nprocs, start_method="forkserver")
+    mp.start_processes(_call, (_used(), function, args), nprocs, start_method="forkserver")
 
 
-def _call(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _call(rank: int, used: Path, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # after a fork its first call may be made by one thread only (caffe2's thread pool)
-    function(rank, *args)
+    _measure(used, function, (rank, *args))
+
+
+def _used() -> Path:
+    return Path(get_temp_dir()) / "used"  # which ends with this process
+
+
+def _measure(used: Path, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    """Call a function in a forked process, whose parent is the server of forks, and note the processors' seconds."""
+    try:
+        function(*arguments)
+    finally:
+        with suppress(FileNotFoundError), used.open("a") as file:  # the test may have ended
+            file.write(f"{sum(os.times()[:4])}\n")
+
+
+def seconds_of_forked() -> float:
+    """Return the processors' seconds of all forked processes that have returned."""
+    return sum(map(float, used.read_text().split())) if (used := _used()).exists() else 0.0
 
 
 class Forked:
     """A process that calls `function(*arguments)`, with the methods of a Popen."""
 
     def __init__(self, function: Callable[..., None], *arguments: object) -> None:
-        self._process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_measure, args=(_used(), function, arguments))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
