@@ -26,7 +26,8 @@ SETUP := setup.cfg pyproject.toml
 
 # Tensors of tests are small: threads of several processes would only wait for one another, 90 times as long in one test.
 test test-all test-newest test-integrations test-integrations-oldest test-gpu: export OMP_NUM_THREADS := 1
-# A test that hangs for ten minutes shows where, and ends the run (an option of pytest 9, which test-gpu does not need).
+# A test that hangs for ten minutes shows where, and ends the run (an option of pytest 9, which test-gpu does not need): no
+# worker takes the place of its process.
 WATCHED := -o faulthandler_exit_on_timeout=true --max-worker-restart=0
 PYTEST := pytest -n $(JOBS) --dist loadgroup $(WATCHED)
 
